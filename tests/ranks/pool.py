@@ -66,9 +66,7 @@ class RankPool:
         self._inboxes = [context.Queue() for _ in range(self.world)]
         self._outbox = context.Queue()
         self._processes = [
-            context.Process(
-                target=_serve, args=(r, self.world, self._folder, self._inboxes[r], self._outbox), daemon=True
-            )
+            context.Process(target=_serve, args=(r, self.world, self._folder, self._inboxes[r], self._outbox), daemon=True)
             for r in range(self.world)
         ]
         for process in self._processes:
