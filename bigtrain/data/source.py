@@ -77,25 +77,32 @@ def _expand(path: str) -> list[Path]:
     return files
 
 
-def _of_split(files: list[Path], split: str) -> list[Path]:
-    """Keeps the files of one split where file or folder names tell them apart, else all."""
+def _split_named_by(name: Path) -> str | None:
+    """The split that a file's own name, else the folder just above it, tells; None when neither does."""
+    for part in reversed(name.parts[-2:]):
+        word = part.lower().replace("-", ".").replace("_", ".").split(".")[0]
+        for split, words in _SPLIT_WORDS.items():
+            if word in words:
+                return split
+    return None
 
-    def split_of(file: Path) -> str | None:
-        for part in reversed(file.parts[-2:]):
-            word = part.lower().replace("-", ".").replace("_", ".").split(".")[0]
-            for name, words in _SPLIT_WORDS.items():
-                if word in words:
-                    return name
-        return None
 
+def _of_split(files: list[Path], paths: Sequence[str], split: str) -> list[Path]:
+    """Keeps the files of one split where names below the given folders tell them apart, else all.
+
+    Raises:
+        DataError: names tell splits apart, and none is the wanted one.
+    """
+    roots = [Path(path).expanduser() for path in paths]
+    below = {f: next((f.relative_to(root) for root in roots if root in f.parents), Path(f.name)) for f in files}
+    named = {file: _split_named_by(below[file]) for file in files}
+    if not any(named.values()):
+        return files
     wanted = "train" if split in _SPLIT_WORDS["train"] else "validation"
-    named = {file: split_of(file) for file in files}
-    if any(named.values()):
-        chosen = [file for file in files if named[file] == wanted]
-        if chosen:
-            return chosen
+    chosen = [file for file in files if named[file] == wanted]
+    if not chosen:
         raise DataError(f"no file for split {split!r} among {[f.name for f in files][:10]}; name the files themselves")
-    return files
+    return chosen
 
 
 def _choose(paths: Sequence[str], split: str) -> tuple[str, list[Path]]:
@@ -105,9 +112,9 @@ def _choose(paths: Sequence[str], split: str) -> tuple[str, list[Path]]:
         DataError: no usable file, or files of several kinds.
     """
     files = [file for path in paths for file in _expand(path)]
-    kinds = {file: builder_of(file) for file in files}
-    if len(files) == len(paths):  # named one by one: an unknown suffix is text, as the user said so by naming it
-        kinds = {file: kind or "text" for file, kind in kinds.items()}
+    by_name = {Path(path).expanduser() for path in paths}
+    # A file that was named itself and has an unknown suffix is read as text; one found in a folder is not.
+    kinds = {file: builder_of(file) or ("text" if file in by_name else None) for file in files}
     unknown = Counter(file.suffix or "(none)" for file, kind in kinds.items() if kind is None)
     by_kind = Counter(kind for kind in kinds.values() if kind is not None)
     if not by_kind:
@@ -121,8 +128,8 @@ def _choose(paths: Sequence[str], split: str) -> tuple[str, list[Path]]:
         logger.warning("data %s: files with unknown suffixes are not read: %s", list(paths), dict(unknown))
     kind = next(iter(by_kind))
     chosen = [file for file in files if kinds[file] == kind]
-    if kind != "text" and len(files) > len(paths):
-        chosen = _of_split(chosen, split)
+    if kind != "text" and not by_name.issuperset(files):
+        chosen = _of_split(chosen, paths, split)
     return kind, chosen
 
 
