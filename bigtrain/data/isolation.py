@@ -149,6 +149,27 @@ def _per_document(
     return torch.cat(out)
 
 
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, longest: int, scale: float
+) -> torch.Tensor:
+    """Variable-length causal flash attention of torch, heads grouped where key has fewer; [tokens, heads, head_dim]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    out = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **grouped)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _bounds_in(kwargs: dict[str, Any], batch: int, length: int) -> torch.Tensor | None:
+    """Document bounds from the attention call's arguments; None when they do not tell any."""
+    if kwargs.get("cu_seq_lens_q") is not None:
+        return kwargs["cu_seq_lens_q"]
+    positions = kwargs.get("position_ids")
+    if positions is None or positions.ndim != 2 or positions.shape[-1] != length:
+        return None
+    return _bounds_cache.of(positions if positions.shape[0] == batch else positions.expand(batch, -1))
+
+
 def varlen_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -171,40 +192,58 @@ def varlen_attention(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    positions, bounds = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
     batch, _, length, head_dim = query.shape
-    packed = bounds is not None or (positions is not None and positions.ndim == 2 and positions.shape[-1] == length)
-    sliding = kwargs.get("sliding_window")
+    bounds = _bounds_in(kwargs, batch, length)
     causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True)
-    if attention_mask is not None or not packed or key.shape[2] != length or not causal or (sliding and sliding < length):
+    if attention_mask is not None or bounds is None or key.shape[2] != length or not causal:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    if bounds is None:
-        bounds = _bounds_cache.of(positions if positions.shape[0] == batch else positions.expand(batch, -1))
     scale = scaling if scaling is not None else head_dim**-0.5
     q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[-1]) for x in (query, key, value))
-    flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and head_dim <= 256 and not dropout
-    if flash:
-        from torch.nn.attention.varlen import varlen_attn
-
-        grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-        out = varlen_attn(q, k, v, bounds, bounds, length, length, scale=scale, window_size=(-1, 0), **grouped)
-        assert isinstance(out, torch.Tensor)
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and head_dim <= 256 and not dropout:
+        out = _flash(q, k, v, bounds, length, scale)
     else:
         out = _per_document(q, k, v, bounds, scale, dropout if module.training else 0.0)
     return out.reshape(batch, length, query.shape[1], head_dim), None
 
 
+def _separates_documents_only(mask_function: Callable[..., Any], whole_window: bool) -> bool:
+    """Whether a transformers mask is nothing but "causal, and within a document": what `varlen_attention` does itself.
+
+    The masks are closures without a name of their own, so they are told by where they were made. One that is not known
+    counts as something else, which costs a dense mask and never a wrong one.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    if mask_function is causal_mask_function:
+        return True
+    maker = getattr(mask_function, "__qualname__", "").split(".")[0]
+    inner = inspect.getclosurevars(mask_function).nonlocals
+    if maker == "packed_sequence_mask_function":
+        return True
+    if maker == "sliding_window_overlay":
+        return whole_window
+    if maker == "remap_positions_for_packed_sequence":
+        return _separates_documents_only(inner["mask_function"], whole_window)
+    if maker == "and_masks":
+        return all(_separates_documents_only(one, whole_window) for one in inner["mask_functions"])
+    return False
+
+
 def register_varlen() -> str:
     """Adds `bigtrain_varlen` to transformers; returns the name to pass as `attn_implementation`.
 
-    Sliding-window layers whose window is shorter than the row keep the dense mask of sdpa.
+    Layers whose mask is more than causal (a sliding window shorter than the row, blocks of image tokens) keep sdpa's dense
+    mask, as does anything called with an attention mask.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-        full = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
-        if kwargs.get("attention_mask") is None and full:
+        window = kwargs.get("local_size")
+        whole_window = window is None or window >= kwargs.get("kv_length", 0)
+        function = kwargs.get("mask_function", causal_mask_function)
+        is_square = kwargs.get("q_length") == kwargs.get("kv_length")
+        if kwargs.get("attention_mask") is None and is_square and _separates_documents_only(function, whole_window):
             return None
         return sdpa_mask(*args, **kwargs)
 
