@@ -16,6 +16,8 @@ BATCH_FIELDS = {MICRO: "micro_batch", ACCUMULATION: "accumulation", GLOBAL: "glo
 SCHEDULE_NAMES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 """DeepSpeed's schedules and what the same shape is called on the command line."""
 SAME_SCHEDULE = {"constant_with_warmup": "constant"}
+SAME_OPTIM = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw_8bit"}
+"""Hugging Face spellings of the same things."""
 
 PATHS: dict[str, tuple[str, ...]] = {
     "learning_rate": ("optimizer.params.lr", "scheduler.params.warmup_max_lr"),
@@ -71,7 +73,12 @@ def _as_in_file(name: str, said: Any) -> Any:
 
 def _named(ctx: Context, run: RunValues) -> Iterator[Conflict]:
     kind = ctx.get("optimizer.type")
-    if run.optim and isinstance(kind, str) and not run_owns_optimizer(ctx) and optim_name(ctx) != run.optim:
+    if (
+        run.optim
+        and isinstance(kind, str)
+        and not run_owns_optimizer(ctx)
+        and optim_name(ctx) != SAME_OPTIM.get(run.optim, run.optim)
+    ):
         yield Conflict("optimizer.type", kind, FLAGS["optim"], run.optim)
     kind = ctx.get("scheduler.type")
     wanted = SAME_SCHEDULE.get(run.lr_scheduler_type or "", run.lr_scheduler_type)

@@ -79,7 +79,7 @@ def master_weights(ctx: Context) -> Iterator[Problem]:
         if ctx.stage == 0:
             yield Problem(path, True, "error", "needs ZeRO stage 1, 2 or 3", "write zero_optimization.stage, or false")
         elif ctx.get("bf16.bf16_optimizer_states") is not True and ctx.offload("offload_optimizer") == "none":
-            yield Problem(path, True, "error", "needs optimizer offload with DeepSpeedCPUAdam, or bf16_optimizer_states",
+            yield Problem(path, True, "error", "needs optimizer offload, or bf16_optimizer_states",
                           "write offload_optimizer, or remove it")  # fmt: skip
     if ctx.get("bf16.bf16_optimizer_states") is True and ctx.get("bf16.bf16_master_weights_and_grads") is not True:
         yield Problem("bf16.bf16_optimizer_states", True, "error", "needs bf16_master_weights_and_grads",
@@ -96,10 +96,8 @@ def types(ctx: Context) -> Iterator[Problem]:
         if kind is None:
             yield Problem(f"{name}.type", None, "error", f"without a type DeepSpeed ignores the whole {name} section",
                           f"write type, for example {type_names(name)[0]}, or remove the section")  # fmt: skip
-        elif kind == "auto":
-            continue
-        elif not isinstance(kind, str):
-            continue
+        elif kind == "auto" or not isinstance(kind, str):
+            continue  # the tables say so already
         elif kind.lower() in REMOVED_OPTIMIZERS:
             yield Problem(f"{name}.type", kind, "error", "removed from DeepSpeed", "write AdamW, Lamb, Lion or Muon")
         elif not type_known(name, kind):
@@ -111,7 +109,8 @@ def types(ctx: Context) -> Iterator[Problem]:
 
 
 def _required(name: str, kind: str, body: Mapping[str, Any]) -> Iterator[Problem]:
-    params = body.get("params") if isinstance(body.get("params"), Mapping) else {}
+    params: Any = body.get("params")
+    params = params if isinstance(params, Mapping) else {}
     for key in REQUIRED_PARAMS.get(kind, ()) if name == "scheduler" else ():
         if key not in params:
             yield Problem(f"{name}.params.{key}", None, "error", f"{kind} cannot be built without it",

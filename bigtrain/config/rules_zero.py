@@ -32,8 +32,8 @@ def offload(ctx: Context) -> Iterator[Problem]:
         path, device = f"{Z}.{what}", ctx.offload(what)
         old = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}[what]
         if ctx.get(path) is not None and ctx.get(f"{Z}.{old}") is not None:
-            yield Problem(f"{Z}.{old}", ctx.get(f"{Z}.{old}"), "error", f"{what} stands beside it; DeepSpeed refuses both",
-                          f"keep only {what}")  # fmt: skip
+            yield Problem(f"{Z}.{old}", ctx.get(f"{Z}.{old}"), "error",
+                          f"{what} stands beside it; DeepSpeed refuses both", f"keep only {what}")  # fmt: skip
         if isinstance(ctx.get(path), Mapping) and "device" not in ctx.get(path):
             yield Problem(f"{path}.device", None, "error", 'left out: DeepSpeed takes "none" and offloads nothing',
                           'write "cpu", "nvme" or "none"')  # fmt: skip

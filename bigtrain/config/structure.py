@@ -142,6 +142,8 @@ def _value(value: Any, key: Key, here: str, canonical: str) -> Iterator[Problem]
     if value == "auto":
         yield from _auto(key, here, canonical)
         return
+    if canonical == "zero_optimization" and isinstance(value, bool):
+        return  # the oldest form; a rule says what to write
     problem = _wrong_type(value, key) or _out_of_range(value, key)
     if problem:
         severity, why, fix = problem
