@@ -101,6 +101,8 @@ def generate(options: GenerateOptions) -> dict[str, Any]:
     config: dict[str, Any] = {"bf16": {"enabled": options.bf16}}
     if options.bf16 and options.stage > 0:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+        if options.stage == 1:  # reduced once a step; in bf16 the fp32 sum would be rounded on the way
+            config["communication_data_type"] = "fp32"
     config["zero_optimization"] = _zero(options)
     if options.activation_checkpointing:
         config["activation_checkpointing"] = {"partition_activations": False, "cpu_checkpointing": False}
