@@ -6,7 +6,7 @@ import copy
 
 import pytest
 from config_peers import BROKEN, CLEAN
-from config_wrong import BASE, ROWS, Z, wrong
+from config_wrong import BASE, ROWS, wrong
 
 from bigtrain.config import ModelShape, RunValues, check, lint, report
 from bigtrain.errors import ConfigError
