@@ -271,8 +271,9 @@ def test_strict_sections_are_those_deepspeed_refuses_extras_in():
 
 def test_what_peers_ship_is_accepted_by_deepspeed_too():
     """Our errors on a shipped config are only those that DeepSpeed itself raises or silently ignores."""
-    from config_peers import BROKEN
     from deepspeed.runtime.config import DeepSpeedConfig
+
+    from tests.unit.config.peers import BROKEN
 
     silently_ignored = {"sequence_parallel", "optimizer.params.max_grad_norm"}  # the latter fails later, in the engine
     for name, (config, path) in BROKEN.items():

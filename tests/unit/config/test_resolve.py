@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from config_wrong import BASE, wrong
 
 from bigtrain.config import ModelShape, RunValues, load, resolve, table
 from bigtrain.errors import ConfigError
+from tests.unit.config.wrong_configs import BASE, wrong
 
 
 def decided(done, path):

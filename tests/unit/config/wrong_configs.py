@@ -3,7 +3,7 @@
 Each row changes BASE, a config that lints without a complaint: (what, change, severity, path, words).
 """
 
-# ruff: noqa: E501 - one row a line reads best
+
 from __future__ import annotations
 
 import copy

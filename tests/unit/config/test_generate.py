@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from config_peers import CLEAN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from bigtrain.config import (
 )
 from bigtrain.config.generate import PRESETS
 from bigtrain.errors import ConfigError
+from tests.unit.config.peers import CLEAN
 
 RUN_OWNS = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "lr",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 
 import pytest
-from config_peers import BROKEN, CLEAN
-from config_wrong import BASE, ROWS, wrong
 
 from bigtrain.config import ModelShape, RunValues, check, lint, report
 from bigtrain.errors import ConfigError
+from tests.unit.config.peers import BROKEN, CLEAN
+from tests.unit.config.wrong_configs import BASE, ROWS, wrong
 
 
 def find(problems, path, severity=None):

@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from config_wrong import BASE, wrong
 
 from bigtrain.config.cli import add_parsers
 from bigtrain.errors import ConfigError
+from tests.unit.config.wrong_configs import BASE, wrong
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
