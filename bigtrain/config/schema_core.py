@@ -6,7 +6,7 @@ own signatures under ops/, runtime/engine.py:_configure_basic_optimizer.
 
 from __future__ import annotations
 
-from bigtrain.config.schema import Key, anything, choice, flag, integer, listing, number, section, text
+from bigtrain.config.schema import Key, choice, flag, integer, number, section, text
 
 _REMOVED = "removed from DeepSpeed 0.19, which stops when it sees the key; "
 _BF16_NOTE = "fp16 enabled"
@@ -35,12 +35,12 @@ DATA_TYPES = {
     "grad_accum_dtype": choice(None, *DTYPES, None),
     "param_dtype": choice(None, *DTYPES, None),
     "buffer_dtype": choice(None, *DTYPES, None),
-    "keep_in_fp32_modules": anything("auto", auto="native"),
+    "keep_in_fp32_modules": Key(kind="strings", default="auto", auto="native"),
 }
 AUTOCAST = {
     "enabled": flag(),
-    "dtype": choice(None, *DTYPES, None),
-    "lower_precision_safe_modules": listing(None),
+    "dtype": Key(kind="str", default=None, values=DTYPES),
+    "lower_precision_safe_modules": Key(kind="strings", default=None),
 }
 
 # One row per optimizer argument; which optimizer takes which is OPTIMIZERS below.
