@@ -92,7 +92,8 @@ def bounds(info: Any) -> dict[str, float]:
 @pytest.mark.parametrize("index", range(18))
 def test_section_equals_its_pydantic_class(index):
     name, model, keys = models()[index]
-    spelled = {n: k for n, k in keys.items() if not k.refused}
+    # Refused rows are keys that DeepSpeed removed, or (tensor_parallel.dtype) a field that JSON cannot express.
+    spelled = {n: k for n, k in keys.items() if not k.refused or n in model.model_fields}
     # Our canonical name is the documented one: the alias where there is one.
     theirs = {(f.alias or n): (n, f) for n, f in model.model_fields.items()}
     ours = {(k.also if k.also and n not in theirs else n): k for n, k in spelled.items()}
