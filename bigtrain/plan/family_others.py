@@ -1,4 +1,4 @@
-"""Families with a layout of their own: GPT-2 kin, OPT, Falcon, BLOOM, encoders, T5, image models and vision-language models.
+"""Families with a layout of their own: GPT-2 kin, OPT, Falcon, BLOOM, encoders, T5, image and vision-language models.
 
 Checked against the classes of transformers 5.24 on the meta device, name by name (tests/unit/plan/test_families.py).
 """
