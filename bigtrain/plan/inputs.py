@@ -9,7 +9,7 @@ from typing import Any, Literal
 from bigtrain.errors import UsageError
 from bigtrain.plan.families import ModelParameters, model_parameters, parameters_from_shapes
 from bigtrain.plan.geometry import Geometry, geometry, geometry_of_shapes
-from bigtrain.plan.states import layout_name
+from bigtrain.plan.states import LAYOUTS, layout_name
 
 Kernels = Literal["hf", "liger"]
 Loss = Literal["full", "chunked", "fused"]
@@ -142,6 +142,18 @@ class PlanInput:
         object.__setattr__(self, "optimizer", layout_name(self.optimizer))
         if self.settings.bf16_states and self.optimizer == "adamw":
             object.__setattr__(self, "optimizer", "adamw_bf16")
+        self._check_optimizer()
+
+    def _check_optimizer(self) -> None:
+        layout, stage = LAYOUTS[self.optimizer], self.settings.stage
+        if stage not in layout.stages:
+            able = ", ".join(map(str, layout.stages))
+            raise UsageError(f"optimizer {self.optimizer} works at ZeRO stages {able}, not at stage {stage}")
+        if self.settings.offload_optimizer and not layout.offload:
+            able = ", ".join(name for name, other in LAYOUTS.items() if other.offload)
+            raise UsageError(
+                f"optimizer {self.optimizer} cannot step on the host: remove offload_optimizer or use {able}"
+            )
 
     @property
     def tokens(self) -> int:
