@@ -83,7 +83,7 @@ class _Run:
         self.shards.fetch(f"f{block}", members, backward=False, steady=steady)
         if self.recompute:
             self.tape.touch(cost.forward_extra, "activations, in passing")
-            self.tape.hold(("kept", block), cost.stream, "checkpoints")
+            self.tape.hold(("checkpoint", block), cost.stream, "checkpoints")
         else:
             self._keep_block(block)
             self.tape.touch(cost.forward_extra - cost.feed, "activations, in passing")
@@ -206,7 +206,7 @@ class _Run:
             self.shards.grad(i)
         tape.drop("dattention")
         tape.touch(cost.norm_extra, "backward, norm temporaries")
-        tape.drop(("norm1", block), ("kept", block))
+        tape.drop(("norm1", block), ("checkpoint", block))
         for i in reversed(rest):
             self.shards.grad(i)
         self.shards.release(f"b{block}")

@@ -136,8 +136,8 @@ class FlatSharding:
             if not owned:
                 self.tape.drop(("large", i))
             return
-        if owned and not self.tape.holds(("kept", self.micro)):
-            self.tape.hold(("kept", self.micro), 2 * self.touched, "gradients, kept", self.side)
+        if owned and not self.tape.holds(("kept grads", self.micro)):
+            self.tape.hold(("kept grads", self.micro), 2 * self.touched, "gradients, kept", self.side)
         self.tape.drop(("large", i))
 
     def end_backward(self) -> None:
@@ -148,8 +148,8 @@ class FlatSharding:
             self.tape.drop(*(("full", i) for i in self.deferred))
             self.deferred = []
         self.tape.drop(("bucket", 0), ("bucket", 1), *(("large", i) for i in range(len(self.items))))
-        if self.micro > 0 and self.tape.holds(("kept", self.micro)) and self.tape.holds(("kept", 0)):
-            self.tape.drop(("kept", self.micro))  # added to the first micro step's, then freed
+        if self.micro > 0 and self.tape.holds(("kept grads", self.micro)) and self.tape.holds(("kept grads", 0)):
+            self.tape.drop(("kept grads", self.micro))  # added to the first micro step's, then freed
 
     # Step.
 
@@ -173,7 +173,7 @@ class FlatSharding:
                 tape.hold("cast", 4 * partition, "gradients, fp32 for the step")
                 tape.drop("flat grad")
         if last and not self.compact:
-            tape.drop(("kept", 0))
+            tape.drop(("kept grads", 0))
         if first:
             tape.hold(("moments", g), self._moment_bytes(g, partition), "moments")
         if self.plan.optimizer == "muon":
