@@ -114,21 +114,21 @@ def _input(args: argparse.Namespace) -> PlanInput:
 
 
 def _plain_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The ds_config that --stage and --offload stand for."""
+    """The ds_config that --stage and --offload stand for: fp32 gradient accumulation, as in the presets."""
     zero: dict[str, Any] = {"stage": 3 if args.stage is None else args.stage, "overlap_comm": True}
     if args.offload in ("optimizer", "all"):
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if args.offload == "all":
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    return {"zero_optimization": zero}
+    return {"zero_optimization": zero, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def _with_global_batch(base: PlanInput, args: argparse.Namespace) -> PlanInput:
     per_micro = base.world_size * base.micro_batch
     if args.accumulation is not None or args.global_batch % per_micro:
         raise UsageError(
-            f"--global_batch {args.global_batch} is not {base.world_size} ranks x micro batch {base.micro_batch} x a whole "
-            "accumulation: leave --accumulation out and give a multiple"
+            f"--global_batch {args.global_batch} is not {base.world_size} ranks x micro batch {base.micro_batch} x a "
+            "whole accumulation: leave --accumulation out and give a multiple"
         )
     return base.but(accumulation=args.global_batch // per_micro)
 

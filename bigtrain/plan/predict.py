@@ -133,8 +133,7 @@ def _on_cpu(plan: PlanInput, device: Tape, host: Tape) -> tuple[Tree, Tree]:
     """A CPU run has one memory: the phases' peaks of both tapes add up where they meet."""
     gpu, own = device.ledger(), host.ledger()
     phase = max(gpu.by_phase, key=lambda p: gpu.by_phase[p] + _host_level(own, p))
-    held = device.rows_at_peak_of(phase)
-    rows = {**{f"{row}": size for row, size in held.items()}}
+    rows = device.rows_at_peak_of(phase)
     for row, size in host.rows_at_peak_of(_host_phase(own, phase)).items():
         rows[row] = rows.get(row, 0) + size
     total = sum(rows.values())
@@ -170,7 +169,7 @@ def predict(plan: PlanInput, *, reserve: bool = True) -> Plan:
 
     Args:
         plan: what to simulate.
-        reserve: also replay the caching allocator; without it "reserved" is the allocated peak (a search needs no more).
+        reserve: also replay the caching allocator; without it "reserved" is the allocated peak, enough for a search.
     """
     device, host = device_tape(plan), host_tape(plan)
     if plan.device == "cpu":

@@ -51,7 +51,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "activations, in passing": ("max(6 t f + 4 t d, 14 t d)", "plan/activations.py forward_extra"),
     "activations, embedding and final norm": ("2 t d + one norm", f"{_HF} *Model.forward"),
     "backward, feed-forward gradients": ("2 t f + 4 t f", "torch autograd of SwiGLU"),
-    "backward, attention gradients": ("2 t (q + k + v) + 4 t q + wide k, v", "flash-attn mha_bwd dq_accum, dk_expanded"),
+    "backward, attention gradients": ("2 t (q + k + v) + 4 t q + wide k, v", "flash-attn mha_bwd"),
     "backward, norm temporaries": ("12 t d (hf) | 2 t d (fused)", "torch autograd of RMSNorm in fp32"),
     "backward, residual stream": ("2 t d", "torch autograd"),
     "logits, bf16": ("2 t V", f"{_HF} lm_head"),
@@ -60,7 +60,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "logits, soft cap": ("4 t V", f"{_HF} final_logit_softcapping"),
     "loss gradients, fp32": ("4 t V + 4 t V", "torch nll_loss and log_softmax backward"),
     "loss gradient, bf16": ("2 t V", "torch autograd of .float()"),
-    "fused loss": ("2 V d + 2 t d + a chunk of logits + 6 V d in passing", "liger_kernel fused_linear_cross_entropy.py"),
+    "fused loss": ("2 V d + 2 t d + a chunk of logits + 6 V d", "liger_kernel fused_linear_cross_entropy.py"),
     "gradient of the head": ("2 V d", "torch autograd of lm_head"),
     "batch": ("3 x 8 t", "input_ids, labels, position_ids in int64"),
     "muon staging": ("momentum of a group once more", f"{_S2} _muon_staging_momentum"),
@@ -78,7 +78,6 @@ ROWS: dict[str, tuple[str, str]] = {
     "host copies in passing": ("2 p | 4 p | 4 S + 2 S", f"{_S2} and {_S3}: .to(cpu), clone, bf16 cast in step"),
     "read buffer": ("constant", "plan/constants.py READ_BUFFER_BYTES"),
     "save buffer": ("constant", "plan/constants.py SAVE_BUFFER_BYTES"),
-    "device memory on the host": ("everything above", "device cpu: both are one memory"),
 }  # fmt: skip
 
 

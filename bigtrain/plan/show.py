@@ -17,11 +17,12 @@ def heading(plan: PlanInput) -> str:
     zero = plan.settings
     offload = "all" if zero.offload_param else "optimizer" if zero.offload_optimizer else "none"
     ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
+    tensors = f"{plan.parameters.elems / 1e9:.3f} B parameters in {len(plan.parameters.items)} tensors"
+    work = f"micro batch {plan.micro_batch} x {plan.seq_len} tokens, accumulation {plan.accumulation}"
     return (
-        f"{plan.parameters.kind}, {plan.parameters.elems / 1e9:.3f} B parameters in {len(plan.parameters.items)} tensors; "
-        f"{ranks}\n"
-        f"ZeRO-{zero.stage}, offload {offload}, {plan.optimizer}, checkpointing {plan.checkpointing}, {plan.kernels} kernels, "
-        f"{plan.loss_kind} loss, micro batch {plan.micro_batch} x {plan.seq_len} tokens, accumulation {plan.accumulation}"
+        f"{plan.parameters.kind}, {tensors}; {ranks}\n"
+        f"ZeRO-{zero.stage}, offload {offload}, {plan.optimizer}, checkpointing {plan.checkpointing}, "
+        f"{plan.kernels} kernels, {plan.loss_kind} loss, {work}"
     )
 
 

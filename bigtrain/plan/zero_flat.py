@@ -1,7 +1,7 @@
 """ZeRO-1 and ZeRO-2 on the GPU: flat groups, gradient buckets, the partition's gradients, the step.
 
-Follows deepspeed 0.19.8 runtime/zero/stage_1_and_2.py in the order in which it allocates. Names in quotes in the comments
-are its functions and attributes.
+Follows deepspeed 0.19.8 runtime/zero/stage_1_and_2.py in the order in which it allocates. Names in quotes in the
+comments are its functions and attributes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FlatSharding:
 
     def start_backward(self, micro: int, last: bool) -> None:
         self.micro, self.last = micro, last
-        self.bucket, self.filled = [], 0
+        self.bucket, self.filled, self.deferred = [], 0, []
 
     def _open_buckets(self) -> None:
         # 'setup_buckets': at the first gradient of every backward, full size whatever is used of it.
@@ -84,6 +84,7 @@ class FlatSharding:
             self.deferred.append(i)
             return
         self.tape.hold(("fresh", i), 2 * self.items[i].elems, "gradients, fresh from autograd")
+        self.tape.drop(("full", i))  # stage 1: the sum of the earlier micro steps goes into the bucket with it
         self._into_bucket(i)
 
     def _into_bucket(self, i: int) -> None:
@@ -172,6 +173,8 @@ class FlatSharding:
             if layout.step_grad == 4:
                 tape.hold("cast", 4 * partition, "gradients, fp32 for the step")
                 tape.drop("flat grad")
+        elif layout.step_grad == 2:
+            tape.hold("cast", 2 * partition, "gradients, flat for the step")
         if last and not self.compact:
             tape.drop(("kept grads", 0))
         if first:
