@@ -176,7 +176,7 @@ class FlatSharding:
         elif layout.step_grad == 2:
             tape.hold("cast", 2 * partition, "gradients, flat for the step")
         if last and not self.compact:
-            tape.drop(("kept grads", 0))
+            tape.drop(("kept grads", 0), ("kept grads", 1))
         if first:
             tape.hold(("moments", g), self._moment_bytes(g, partition), "moments")
         if self.plan.optimizer == "muon":

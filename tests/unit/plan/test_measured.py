@@ -1,7 +1,7 @@
-"""The plan against measured runs. Nothing is fitted to these rows; the tolerances are what is promised, not what is seen.
+"""The plan against measured runs. Nothing is fitted to these rows; tolerances are what is promised, not what is seen.
 
-Seen (2 shared cores, no GPU needed): allocated off by at most 0.2 %, device-used by at most 2.8 % (mean 1.5 %), host by at
-most 1 % where anything is offloaded, speed by at most 12 %.
+Seen: allocated off by at most 0.2 %, device-used by at most 2.8 % (mean 1.5 %), host by at most 1 % where anything is
+offloaded, speed by at most 12 %.
 """
 
 import pytest
