@@ -154,12 +154,12 @@ def state_bytes(plan: PlanInput) -> tuple[int, int]:
     """(GPU, host) bytes of weights and optimizer states of one rank: less than this is impossible."""
     zero, layout = plan.settings, LAYOUTS[plan.optimizer]
     total = plan.parameters.elems
-    owned = slice_elems(total, plan.world_size)
-    weights = 2 * (owned if zero.stage == 3 else total)
+    owned = slice_elems(plan.trained_elems, plan.world_size)
+    weights = 2 * (slice_elems(total, plan.world_size) if zero.stage == 3 else total)
     kept = layout.remainder + min(layout.moments, layout.matrix_moments)
     share = zero.ratio if zero.offload_optimizer else 0.0
     gpu = (0 if zero.offload_param else weights) + (kept + (2 if zero.stage >= 2 else 0)) * owned * (1 - share)
-    host = ((kept + layout.step_grad) * share + (2 if zero.offload_param else 0)) * owned
+    host = (kept + layout.step_grad) * share * owned + (weights if zero.offload_param else 0)
     # A ratio moves whole sub-groups; the bound stays a bound with one sub-group's slack.
     slack = kept * zero.sub_group_elems if 0 < share < 1 else 0
     return max(0, int(gpu - slack)), max(0, int(host - slack))

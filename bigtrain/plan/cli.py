@@ -57,6 +57,7 @@ def _configuration(p: argparse.ArgumentParser) -> None:
         "--optimizers", metavar="A,B", help=f"what --auto may choose (default {','.join(DEFAULT_OPTIMIZERS)})"
     )
     p.add_argument("--checkpointing", choices=["none", "full"], default="full", help="activation checkpointing")
+    p.add_argument("--freeze", nargs="+", default=(), metavar="NAME", help="modules or parameters that do not train")
     p.add_argument("--kernels", choices=["hf", "liger"], default="hf")
     p.add_argument("--loss", choices=["full", "chunked", "fused"], help="logits in fp32, once in bf16, or never whole")
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -104,6 +105,7 @@ def _input(args: argparse.Namespace) -> PlanInput:
         "world_size": args.gpus, "gpus_per_node": args.gpus_per_node, "seq_len": args.seq_len,
         "checkpointing": args.checkpointing, "kernels": args.kernels, "loss": args.loss, "device": args.device,
         "micro_batch": args.micro_batch, "accumulation": args.accumulation, "optimizer": args.optim,
+        "frozen": tuple(args.freeze),
     }  # fmt: skip
     values = {k: v for k, v in values.items() if v is not None}
     config = model_config(args.model) if args.model else None

@@ -26,7 +26,7 @@ class _Host:
     def __init__(self, plan: PlanInput):
         self.plan, self.zero, self.items = plan, plan.settings, plan.parameters.items
         self.layout, self.tape = LAYOUTS[plan.optimizer], Tape(_PAGE)
-        self.groups = split_groups(self.items, plan.decay_groups)
+        self.groups = split_groups(self.items, plan.decay_groups, plan.trains)
         # On CPU 'pin_memory' does nothing (accelerator/cpu_accelerator.py).
         self.pins = self.zero.pin_memory and plan.device == "cuda"
 
@@ -60,7 +60,7 @@ class _FlatHost(_Host):
             tape.drop("fp32")
             self.pin(("master", g), self.layout.remainder * group.partition, "master, host")
             self.pin(("staging", g), 2 * group.partition, "weights, host staging")
-        self.pin("offload", 2 * self.plan.parameters.largest_elems, "offload buffer, host")
+        self.pin("offload", 2 * self.plan.largest_trained_elems, "offload buffer, host")
         for g, group in enumerate(self.flat):
             self.pin(("grads", g), self.layout.step_grad * group.partition, "gradients, host fp32")
 
@@ -118,7 +118,7 @@ class _SlicedHost(_Host):
             self.pin(("sub grad", s), self.layout.step_grad * size, "gradients, host fp32")
         tape.drop("zeros")
         if self.zero.offload_optimizer:
-            self.pin("flat grads", self.zero.grad_bytes * sum(self.local), "gradients, host flat")
+            self.pin("flat grads", self.zero.grad_bytes * sum(self.subs), "gradients, host flat")
 
     def backward(self) -> None:
         pass

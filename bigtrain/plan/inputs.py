@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from bigtrain.errors import UsageError
@@ -114,6 +115,7 @@ class PlanInput:
         kernels: "hf" (transformers' own modules with sdpa) or "liger".
         loss: "full" (all logits in fp32), "chunked" (logits once, in bf16), "fused" (no logits); None: by kernels.
         decay_groups: two parameter groups (matrices decay, vectors do not), as the optimizer builder makes them.
+        frozen: names of modules or parameters that do not train: no gradient, no states.
         device: "cuda", or "cpu" for a run whose device memory is host memory.
     """
 
@@ -130,6 +132,7 @@ class PlanInput:
     kernels: Kernels = "hf"
     loss: Loss | None = None
     decay_groups: bool = True
+    frozen: tuple[str, ...] = ()
     device: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:
@@ -143,6 +146,11 @@ class PlanInput:
         if self.settings.bf16_states and self.optimizer == "adamw":
             object.__setattr__(self, "optimizer", "adamw_bf16")
         self._check_optimizer()
+        for name in self.frozen:
+            if not any(_under(p.name, name) for p in self.parameters.items):
+                raise UsageError(f"frozen names '{name}', but no module or parameter of the model is called so")
+        if not any(self.trains):
+            raise UsageError(f"frozen = {self.frozen} leaves no parameter to train")
 
     def _check_optimizer(self) -> None:
         layout, stage = LAYOUTS[self.optimizer], self.settings.stage
@@ -154,6 +162,20 @@ class PlanInput:
             raise UsageError(
                 f"optimizer {self.optimizer} cannot step on the host: remove offload_optimizer or use {able}"
             )
+
+    @cached_property
+    def trains(self) -> tuple[bool, ...]:
+        """For every parameter, whether it trains."""
+        return tuple(not any(_under(p.name, name) for name in self.frozen) for p in self.parameters.items)
+
+    @cached_property
+    def trained_elems(self) -> int:
+        """Elements that have gradients and optimizer states."""
+        return sum(p.elems for p, trains in zip(self.parameters.items, self.trains) if trains)
+
+    @cached_property
+    def largest_trained_elems(self) -> int:
+        return max(p.elems for p, trains in zip(self.parameters.items, self.trains) if trains)
 
     @property
     def tokens(self) -> int:
@@ -175,6 +197,10 @@ class PlanInput:
         outer = {k: v for k, v in changes.items() if k not in inner}
         settings = replace(outer.pop("settings", self.settings), **zero)
         return replace(self, settings=settings, **outer)
+
+
+def _under(parameter: str, name: str) -> bool:
+    return parameter == name or parameter.startswith(name + ".")
 
 
 def plan_input(

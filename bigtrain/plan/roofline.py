@@ -113,7 +113,7 @@ def _communication_s(plan: PlanInput, rates: Rates) -> float:
 
 def _optimizer_s(plan: PlanInput, rates: Rates) -> float:
     zero, world = plan.settings, plan.world_size
-    owned = plan.parameters.elems / world
+    owned = plan.trained_elems / world
     gather = 0.0
     if world > 1 and zero.stage in (0, 1, 2):
         speed = rates.link_bytes_s if plan.ranks_per_node == world else rates.network_bytes_s

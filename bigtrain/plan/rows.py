@@ -18,6 +18,7 @@ _LOSS = "transformers 5.24 loss/loss_utils.py ForCausalLMLoss"
 ROWS: dict[str, tuple[str, str]] = {
     "weights, bf16": ("2 P (stages 0-2) | 2 p (stage 3)", f"{_S2} bit16_groups_flat; {_S3} lp_param_buffer"),
     "weights before flattening": ("2 P, until the flat copy is made", f"{_S2} flatten_dense_tensors_aligned"),
+    "weights, frozen": ("2 n of every frozen n (stages 0-2)", f"{_S2} is_optimized_parameter"),
     "weights, persistent": ("2 n of every n <= persistence threshold, N > 1", f"{_PP} ds_persist"),
     "weights, gathered": ("2 n of the modules at work + 2 x 2 K prefetched", f"{_PP} _all_gather_dtype"),
     "weights, one whole parameter": ("2 L while the model is built", f"{_PP} _post_init_method"),

@@ -19,7 +19,7 @@ class FlatSharding:
         self.plan, self.tape, self.zero = plan, tape, plan.settings
         self.items, self.layout = plan.parameters.items, LAYOUTS[plan.optimizer]
         world = plan.world_size
-        members = split_groups(self.items, plan.decay_groups)
+        members = split_groups(self.items, plan.decay_groups, plan.trains)
         self.groups = [flat_group(self.items, m, world) for m in members]
         self.rank = heaviest_rank(self.items, self.groups, world)
         self.place = {i: (g, at) for g, group in enumerate(self.groups) for at, i in enumerate(group.members)}
@@ -35,7 +35,8 @@ class FlatSharding:
 
     def build(self) -> None:
         for i, p in enumerate(self.items):
-            self.tape.hold(("built", i), 2 * p.elems, "weights before flattening")
+            row = "weights before flattening" if self.plan.trains[i] else "weights, frozen"
+            self.tape.hold(("built", i), 2 * p.elems, row)
 
     def initialise(self) -> None:
         tape, offload = self.tape, self.zero.offload_optimizer
@@ -48,7 +49,7 @@ class FlatSharding:
                 tape.hold(("master", g), self.layout.remainder * group.partition, "master")
             tape.drop("clone")
         if offload:
-            tape.hold("offload", 2 * self.plan.parameters.largest_elems, "offload buffer on the GPU")
+            tape.hold("offload", 2 * self.plan.largest_trained_elems, "offload buffer on the GPU")
             return
         for g, group in enumerate(self.groups):
             tape.hold(("zeros", g), self.layout.step_grad * group.partition, "gradient, zeros at start-up")

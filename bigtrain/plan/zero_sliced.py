@@ -25,7 +25,7 @@ class SlicedSharding:
         self.local = [slice_elems(p.elems, self.world) for p in self.items]
         self.total = sum(self.local)
         self.gathered = sum(p.elems for p in self.items if p.elems > self.zero.persistence_elems)
-        groups = split_groups(self.items, plan.decay_groups)
+        groups = split_groups(self.items, plan.decay_groups, plan.trains)
         self.subs = sub_groups(self.items, groups, self.world, self.zero.sub_group_elems)
         self.on_gpu = [] if self.zero.offload_optimizer else self.subs
         if self.zero.offload_optimizer and self.zero.ratio < 1:
@@ -60,7 +60,7 @@ class SlicedSharding:
             tape.touch(self.layout.step_grad * max(self.subs), "gradient, zeros at start-up")
         tape.hold("bucket", 2 * self.zero.reduce_bucket_elems, "reduce buckets")
         if not self.zero.offload_optimizer:
-            tape.hold("grads", self.zero.grad_bytes * self.total, "gradients, kept")
+            tape.hold("grads", self.zero.grad_bytes * sum(self.subs), "gradients, kept")
         if self.world > 1:
             persistent = sum(p.elems for p in self.items if p.elems <= self.zero.persistence_elems)
             tape.hold("persistent", 2 * persistent, "weights, persistent")
@@ -136,7 +136,8 @@ class SlicedSharding:
     def step(self, first: bool) -> None:
         self.tape.phase("norm")
         if not self.zero.offload_optimizer:
-            self.tape.touch(8 * max(self.local), "gradient norm in fp64")
+            largest = slice_elems(self.plan.largest_trained_elems, self.world)
+            self.tape.touch(8 * largest, "gradient norm in fp64")
         self.tape.phase("optimizer step")
         for s, size in enumerate(self.on_gpu):
             if not self.zero.offload_optimizer:

@@ -69,7 +69,7 @@ def test_tied_and_untied(name, tied):
     assert bool(planned.tied) is tied
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gemma3", "qwen2_5_vl", "gpt2"])
+@pytest.mark.parametrize("name", CASES)
 def test_saved_config_json_is_enough(name, tmp_path):
     auto_class, config = CASES[name]
     model = build(auto_class, config)

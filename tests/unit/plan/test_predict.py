@@ -177,6 +177,27 @@ def test_wrong_values_are_refused(values, word):
         plan_input(shapes.config_dict("llama-tiny"), **values)
 
 
+@pytest.mark.parametrize("stage, offload", PLACEMENTS)
+@pytest.mark.parametrize(
+    "frozen", [("model.embed_tokens",), ("model.layers.0", "model.layers.1"), ("model.layers.5.mlp",)]
+)
+def test_frozen_parts_have_no_states_and_less_is_held(stage, offload, frozen):
+    plan = tiny(stage=stage, offload=offload, world_size=2)
+    part = plan.but(frozen=frozen)
+    whole, less = predict(plan), predict(part)
+    assert part.trained_elems < plan.trained_elems == plan.parameters.elems
+    assert less.gpu.bytes + less.host.bytes < whole.gpu.bytes + whole.host.bytes
+    for tree in less.rows:
+        assert sum(row.bytes for row in tree.rows) == tree.bytes
+
+
+def test_frozen_names_must_exist_and_leave_something():
+    with pytest.raises(UsageError, match=r"frozen names 'model\.layer'"):
+        tiny(frozen=("model.layer",))
+    with pytest.raises(UsageError, match="leaves no parameter to train"):
+        tiny(frozen=("model",))
+
+
 def test_a_list_of_shapes_is_enough_and_said_to_be_an_estimate():
     pairs = [["embed.weight", [1000, 32]]]
     pairs += [[f"blocks.{i}.{n}.weight", [32, 32]] for i in range(3) for n in ("a", "b")] + [["norm.weight", [32]]]
