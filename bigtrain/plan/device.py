@@ -49,7 +49,7 @@ class _Run:
         self.after = [i for i in outside if i >= last_block]
         self.head = self._head()
         self.tied = bool(plan.parameters.tied)
-        self.costs = {b: block_bytes(self.g, self.t, plan.kernels, b) for b in self._distinct_blocks()}
+        self.costs = {b: block_bytes(self.g, self.t, plan.kernels, b, plan.seq_len) for b in self._distinct_blocks()}
         self.recompute = plan.checkpointing == "full"
 
     def _head(self) -> list[int]:

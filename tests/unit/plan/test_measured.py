@@ -47,7 +47,7 @@ def test_speed_of_a_real_run_is_near_enough_to_rank(name):
 
 
 class Unsharded:
-    """No ZeRO at all: bf16 weights, `states` bytes of optimizer state a parameter, every gradient kept until the step."""
+    """No ZeRO: bf16 weights, `states` bytes of optimizer state a parameter, every gradient kept until the step."""
 
     def __init__(self, plan, tape, states):
         self.plan, self.tape, self.states = plan, tape, states
