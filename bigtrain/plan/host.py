@@ -29,6 +29,7 @@ class _Host:
         self.groups = split_groups(self.items, plan.decay_groups, plan.trains)
         # On CPU 'pin_memory' does nothing (accelerator/cpu_accelerator.py).
         self.pins = self.zero.pin_memory and plan.device == "cuda"
+        self.pinned = 0
 
     def pin(self, key: Hashable, size: float, row: str, copied: bool = True) -> None:
         """A buffer that is pinned where the settings say so; the rounding is a row of its own.
@@ -39,6 +40,7 @@ class _Host:
             self.tape.hold(("pageable", key), size, "host copies in passing")
         self.tape.hold(key, size, row)
         if self.pins:
+            self.pinned += pinned_bytes(size)
             self.tape.hold(("rounding", key), pinned_bytes(size) - int(size), "pinned rounding")
         self.tape.drop(("pageable", key))
 
@@ -134,6 +136,15 @@ class _SlicedHost(_Host):
 
 def host_tape(plan: PlanInput) -> Tape:
     """The host's tape of one rank."""
+    return _simulate(plan).tape
+
+
+def page_locked_bytes(plan: PlanInput) -> int:
+    """Pinned memory of one rank, rounding included: what must be lockable."""
+    return _simulate(plan).pinned
+
+
+def _simulate(plan: PlanInput) -> _Host:
     zero = plan.settings
     host: _Host
     if zero.stage == 3 and (zero.offload_optimizer or zero.offload_param):
@@ -165,4 +176,4 @@ def host_tape(plan: PlanInput) -> Tape:
     tape.touch(SAVE_BUFFER_BYTES, "save buffer")
     tape.phase("export")
     tape.touch(2 * plan.parameters.largest_elems, "export, one whole parameter")
-    return tape
+    return host
