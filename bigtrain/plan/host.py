@@ -67,8 +67,8 @@ class _FlatHost(_Host):
             self.pin(("grads", g), self.layout.step_grad * group.partition, "gradients, host fp32")
 
     def backward(self) -> None:
-        if self.plan.accumulation == 1:
-            return
+        if self.plan.accumulation == 1 or self.zero.grad_bytes == 4:
+            return  # one micro step needs no sum; fp32 sums stay on the GPU
         rank = heaviest_rank(self.items, self.flat, self.plan.world_size)
         for group in self.flat:
             for at, i in enumerate(group.members):

@@ -146,6 +146,19 @@ def test_B46_pinned_blocks_are_rounded_to_powers_of_two():
     assert "pinned rounding" in rows
 
 
+def test_fp32_accumulation_under_offload_stays_on_the_gpu_at_stage_2():
+    rows = {}
+    for grad in (2, 4):
+        plan = predict(
+            tiny("llama-50m", stage=2, offload="optimizer", accumulation=4, grad_bytes=grad, decay_groups=False)
+        )
+        rows[grad] = ({r.name: r.bytes for r in plan.gpu.rows}, {r.name: r.bytes for r in plan.host.rows})
+    elems = plan.input.parameters.elems
+    assert rows[4][0]["gradients, kept"] == pytest.approx(4 * elems, abs=1024)
+    assert "gradients, kept" not in rows[2][0]
+    assert "gradients, host accumulated" in rows[2][1] and "gradients, host accumulated" not in rows[4][1]
+
+
 def test_B45_nothing_that_fills_a_card_is_left_out():
     """6.8 B parameters, 4 ranks, ZeRO-3, both offloads: the official estimate is 0.5 GB a GPU, real use 14-21 GB."""
     zero = ZeroSettings(stage=3, offload_optimizer=True, offload_param=True, overlap_comm=True)
