@@ -78,7 +78,7 @@ class _FlatHost(_Host):
     def step(self) -> None:
         for g, group in enumerate(self.flat):
             if not self.tape.holds(("moments", g)):
-                self.tape.hold(("moments", g), self.layout.moments * group.partition, "moments, host")
+                self.tape.hold(("moments", g), self.plan.moment_bytes * group.partition, "moments, host")
 
 
 class _SlicedHost(_Host):
@@ -128,7 +128,7 @@ class _SlicedHost(_Host):
     def step(self) -> None:
         for s, size in enumerate(self.on_host):
             if not self.tape.holds(("moments", s)):
-                self.tape.hold(("moments", s), self.layout.moments * size, "moments, host")
+                self.tape.hold(("moments", s), self.plan.moment_bytes * size, "moments, host")
             if not self.zero.offload_param:
                 # fp32 on the host -> bf16 on the GPU: torch converts on the host first (ATen Copy.cu).
                 self.tape.touch(2 * size, "host copies in passing")

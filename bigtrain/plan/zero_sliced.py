@@ -181,7 +181,7 @@ class SlicedSharding:
                     self.tape.hold("cast", self.layout.step_grad * size, "gradients, fp32 for the step")
                     self.tape.drop("flat grad")
             if first:
-                self.tape.hold(("moments", s), self.layout.moments * size, "moments")
+                self.tape.hold(("moments", s), self.plan.moment_bytes * size, "moments")
             self.tape.drop("cast", "flat grad")
 
     def export(self) -> None:
