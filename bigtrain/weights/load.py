@@ -166,7 +166,7 @@ def _convert(conversion: Conversion, wanted: Sequence[tuple[Slot, Part, list[Pie
     names = wanted[0][1].sources
     made = conversion.run(read_whole(names, folder, reader, wanted[0][0].dtype))
     for _slot, part, pieces in wanted:
-        flat = made[part.name].reshape(-1)
+        flat = made[part.made].reshape(-1)
         for piece in pieces:
             piece.flat.copy_(flat[piece.start : piece.start + piece.flat.numel()])
     return sum(folder.tensors[name].nbytes for name in names)

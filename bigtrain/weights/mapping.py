@@ -37,6 +37,7 @@ class Part:
         shape: its shape.
         sources: the tensors it needs.
         runs: its elements as stretches of the sources; None if only `conversion` can make it.
+        made: the name that `conversion` gives it.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Part:
     sources: list[str]
     runs: Runs | None
     conversion: Conversion | None = None
+    made: str = ""
 
 
 @dataclass
@@ -241,7 +243,7 @@ def _converted(
         ) from error
     conversion.targets = list(made)
     return {
-        target: Part(target, tuple(tensor.shape), names, getattr(tensor, "runs", None), conversion)
+        target: Part(target, tuple(tensor.shape), names, getattr(tensor, "runs", None), conversion, target)
         for target, tensor in made.items()
     }
 

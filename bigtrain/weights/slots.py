@@ -56,6 +56,16 @@ class Piece:
     finish: Callable[[], object] | None = field(default=None, repr=False)
 
 
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # torch.compile, checkpoint_wrapper, FSDP
+
+
+def without_wrappers(name: str) -> str:
+    """A state dict name without the parts that wrapping modules put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 def slots_of(model: torch.nn.Module) -> list[Slot]:
     """Every parameter and persistent buffer, each once.
 
@@ -63,7 +73,8 @@ def slots_of(model: torch.nn.Module) -> list[Slot]:
         ModelError: a tensor has no memory (meta device).
     """
     by_identity: dict[int, Slot] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for raw, tensor in model.state_dict(keep_vars=True).items():
+        name = without_wrappers(raw)
         if not isinstance(tensor, torch.Tensor):
             continue  # extra state of a module: not a weight
         slot = by_identity.get(id(tensor))

@@ -66,7 +66,7 @@ def _file_chunks(slot: Slot, part: Part, folder: Folder, reader: Reader) -> Iter
     if part.runs is None:
         assert part.conversion is not None
         made = part.conversion.run(read_whole(part.sources, folder, reader, slot.dtype))
-        yield made[part.name].reshape(-1).contiguous()
+        yield made[part.made].reshape(-1).contiguous()
         return
     step = CHUNK_BYTES // slot.dtype.itemsize
     for first in range(0, slot.numel, step):
