@@ -23,7 +23,7 @@ from bigtrain.weights.dtypes import as_dtype
 from bigtrain.weights.layout import Layout, Shard, plan_layout
 from bigtrain.weights.mapping import Part
 from bigtrain.weights.slots import Piece, Slot, owned_piece, slots_of
-from bigtrain.weights.write import Writer, WriteOp, create, fsync_folder
+from bigtrain.weights.write import WriteOp, Writer, create, fsync_folder
 
 logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
@@ -145,11 +145,8 @@ def _refuse_foreign(out_dir: str) -> None:
     if not os.path.isdir(out_dir):
         raise UsageError(f"{out_dir} is a file; give the name of a folder to make.")
     names = os.listdir(out_dir)
-    if (
-        names
-        and not any(name.endswith(".safetensors") for name in names)
-        or any(name.startswith("checkpoint-") for name in names)
-    ):
+    exported = any(name.endswith(".safetensors") for name in names) and not any(n.startswith("checkpoint-") for n in names)
+    if names and not exported:
         raise UsageError(
             f"{out_dir} holds {', '.join(sorted(names)[:5])} and is not an earlier export, which would be replaced. "
             "Give another folder."
