@@ -43,7 +43,7 @@ def _ernie_vl_moe() -> Any:
 
     text = {k: v for k, v in SMALL.items() if k != "head_dim"} | dict(
         moe_num_experts=4, moe_k=2, moe_intermediate_size=[14, 10], moe_num_shared_experts=1,
-        rope_parameters={"rope_type": "ernie_3d", "rope_theta": 1e4, "mrope_section": [2, 2, 2]},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]},
     )  # fmt: skip
     vision = dict(depth=2, hidden_size=24, num_heads=2, intermediate_size=40, patch_size=4)
     return t.Ernie4_5_VLMoeForConditionalGeneration(t.Ernie4_5_VLMoeConfig(text_config=text, vision_config=vision))

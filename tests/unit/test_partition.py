@@ -54,6 +54,14 @@ def test_group_pieces_cover_each_element_once(numels, world, alignment):
     assert seen == [(index, element) for index, numel in enumerate(numels) for element in range(numel)]
 
 
+def test_gaps_between_parameters_belong_to_no_piece():
+    numels, gaps, world = [5, 3, 8], [3, 5, 0], 2
+    pieces = [partition.group_pieces(numels, rank, world, gaps=gaps) for rank in range(world)]
+    size = partition.group_partition_size(numels, world, gaps=gaps)
+    positions = [rank * size + piece.offset for rank in range(world) for piece in pieces[rank]]
+    assert size == 12 and positions == [0, 8, 16] and [p.length for own in pieces for p in own] == [5, 3, 8]
+
+
 @pytest.mark.parametrize("arguments", [(-1, 2), (4, 0)])
 def test_impossible_partitions_are_refused(arguments):
     with pytest.raises(ValueError, match="no partition"):
