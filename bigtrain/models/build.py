@@ -89,7 +89,7 @@ def build_model(
     stage = _stage(config)
     if keep_in_fp32 and stage > 0:
         raise ModelError(
-            f"keep_in_fp32 needs stage 0: at stage {stage} DeepSpeed flattens all parameters into buffers of one dtype, and its "
+            f"keep_in_fp32 needs stage 0: at stage {stage} DeepSpeed lays all parameters into buffers of one dtype, and its "
             "fp32 master copy keeps the precision of updates anyway. Leave keep_in_fp32 out, or train with dtype=torch.float32."
         )
     _check_ranks(stage)
@@ -288,6 +288,8 @@ def _settle(model: torch.nn.Module, info: BuildInfo, target: _Target, frozen: Se
         disable_cache(model)
     if info.dtype != torch.float32:
         keep_statistics_in_fp32(model)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.__dict__.pop("_is_hf_initialized", None)  # a mark of the build, not of the model
     freeze(model, frozen)
     info.frozen = tuple(n for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad)
     info.tied = tied_groups(model)
