@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import glob
 import importlib.util
 import json
 import os
@@ -345,10 +346,16 @@ def _problems_with_numbers(args: TrainArguments) -> Iterator[str]:
         yield f"num_train_epochs must be positive, got {args.num_train_epochs}"
 
 
+def _is_there(path: str) -> bool:
+    """True if `path` is a file, a folder, or a pattern that matches something."""
+    full = str(Path(path).expanduser())
+    return Path(full).exists() or bool(glob.glob(full, recursive=True))
+
+
 def _problems_with_files(args: TrainArguments) -> Iterator[str]:
     for name in ("ds_config", "train_data", "eval_data"):
         value = getattr(args, name)
-        if value and not Path(value).expanduser().exists() and not value.lstrip().startswith("{"):
+        if value and not _is_there(value) and not (name == "ds_config" and value.lstrip().startswith("{")):
             yield f"{name}: {value} does not exist"
     model = args.model_name_or_path
     if model.startswith("preset:"):

@@ -18,7 +18,7 @@ EXIT_INTERRUPTED = 130
 
 
 class StopSignal:
-    """Whether this process was asked to stop. Use `with StopSignal() as stop:`; `stop.requested` names the signal or is None."""
+    """Whether this process was asked to stop: inside `with StopSignal() as stop:`, `stop.requested` names the signal."""
 
     def __init__(self) -> None:
         self.requested: str | None = None
