@@ -1,7 +1,8 @@
 """The one door to DeepSpeed (pinned: 0.19.8). No other module imports it.
 
 Public symbols used:   deepspeed.initialize, init_distributed, zero.Init, zero.GatheredParameters, ops.adam.DeepSpeedCPUAdam
-Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__
+Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__,
+                       ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops
 A test in tests/architecture checks that each exists with the arguments used here.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +24,8 @@ import torch._dynamo  # isort: skip
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+log = logging.getLogger(__name__)
 
 
 def init_distributed(timeout_s: float = 1800.0) -> None:
@@ -107,3 +111,55 @@ def initialize(model: torch.nn.Module, config: dict[str, Any], optimizer: Any = 
     """`deepspeed.initialize`, returning DeepSpeed's engine alone."""
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=params, config=config)
     return engine
+
+
+def cpu_adam(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> Any:
+    """DeepSpeed's compiled CPU AdamW; where it cannot be compiled, torch's AdamW and a warning that says why.
+
+    The compile runs once a host: local rank 0 first. All ranks take the same way, because the two round differently.
+    """
+    from bigtrain import ranks
+
+    why: str | None = None
+    with ranks.main_first("compiling DeepSpeed's CPU Adam"):
+        why = why_no_cpu_adam()
+    reasons = {r: w for r, w in enumerate(ranks.all_gather_object(why)) if w}
+    settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    if not reasons:
+        return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+    first = min(reasons)
+    log.warning(
+        "DeepSpeed's CPU Adam cannot be used (rank %d: %s). Falling back to torch's AdamW on the CPU: same result within fp32 "
+        "rounding, several times slower a step.",
+        first,
+        reasons[first],
+    )
+    return torch.optim.AdamW(groups, foreach=False, **settings)
+
+
+def why_no_cpu_adam() -> str | None:
+    """Why DeepSpeed's CPU Adam cannot be loaded here, the first cause first; None if it can. Compiles it if needed."""
+    import shutil
+
+    from deepspeed.git_version_info import installed_ops
+
+    if not installed_ops.get("cpu_adam", False):
+        compiler = os.environ.get("CXX", "c++").split()[0]
+        if shutil.which(compiler) is None:
+            return f"no C++ compiler: {compiler!r} is not on PATH; install g++ or set CXX"
+        if shutil.which("ninja") is None:
+            return "no ninja on PATH; `pip install ninja`"
+    try:
+        deepspeed.ops.op_builder.CPUAdamBuilder().load(verbose=False)
+    except Exception as error:
+        return first_cause(error)
+    return None
+
+
+def first_cause(error: BaseException) -> str:
+    """The error at the bottom of a chain, with the compiler's first `error:` line if it holds one."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip() or type(error).__name__
+    lines = [line.strip() for line in text.splitlines() if "error:" in line]
+    return f"{type(error).__name__}: {(lines or text.splitlines())[0]}"
