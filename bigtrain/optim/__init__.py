@@ -18,7 +18,7 @@ _HOMES = {
     "param_groups": "groups",
 }
 
-__all__ = [  # noqa: F822  (resolved by __getattr__)
+__all__ = [
     "OPTIMIZERS",
     "Optimizer",
     "StateTensor",

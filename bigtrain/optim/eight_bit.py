@@ -14,12 +14,10 @@ except ImportError as error:  # an optional part of the installation
     bnb = None
     _why = str(error)
 
-from bigtrain.optim.table import BLOCK_ELEMS
+from bigtrain.optim.table import BLOCK_ELEMS, MIN_8BIT_ELEMS
 
 # bitsandbytes' kernels count elements in a signed 32-bit integer; a chunk must also end on a block of 8-bit state.
 MAX_CHUNK_ELEMS = (2**31 - 1) // BLOCK_ELEMS * BLOCK_ELEMS
-# A tensor below this size keeps fp32 moments (bitsandbytes' rule). ZeRO flattens parameters, so it meets whole partitions only.
-MIN_8BIT_ELEMS = 4096
 
 
 class AdamW8bit(torch.optim.Optimizer):

@@ -20,16 +20,16 @@ def param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
 
     No decay for biases, for everything that a normalisation layer owns, and for any parameter of one dimension or none.
     Everything else decays, embeddings included: the rule of the Hugging Face Trainer, which differs only for 1-d parameters
-    that are neither bias nor norm (gates, scales; the Trainer decays them). Shapes are those of the model, so the groups are the same with and
-    without ZeRO-3. Frozen parameters are left out; a tied parameter is listed once. Each parameter gets the attribute
-    `use_muon`: True for the matrices between hidden spaces.
+    that are neither bias nor norm (gates, scales; the Trainer decays them). Shapes are those of the model, so the groups are
+    the same with and without ZeRO-3. Frozen parameters are left out; a tied parameter is listed once. Each parameter gets the
+    attribute `use_muon`: True for the matrices between hidden spaces.
 
     Args:
         model: whole or partitioned by zero.Init.
         weight_decay: for the first group.
 
     Returns:
-        Groups for a torch optimizer, with the keys params, weight_decay, and `param_names` (dotted names, same order); an
+        Groups for a torch optimizer, with the keys params, weight_decay, and `names` (dotted names, same order); an
         empty group is left out.
 
     Raises:
@@ -47,9 +47,7 @@ def param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
     if not decay and not plain:
         raise ModelError("no parameter of the model is trainable: everything is frozen. Unfreeze what should be trained.")
     pairs = [(decay, weight_decay), (plain, 0.0)]
-    return [
-        {"params": [p for _, p in part], "param_names": [n for n, _ in part], "weight_decay": wd} for part, wd in pairs if part
-    ]
+    return [{"params": [p for _, p in part], "names": [n for n, _ in part], "weight_decay": wd} for part, wd in pairs if part]
 
 
 def _owners(model: torch.nn.Module) -> dict[int, tuple[str, torch.nn.Module]]:

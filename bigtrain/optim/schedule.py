@@ -95,7 +95,6 @@ def _check(
         raise UsageError(f"total_steps is {total_steps}: it must be at least 1.")
     if warmup_steps > total_steps:
         raise UsageError(f"warmup_steps is {warmup_steps}, more than the run's {total_steps} updates: shorten the warm-up.")
-    if kind == "wsd" and decay_steps is not None and not 0 <= decay_steps <= total_steps - warmup_steps:
-        raise UsageError(
-            f"decay_steps is {decay_steps}: it must lie between 0 and total_steps - warmup_steps = {total_steps - warmup_steps}."
-        )
+    room = total_steps - warmup_steps
+    if kind == "wsd" and decay_steps is not None and not 0 <= decay_steps <= room:
+        raise UsageError(f"decay_steps is {decay_steps}: it must lie between 0 and total_steps - warmup_steps = {room}.")

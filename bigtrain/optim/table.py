@@ -13,6 +13,7 @@ from typing import Any
 
 from bigtrain.errors import UsageError
 
+MIN_8BIT_ELEMS = 4096  # a tensor below this keeps fp32 moments (bitsandbytes' rule); ZeRO hands over whole partitions
 BLOCK_ELEMS = 256  # one fp32 scale per block of 8-bit state (bitsandbytes' block-wise optimizers)
 
 
@@ -41,6 +42,7 @@ class Optimizer:
         build: dotted path of the builder, `(groups, options) -> torch.optim.Optimizer`.
         state: what is kept for every parameter element; for `muon`, of the matrices (`other_state` for the rest).
         other_state: what is kept for parameters that the optimizer treats differently, if any.
+        fp32_below_elems: a partition with fewer elements keeps both moments in fp32 instead (0: never).
         master_bytes: bytes an element that DeepSpeed keeps as a separate master copy (4 for fp32, 0 if none exists).
         steps_on_cpu: True if it can step CPU tensors (a run without GPU, or with the optimizer offloaded).
         offload: True if it is right with `offload_optimizer`.
@@ -53,6 +55,7 @@ class Optimizer:
     build: str
     state: tuple[StateTensor, ...]
     other_state: tuple[StateTensor, ...] = ()
+    fp32_below_elems: int = 0
     master_bytes: int = 4
     steps_on_cpu: bool = True
     offload: bool = True
@@ -91,6 +94,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adamw_8bit": Optimizer(
         build="bigtrain.optim.build.adamw_8bit",
         state=_ADAM_8BIT,
+        fp32_below_elems=MIN_8BIT_ELEMS,
         config=_CLIENT,
         note="bitsandbytes AdamW with block-wise 8-bit moments; DeepSpeed's fp32 master stays",
     ),
@@ -158,5 +162,7 @@ def state_bytes(name: str, elems: int, *, other_elems: int = 0) -> int:
         other_elems: elements under the row's `other_state` (Muon's embeddings, norms, ...).
     """
     row = OPTIMIZERS[canonical_name(name)]
+    if elems < row.fp32_below_elems:
+        return sum(t.bytes_per_elem for t in _ADAM_FP32) * elems
     pairs = [(row.state, elems), (row.other_state or row.state, other_elems)]
     return sum(t.bytes_per_elem * math.ceil(n / t.elems_per_value) for tensors, n in pairs for t in tensors)
