@@ -12,7 +12,7 @@ _HOMES = {
     "canonical_name": "table",
     "engine_config_patch": "table",
     "state_bytes": "table",
-    "schedule": "schedule",
+    "schedule": "schedules",
     "build_optimizer": "build",
     "after_initialize": "build",
     "param_groups": "groups",

@@ -119,6 +119,20 @@ def adamw_8bit(groups: Groups, options: Options) -> torch.optim.Optimizer:
     return AdamW8bit(groups, **options.adam)
 
 
+def adamw_split(groups: Groups, options: Options) -> torch.optim.Optimizer:
+    """AdamW on bf16 weights with the rest of the fp32 master as 16 bits of state, fp32 moments."""
+    from bigtrain.optim.split import AdamWSplit
+
+    return AdamWSplit(groups, **options.adam)
+
+
+def adamw_split_8bit(groups: Groups, options: Options) -> torch.optim.Optimizer:
+    """The same with block-wise 8-bit moments."""
+    from bigtrain.optim.split import AdamWSplit
+
+    return AdamWSplit(groups, moments="8bit", **options.adam)
+
+
 def muon(groups: Groups, options: Options) -> torch.optim.Optimizer:
     """Muon for hidden matrices and AdamW for the rest, as DeepSpeed's ZeRO stages run it."""
     from bigtrain import zero

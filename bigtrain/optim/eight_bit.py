@@ -14,6 +14,7 @@ except ImportError as error:  # an optional part of the installation
     bnb = None
     _why = str(error)
 
+from bigtrain.optim.state import load_keeping_dtypes
 from bigtrain.optim.table import BLOCK_ELEMS, MIN_8BIT_ELEMS
 
 # bitsandbytes' kernels count elements in a signed 32-bit integer; a chunk must also end on a block of 8-bit state.
@@ -105,20 +106,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's own rule would cast the uint8 moments and fp32 scales to the parameter's dtype; keep theirs."""
-        dtypes = {
-            (key, name): value.dtype
-            for key, state in state_dict["state"].items()
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor)
-        }
-        super().load_state_dict(state_dict)
-        params = [p for group in self.param_groups for p in group["params"]]
-        keys = [k for group in state_dict["param_groups"] for k in group["params"]]
-        for key, param in zip(keys, params):
-            for name, value in self.state.get(param, {}).items():
-                if (key, name) in dtypes and value.dtype != dtypes[key, name]:
-                    original = state_dict["state"][key][name]
-                    self.state[param][name] = original.to(device=param.device, copy=True)
+        load_keeping_dtypes(self, state_dict, super().load_state_dict)
 
 
 def _new_state(param: torch.Tensor) -> dict[str, Any]:

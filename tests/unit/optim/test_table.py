@@ -30,7 +30,7 @@ def test_hugging_face_names_are_accepted(alias):
 
 
 def test_the_table_needs_no_torch():
-    code = "import sys, bigtrain.optim.table, bigtrain.optim.schedule; sys.exit('torch' in sys.modules)"
+    code = "import sys, bigtrain.optim.table, bigtrain.optim.schedules; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
