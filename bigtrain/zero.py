@@ -1,7 +1,12 @@
 """The one door to DeepSpeed (pinned: 0.19.8). No other module imports it.
 
 Public symbols used:   deepspeed.initialize, init_distributed, zero.Init, zero.GatheredParameters, ops.adam.DeepSpeedCPUAdam
-Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__
+Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__,
+                       ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops
+                       of a ZeRO optimizer: fp32_partitioned_groups_flat, fp16_partitioned_groups_flat, real_dp_process_group,
+                       parallel_partitioned_bit16_groups, single_partition_of_fp32_groups, averaged_gradients, loss_scale,
+                       clip_grad, unscale_and_clip_grads, _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition,
+                       _link_all_hp_params
 A test in tests/architecture checks that each exists with the arguments used here.
 """
 
@@ -9,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +27,12 @@ import torch._dynamo  # isort: skip
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
+import deepspeed.comm as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from bigtrain.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 
 def init_distributed(timeout_s: float = 1800.0) -> None:
@@ -58,7 +69,7 @@ def _pretend_single_rank() -> None:
 
 
 def skip_shm_op() -> None:
-    """Do not compile DeepSpeed's shared-memory all-reduce for CPU ranks: about 14 s of every start, for no gain over gloo here."""
+    """Do not compile DeepSpeed's shared-memory all-reduce for CPU ranks: 14 s of every start, no gain over gloo here."""
     import deepspeed.ops as ops
 
     for name in list(ops.__compatible_ops__):
@@ -107,3 +118,112 @@ def initialize(model: torch.nn.Module, config: dict[str, Any], optimizer: Any = 
     """`deepspeed.initialize`, returning DeepSpeed's engine alone."""
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=params, config=config)
     return engine
+
+
+def cpu_adam(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> Any:
+    """DeepSpeed's compiled CPU AdamW; where it cannot be compiled, torch's AdamW and a warning that says why.
+
+    The compile runs once a host: local rank 0 first. All ranks take the same way, because the two round differently.
+    """
+    from bigtrain import ranks
+
+    why: str | None = None
+    with ranks.main_first("compiling DeepSpeed's CPU Adam"):
+        why = why_no_cpu_adam()
+    reasons = {r: w for r, w in enumerate(ranks.all_gather_object(why)) if w}
+    settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    if not reasons:
+        return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+    first = min(reasons)
+    log.warning(
+        "DeepSpeed's CPU Adam cannot be used (rank %d: %s). Falling back to torch's AdamW on the CPU: same result within fp32 "
+        "rounding, several times slower a step.",
+        first,
+        reasons[first],
+    )
+    return torch.optim.AdamW(groups, foreach=False, **settings)
+
+
+def why_no_cpu_adam() -> str | None:
+    """Why DeepSpeed's CPU Adam cannot be loaded here, the first cause first; None if it can. Compiles it if needed."""
+    import shutil
+
+    from deepspeed.git_version_info import installed_ops
+
+    if not installed_ops.get("cpu_adam", False):
+        compiler = os.environ.get("CXX", "c++").split()[0]
+        if shutil.which(compiler) is None:
+            return f"no C++ compiler: {compiler!r} is not on PATH; install g++ or set CXX"
+        if shutil.which("ninja") is None:
+            return "no ninja on PATH; `pip install ninja`"
+    try:
+        deepspeed.ops.op_builder.CPUAdamBuilder().load(verbose=False)
+    except Exception as error:
+        return first_cause(error)
+    return None
+
+
+def first_cause(error: BaseException) -> str:
+    """The error at the bottom of a chain, with the compiler's first `error:` line if it holds one."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip() or type(error).__name__
+    lines = [line.strip() for line in text.splitlines() if "error:" in line]
+    return f"{type(error).__name__}: {(lines or text.splitlines())[0]}"
+
+
+def alias_master(ds_optimizer: Any) -> None:
+    """With bf16 master weights, let DeepSpeed's master partition be the model's own bf16 partition: no second copy is kept.
+
+    Raises:
+        UsageError: if the ZeRO optimizer does not keep its master in bf16.
+    """
+    if hasattr(ds_optimizer, "fp32_partitioned_groups_flat"):  # stage 3
+        pairs = zip(ds_optimizer.fp32_partitioned_groups_flat, ds_optimizer.fp16_partitioned_groups_flat)
+    else:
+        ranks_in_group = [dist.get_rank(group=g) for g in ds_optimizer.real_dp_process_group]
+        own = [parts[r] for parts, r in zip(ds_optimizer.parallel_partitioned_bit16_groups, ranks_in_group)]
+        pairs = zip(ds_optimizer.single_partition_of_fp32_groups, own)
+    for master, weight in pairs:
+        if master.dtype != weight.dtype or master.device != weight.device:
+            raise UsageError(
+                f"DeepSpeed keeps a {master.dtype} master on {master.device}: this optimizer needs bf16.bf16_master_weights_and_grads "
+                "and bf16.bf16_optimizer_states true, and no offload_optimizer."
+            )
+        master.data = weight.data
+        master.grad = None  # stage 3 allocates one at the start
+    if hasattr(ds_optimizer, "_link_all_hp_params"):
+        ds_optimizer._link_all_hp_params()  # the parameters' links into the old copy would keep it alive
+
+
+def hand_over_gradients(ds_optimizer: Any, client: Any) -> None:
+    """Give `client` the reduced gradients as they are, and the clipping as a factor, instead of DeepSpeed's rounded flat copy.
+
+    DeepSpeed flattens the gradients of a partition, casts them to the master's dtype and multiplies by the clipping factor: with
+    a bf16 master each of the last two rounds to 8 bits. `client` needs `hand_over(partition, pieces)` and `grad_factor`.
+    """
+
+    def factor(total_norm: Any) -> Any:
+        scale = ds_optimizer.loss_scale
+        if ds_optimizer.clip_grad > 0.0:
+            scale = torch.clamp((total_norm / scale + 1e-6) / ds_optimizer.clip_grad, min=1.0) * scale
+        return 1.0 / scale
+
+    def clip(_: Any, total_norm: Any) -> None:
+        client.grad_factor = factor(total_norm)
+
+    def prepare_stage3(sub_group_id: int) -> None:
+        client.hand_over(ds_optimizer.fp32_partitioned_groups_flat[sub_group_id], ds_optimizer.averaged_gradients[sub_group_id])
+        ds_optimizer.averaged_gradients[sub_group_id] = None
+
+    def prepare_stage12(group: int) -> torch.Tensor:
+        partition, grads = ds_optimizer.single_partition_of_fp32_groups[group], ds_optimizer.averaged_gradients[group]
+        flat = getattr(grads, "flat_partition", None)
+        client.hand_over(partition, list(grads) if flat is None else [flat.view(-1)])
+        return partition.new_zeros(1).expand(partition.numel())  # what DeepSpeed sets as .grad: one element in memory
+
+    ds_optimizer.unscale_and_clip_grads = clip
+    if hasattr(ds_optimizer, "fp32_partitioned_groups_flat"):
+        ds_optimizer._prepare_fp32_grad_for_sub_group = prepare_stage3
+    else:
+        ds_optimizer._get_preflattened_grad_partition = prepare_stage12
