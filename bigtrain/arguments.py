@@ -74,7 +74,6 @@ class TrainArguments:
     adam_epsilon: float | None = field(default=None, metadata=_say("added to the denominator (default 1e-8)"))
     max_grad_norm: float | None = field(default=None, metadata=_say("global norm to clip at (default 1.0)"))
     lr_scheduler_type: str | None = field(default=None, metadata=_say("linear, cosine, constant, wsd (default linear)"))
-    lr_scheduler_kwargs: str | None = field(default=None, metadata=_say("JSON object of further schedule values"))
     warmup_steps: int | None = field(default=None, metadata=_say("steps until the peak learning rate"))
     warmup_ratio: float | None = field(default=None, metadata=_say("the same as a share of all steps, 0 to 1"))
 
@@ -305,20 +304,11 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
         yield "warmup_steps and warmup_ratio are two ways to say one thing: give one of them"
     if args.bf16 is False:
         yield "bf16 false: bigtrain trains in bf16 with fp32 master weights; for fp32 write bf16.enabled false in the ds_config"
-    if args.lr_scheduler_kwargs is not None and not isinstance(_json(args.lr_scheduler_kwargs), dict):
-        yield f"lr_scheduler_kwargs must be a JSON object, got {args.lr_scheduler_kwargs!r}"
     for tracker in args.report_to:
         if tracker not in (*TRACKERS, "all", "none"):
             yield f"report_to {tracker!r}: expected {', '.join(TRACKERS)}, all or none"
         elif tracker in TRACKERS and importlib.util.find_spec(tracker) is None:
             yield f"report_to {tracker}: the package is not installed; run: pip install {tracker}"
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
 
 
 _AT_LEAST_ONE = (

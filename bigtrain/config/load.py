@@ -67,7 +67,6 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = [value for key, value in pairs if key == twice[0]]
         beside = [key for key, _ in pairs if key not in twice][:4]
         raise _DuplicateKeyError(
-            f'key "{twice[0]}" stands twice in one object ({values[0]!r}, {values[1]!r}; beside {", ".join(beside)}); '
-            "keep one"
+            f'key "{twice[0]}" stands twice in one object ({values[0]!r}, {values[1]!r}; beside {", ".join(beside)}); keep one'
         )
     return dict(pairs)

@@ -64,9 +64,7 @@ def batch(work: Work) -> None:
         source: Source = "file" if who.startswith("file") else "flag" if who.startswith("flag") else "default"
         if source == "default" and path == GLOBAL:
             source = "launcher"
-            why = (
-                f"{triple.micro} x {triple.accumulation} x {triple.total // (triple.micro * triple.accumulation)} ranks"
-            )
+            why = f"{triple.micro} x {triple.accumulation} x {triple.total // (triple.micro * triple.accumulation)} ranks"
         work.set(path, value, source, why if source in ("default", "launcher") else who)
     work.know(micro_batch=triple.micro, accumulation=triple.accumulation, global_batch=triple.total)
 

@@ -66,9 +66,7 @@ _PARAM = {
     "adam_lr": number(least=0),
     "lr_decay": number(0, least=0),
     "initial_accumulator_value": number(0, least=0),
-    "max_grad_norm": Key(
-        kind="float", refused="DeepSpeed stops on it here; write the number as top-level gradient_clipping"
-    ),
+    "max_grad_norm": Key(kind="float", refused="DeepSpeed stops on it here; write the number as top-level gradient_clipping"),
 }
 
 

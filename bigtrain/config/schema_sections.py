@@ -46,9 +46,7 @@ _JOB = {"enabled": flag(), "output_path": text(""), "job_name": text("DeepSpeedJ
 MONITORS = {
     "tensorboard": section(_JOB, strict=True),
     "csv_monitor": section(_JOB, strict=True),
-    "wandb": section(
-        {"enabled": flag(), "group": text(None), "team": text(None), "project": text("deepspeed")}, strict=True
-    ),
+    "wandb": section({"enabled": flag(), "group": text(None), "team": text(None), "project": text("deepspeed")}, strict=True),
     "comet": section(
         {
             "enabled": flag(),

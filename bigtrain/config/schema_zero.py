@@ -70,9 +70,7 @@ ZERO_KEYS: dict[str, Key] = {
     "cpu_offload": flag(None, deprecated=_CPU_OFFLOAD % "offload_optimizer"),
     "stage3_prefetch_bucket_size": integer(5 * 10**7, least=0, also="prefetch_bucket_size", needs=(STAGE_3,)),
     "stage3_param_persistence_threshold": integer(10**5, least=0, also="param_persistence_threshold", needs=(STAGE_3,)),
-    "stage3_model_persistence_threshold": integer(
-        sys.maxsize, least=0, also="model_persistence_threshold", needs=(STAGE_3,)
-    ),
+    "stage3_model_persistence_threshold": integer(sys.maxsize, least=0, also="model_persistence_threshold", needs=(STAGE_3,)),
     "stage3_max_live_parameters": integer(10**9, least=0, also="max_live_parameters", needs=(STAGE_3,)),
     "stage3_max_reuse_distance": integer(10**9, least=0, also="max_reuse_distance", needs=(STAGE_3,)),
     "stage3_gather_16bit_weights_on_model_save": flag(also="gather_16bit_weights_on_model_save", needs=(STAGE_3,)),

@@ -38,9 +38,7 @@ LAYOUTS: dict[str, StateLayout] = {
     "adamw_8bit": StateLayout(4, EIGHT_BIT_MOMENTS, EIGHT_BIT_MOMENTS, 4, "fp32 master; bitsandbytes 8-bit m, v"),
     "muon": StateLayout(4, 8, 4, 4, "fp32 master; momentum for matrices of blocks, Adam for everything else"),
     "adamw_split": StateLayout(2, 8, 8, 2, "bf16 weight + 16 missing bits; m, v in fp32"),
-    "adamw_split_8bit": StateLayout(
-        2, EIGHT_BIT_MOMENTS, EIGHT_BIT_MOMENTS, 2, "bf16 weight + 16 missing bits; 8-bit m, v"
-    ),
+    "adamw_split_8bit": StateLayout(2, EIGHT_BIT_MOMENTS, EIGHT_BIT_MOMENTS, 2, "bf16 weight + 16 missing bits; 8-bit m, v"),
     "adamw_bf16": StateLayout(2, 4, 4, 2, "DeepSpeed bf16_master_weights_and_grads + bf16_optimizer_states"),
     "sgd": StateLayout(4, 0, 0, 4, "fp32 master only"),
 }
