@@ -192,8 +192,8 @@ def vocabulary(args: TrainArguments, model_config: Any, tokenizer: Any) -> tuple
     if needed > size:
         if not args.resize_vocab:
             raise ModelError(
-                f"the tokenizer has {needed} tokens, the model's embedding {size}: pass --resize_vocab to grow the embedding, or "
-                "use the model's own tokenizer"
+                f"the tokenizer has {needed} tokens, the model's embedding {size}: pass --resize_vocab to grow the embedding, "
+                "or use the model's own tokenizer"
             )
         grown = -(-needed // 64) * 64  # a multiple of 64 keeps the output matrix on the fast tensor-core path
         text.vocab_size = grown
