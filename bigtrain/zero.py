@@ -30,7 +30,7 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from bigtrain.errors import UsageError
+from bigtrain.errors import ModelError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,23 @@ def gathered(params: Sequence[torch.nn.Parameter], modifier_rank: int | None = N
 def is_available(param: torch.nn.Parameter) -> bool:
     """True if the parameter's data is whole right now."""
     return not is_partitioned(param) or param.ds_status == ZeroParamStatus.AVAILABLE
+
+
+def partition_of(param: Any) -> tuple[int, int, torch.Tensor]:
+    """`(rank, world, flat)` of a ZeRO-3 parameter: this rank's slice, padded to ceil(numel / world) elements, on its device.
+
+    Internal attributes of 0.19.8: ds_tensor, ds_zero_partition_rank, ds_zero_partition_world_size, ds_secondary_tensor.
+
+    Raises:
+        ModelError: the slice lives on NVMe, or a second copy of it exists (hpZ), so writing to it would not suffice.
+    """
+    flat = param.ds_tensor
+    location = getattr(flat, "final_location", None)
+    if location is not None and str(getattr(location, "value", location)) == "nvme":
+        raise ModelError("parameters offloaded to NVMe cannot be read or written in place: use device cpu or none")
+    if getattr(param, "ds_secondary_tensor", None) is not None:
+        raise ModelError("zero_hpz_partition_size keeps a second copy of each partition, which would become stale: leave it out")
+    return int(param.ds_zero_partition_rank), int(param.ds_zero_partition_world_size), flat.data
 
 
 # ---------------------------------------------------------------- building under zero.Init (owner: models)
