@@ -109,7 +109,7 @@ def _run_flags(p: argparse.ArgumentParser) -> None:
 
 def _said(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     """The attributes of `cls` that the command line gave."""
-    names = {f.name for f in fields(cls)} - {"model"}  # type: ignore[arg-type]
+    names = {f.name for f in fields(cls)} - {"model"}
     return {n: v for n, v in vars(args).items() if n in names and v is not None}
 
 

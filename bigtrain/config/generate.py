@@ -99,8 +99,11 @@ def generate(options: GenerateOptions) -> dict[str, Any]:
     """
     raise_if_errors(_contradictions(options), "generate")
     config: dict[str, Any] = {"bf16": {"enabled": options.bf16}}
-    if options.bf16 and options.stage > 0:
+    # Stage 2 with offload is left to the run: fp32 sums cost GPU memory there (resolve_training.accumulation_dtype).
+    if options.bf16 and options.stage > 0 and (options.stage, options.offload) != (2, "optimizer"):
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+        if options.stage == 1:  # reduced once a step; in bf16 the fp32 sum would be rounded on the way
+            config["communication_data_type"] = "fp32"
     config["zero_optimization"] = _zero(options)
     if options.activation_checkpointing:
         config["activation_checkpointing"] = {"partition_activations": False, "cpu_checkpointing": False}

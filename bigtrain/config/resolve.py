@@ -22,8 +22,8 @@ CODE_OWNED = ("optimizer", "scheduler")
 STEPS: tuple[Callable[[Work], None], ...] = (
     resolve_zero.modernise,
     resolve_training.precision,
-    resolve_training.accumulation_dtype,
     resolve_training.batch,
+    resolve_training.accumulation_dtype,
     resolve_training.optimizer,
     resolve_training.schedule,
     resolve_training.clipping,

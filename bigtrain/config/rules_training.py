@@ -59,11 +59,6 @@ def accumulation_dtype(ctx: Context) -> Iterator[Problem]:
     elif grad and {grad, mode} == {"bf16", "fp16"}:
         yield Problem("data_types.grad_accum_dtype", grad, "error", f"the parameters are {mode}",
                       f"write fp32 or {mode}")  # fmt: skip
-    offloaded = ctx.stage == 2 and ctx.offload("offload_optimizer") != "none"
-    if grad == "fp32" and mode != "fp32" and offloaded and ctx.number("gradient_accumulation_steps") != 1:
-        yield Problem("data_types.grad_accum_dtype", "fp32", "note",
-                      f"at stage 2 with optimizer offload DeepSpeed 0.19.8 adds up micro steps in {mode} on the host, "
-                      "whatever is written here", "use stage 3, or accumulation 1, for fp32 accumulation")  # fmt: skip
     param = dtype_name(ctx.get("data_types.param_dtype"))
     if param and param != mode:
         yield Problem("data_types.param_dtype", param, "error", f"conflicts with the precision in use ({mode})",
