@@ -3,7 +3,8 @@
 Rules of c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.11): sizes in units of 512 B; requests up to 1 MiB come out of
 2 MiB segments, up to 10 MiB out of 20 MiB segments, larger ones out of segments rounded to 2 MiB; the smallest free
 block that is large enough is taken (lowest address first among equals) and split when the rest is worth keeping;
-neighbours that are free merge. Streams are taken as one: side-stream reuse delays are not replayed.
+neighbours that are free merge. Every CUDA stream has pools of its own: what the gradient-reduction stream once needed
+is not there for the forward pass. Delays by `record_stream` are not replayed.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _LARGE_SEGMENT, _MIN_LARGE, _ROUND_LARGE = 20 * _MIB, 10 * _MIB, 2 * _MIB
 
 
 class _Block:
-    __slots__ = ("before", "free", "ident", "next", "size", "small")
+    __slots__ = ("before", "free", "ident", "next", "pool", "size")
 
-    def __init__(self, ident: int, size: int, small: bool):
-        self.ident, self.size, self.small = ident, size, small
+    def __init__(self, ident: int, size: int, pool: _Pool):
+        self.ident, self.size, self.pool = ident, size, pool
         self.free = True
         self.before: _Block | None = None
         self.next: _Block | None = None
@@ -58,42 +59,43 @@ def _segment_bytes(size: int) -> int:
 class _Replay:
     def __init__(self, limit_bytes: int | None):
         self.limit = limit_bytes
-        self.pools = {True: _Pool(), False: _Pool()}
+        self.pools: dict[tuple[int, bool], _Pool] = {}
         self.slots: dict[int, _Block] = {}
         self.reserved = self.peak = self.count = 0
         self.overflowed = False
 
-    def _new(self, size: int, small: bool) -> _Block:
+    def _new(self, size: int, pool: _Pool) -> _Block:
         self.count += 1
-        return _Block(self.count, size, small)
+        return _Block(self.count, size, pool)
 
-    def allocate(self, slot: int, size: int) -> None:
+    def allocate(self, slot: int, size: int, stream: int) -> None:
         small = size <= _SMALL
-        block = self.pools[small].best(size)
+        pool = self.pools.setdefault((stream, small), _Pool())
+        block = pool.best(size)
         if block is None:
             segment = _segment_bytes(size)
             if self.limit is not None and self.reserved + segment > self.limit:
                 self.empty_cache()
                 self.overflowed |= self.reserved + segment > self.limit
-            block = self._new(segment, small)
+            block = self._new(segment, pool)
             self.reserved += segment
             self.peak = max(self.peak, self.reserved)
         else:
-            self.pools[small].remove(block)
+            pool.remove(block)
         rest = block.size - size
         if rest >= 512 if small else rest > _SMALL:
-            tail = self._new(rest, small)
+            tail = self._new(rest, pool)
             tail.before, tail.next = block, block.next
             if block.next is not None:
                 block.next.before = tail
             block.next, block.size = tail, size
-            self.pools[small].add(tail)
+            pool.add(tail)
         block.free = False
         self.slots[slot] = block
 
     def release(self, slot: int) -> None:
         block = self.slots.pop(slot)
-        pool = self.pools[block.small]
+        pool = block.pool
         block.free = True
         for other in (block.before, block.next):
             if other is not None and other.free:
@@ -130,7 +132,7 @@ def reserved_bytes(tape: Tape, limit_bytes: int | None = None) -> tuple[int, boo
     replay = _Replay(limit_bytes)
     for kind, slot, size, _ in tape.events:
         if kind == ALLOC:
-            replay.allocate(slot, size)
+            replay.allocate(slot, size, tape.streams[slot])
         elif kind == FREE:
             replay.release(slot)
         elif kind == EMPTY_CACHE:

@@ -43,13 +43,17 @@ class Tape:
         self._open: dict[Hashable, int] = {}
         self._sizes: list[int] = []
         self._rows: list[str] = []
+        self.streams: list[int] = []  # by slot: the stream that allocated it
 
     def phase(self, name: str) -> None:
         """Everything from here on belongs to `name`."""
         self.events.append((PHASE, -1, 0, name))
 
-    def hold(self, key: Hashable, size: float, row: str) -> None:
-        """Allocate `size` bytes under `key` until `drop(key)`; nothing happens for size 0."""
+    def hold(self, key: Hashable, size: float, row: str, stream: int = 0) -> None:
+        """Allocate `size` bytes under `key` until `drop(key)`; nothing happens for size 0.
+
+        `stream` matters to what is reserved only: the caching allocator keeps a pool for every CUDA stream.
+        """
         if key in self._open:
             raise AssertionError(f"'{key}' is held already")
         if size <= 0:
@@ -59,6 +63,7 @@ class Tape:
         self._open[key] = slot
         self._sizes.append(rounded)
         self._rows.append(row)
+        self.streams.append(stream)
         self.events.append((ALLOC, slot, rounded, row))
 
     def drop(self, *keys: Hashable) -> None:
@@ -68,9 +73,9 @@ class Tape:
             if slot is not None:
                 self.events.append((FREE, slot, self._sizes[slot], self._rows[slot]))
 
-    def touch(self, size: float, row: str) -> None:
+    def touch(self, size: float, row: str, stream: int = 0) -> None:
         """Allocate and free at once: a temporary."""
-        self.hold("touch", size, row)
+        self.hold("touch", size, row, stream)
         self.drop("touch")
 
     def empty_cache(self) -> None:
@@ -98,6 +103,20 @@ class Tape:
                 phase = name
                 by_phase[phase] = max(held, by_phase.get(phase, 0))
         return Ledger(peak, peak_phase, self._held_rows(peak_at), by_phase, held)
+
+    def rows_at_peak_of(self, phase: str) -> dict[str, int]:
+        """What is held at the largest moment of one phase."""
+        held, best, best_at, current = 0, -1, 0, ""
+        for at, (kind, _, size, name) in enumerate(self.events):
+            if kind == ALLOC:
+                held += size
+            elif kind == FREE:
+                held -= size
+            elif kind == PHASE:
+                current = name
+            if current == phase and held > best:
+                best, best_at = held, at + 1
+        return self._held_rows(best_at)
 
     def _held_rows(self, until: int) -> dict[str, int]:
         rows: dict[str, int] = {}
