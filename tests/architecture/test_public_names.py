@@ -17,7 +17,7 @@ FLAGS = set(
 )
 # Ours alone; every other flag is one of transformers' TrainingArguments or of its example scripts.
 OWN_FLAGS = {
-    "ds_config", "eval_data", "eval_fraction", "freeze", "keep_in_fp32", "no_plan", "nonfinite_limit", "packing", 
+    "ds_config", "eval_data", "eval_fraction", "freeze", "keep_in_fp32", "no_plan", "nonfinite_limit", "packing",
     "resize_vocab", "seq_len", "train_data",
 }  # fmt: skip
 EXAMPLE_SCRIPT_FLAGS = {
