@@ -2,11 +2,16 @@
 
 Public symbols used:   deepspeed.initialize, init_distributed, zero.Init, zero.GatheredParameters, ops.adam.DeepSpeedCPUAdam
 Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__,
-                       ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops
+                       ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops,
+                       runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer, runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3,
+                       runtime.bf16_optimizer.BF16_Optimizer, utils.set_z3_leaf_modules, utils.logger;
+                       for checkpoints: runtime.fp16.loss_scaler.LossScaler, utils.tensor_fragment.fragment_address,
+                       runtime.zero.config.ZeroStageEnum
                        of a ZeRO optimizer: fp32_partitioned_groups_flat, fp16_partitioned_groups_flat, real_dp_process_group,
                        parallel_partitioned_bit16_groups, single_partition_of_fp32_groups, averaged_gradients, loss_scale,
                        clip_grad, unscale_and_clip_grads, _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition,
                        _link_all_hp_params
+Objects of DeepSpeed are handed on; `bigtrain.reduction` substitutes methods on them and lists which.
 A test in tests/architecture checks that each exists with the arguments used here.
 """
 
@@ -135,6 +140,37 @@ def initialize(model: torch.nn.Module, config: dict[str, Any], optimizer: Any = 
     """`deepspeed.initialize`, returning DeepSpeed's engine alone."""
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=params, config=config)
     return engine
+
+
+def optimizer_kind(optimizer: Any) -> str:
+    """Which of DeepSpeed's wrappers this is: "zero12", "zero3", "bf16" (stage 1 with fp32 accumulation), or "plain"."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    for kind, cls in (("zero12", DeepSpeedZeroOptimizer), ("zero3", DeepSpeedZeroOptimizer_Stage3), ("bf16", BF16_Optimizer)):
+        if isinstance(optimizer, cls):
+            return kind
+    return "plain"
+
+
+def set_leaf_modules(model: torch.nn.Module, classes: Sequence[type]) -> int:
+    """ZeRO-3: let modules of these classes gather all their parameters at once, whatever runs inside; how many there are."""
+    return len(deepspeed.utils.set_z3_leaf_modules(model, list(classes), raise_if_not_found=False))
+
+
+def is_persistent(param: torch.nn.Parameter) -> bool:
+    """True if ZeRO-3 keeps this parameter whole between uses (it is below `stage3_param_persistence_threshold`)."""
+    return bool(getattr(param, "ds_persist", False))
+
+
+def checkpoint_classes() -> list[Any]:
+    """Classes of DeepSpeed's own that its checkpoint files hold: the allow-list for reading them with restricted unpickling."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, ZeroStageEnum, fragment_address]
 
 
 def cpu_adam(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> Any:
