@@ -23,7 +23,7 @@ from bigtrain import agreement, buffers, guards, optim, ranks, settings, steps, 
 from bigtrain.errors import BypassError, DataError, ModelError, NonFiniteError, RanksDisagreeError
 from bigtrain.guards import RankStep
 from bigtrain.meeting import Point, announce_failure, meet, pack, unpack
-from bigtrain.optim.schedule import schedule  # not from the package: the submodule has the same name
+from bigtrain.optim.schedules import schedule
 from bigtrain.precision import dtype_table, keep_parameters_in_fp32, to_bf16
 from bigtrain.reduction import GradientFlags, Reduction
 from bigtrain.steps import Batch, EvalResult, StepResult

@@ -117,7 +117,7 @@ def this_place() -> Place:
         local_rank=ranks.local_rank(),
         device=device,
         physical=physical,
-        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES") if physical else None,
     )
 
 

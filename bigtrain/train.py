@@ -12,6 +12,7 @@ import shlex
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -336,6 +337,8 @@ def start_logging() -> None:
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(format="%(message)s" if rank == "0" else f"[rank {rank}] %(message)s", level=logging.WARNING)
     logger.setLevel(logging.INFO if rank == "0" else logging.WARNING)
+    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 renames: nothing that a user could do about it.
+    warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
 
 
 @contextmanager
@@ -358,21 +361,21 @@ def report_error(error: Exception) -> int:
         return BigtrainError.exit_code
     if rank == "0":
         print(f"{type(ours).__name__}: {ours}" if ours.exit_code != StoppedError.exit_code else str(ours), file=sys.stderr)
-    elif os.environ.get("LOCAL_RANK") == "0" or "torch" in sys.modules and _has_met():
+    elif os.environ.get("LOCAL_RANK") == "0" or _has_met():
         print(f"[rank {rank}] {type(ours).__name__}: {str(ours).splitlines()[0]}", file=sys.stderr)
     sys.stderr.flush()
     return ours.exit_code
 
 
 def _has_met() -> bool:
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
+    """True once a process group exists; imports nothing."""
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
 
 
 def leave() -> None:
     """End the process group, so that no rank's exit looks like a crash to the others."""
-    if "torch" in sys.modules and _has_met():
+    if _has_met():
         import torch.distributed as dist
 
         dist.destroy_process_group()
