@@ -75,24 +75,32 @@ def parameter_pieces(numels: Sequence[int], rank: int, world: int) -> list[Piece
     return pieces
 
 
-def group_partition_size(numels: Sequence[int], world: int, alignment: int = ALIGNMENT) -> int:
+def group_partition_size(
+    numels: Sequence[int], world: int, alignment: int = ALIGNMENT, gaps: Sequence[int] | None = None
+) -> int:
     """Stages 1 and 2: elements of one rank's partition of a group, padding included."""
-    _check(sum(numels), world)
-    unit = alignment * world
-    return -(-sum(numels) // unit) * alignment
+    total = sum(numels) + sum(gaps or ())
+    _check(total, world)
+    return -(-total // (alignment * world)) * alignment
 
 
-def group_pieces(numels: Sequence[int], rank: int, world: int, alignment: int = ALIGNMENT) -> list[Piece]:
-    """Stages 1 and 2: what `rank` owns of a group whose parameters have `numels` elements, in the order of the group."""
-    size = group_partition_size(numels, world, alignment)
+def group_pieces(
+    numels: Sequence[int], rank: int, world: int, alignment: int = ALIGNMENT, gaps: Sequence[int] | None = None
+) -> list[Piece]:
+    """Stages 1 and 2: what `rank` owns of a group whose parameters have `numels` elements, in the order of the group.
+
+    `gaps` are the elements of padding after each parameter (`zero_optimization.parameter_alignment`; none by default).
+    """
+    size = group_partition_size(numels, world, alignment, gaps)
     _check(sum(numels), world, rank)
-    ends = list(accumulate(numels))
+    taken = list(accumulate(numel + gap for numel, gap in zip(numels, gaps or [0] * len(numels))))
+    firsts = [0, *taken[:-1]]
     begin, end = rank * size, (rank + 1) * size
     pieces: list[Piece] = []
-    index = bisect_right(ends, begin)
-    while index < len(numels) and ends[index] - numels[index] < end:
-        first = ends[index] - numels[index]
-        low, high = max(begin, first), min(end, ends[index])
+    index = bisect_right(taken, begin)
+    while index < len(numels) and firsts[index] < end:
+        first = firsts[index]
+        low, high = max(begin, first), min(end, first + numels[index])
         if high > low:
             pieces.append(Piece(index, low - first, low - begin, high - low))
         index += 1

@@ -132,9 +132,7 @@ def partition_of(param: Any) -> tuple[int, int, torch.Tensor]:
     if location is not None and str(getattr(location, "value", location)) == "nvme":
         raise ModelError("parameters offloaded to NVMe cannot be read or written in place: use device cpu or none")
     if getattr(param, "ds_secondary_tensor", None) is not None:
-        raise ModelError(
-            "zero_hpz_partition_size keeps a second copy of each partition, which would become stale: leave it out"
-        )
+        raise ModelError("zero_hpz_partition_size keeps a second copy of each partition, which would be stale: leave it out")
     return int(param.ds_zero_partition_rank), int(param.ds_zero_partition_world_size), flat.data
 
 

@@ -9,7 +9,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from bigtrain.weights.dtypes import as_dtype
 from bigtrain.weights.layout import Layout, Shard, plan_layout
 from bigtrain.weights.mapping import Part
 from bigtrain.weights.slots import Piece, Slot, owned_piece, slots_of
-from bigtrain.weights.write import Writer, WriteOp, create, fsync_folder
+from bigtrain.weights.write import WriteOp, Writer, create, fsync_folder
 
 logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
@@ -89,14 +89,10 @@ def export_model(
         slots = slots_of(model)
         layout = plan_layout(model, slots, wanted, max_shard_bytes)
     ranks.agree([(s.name, s.size, len(s.parts)) for s in layout.shards], "what the export will write")
-    temporary = ranks.main_decides(lambda: _prepare(model, slots, layout, str(out_dir), wanted, tokenizer, config), "export")
-    try:
-        written = _write_weights(layout, temporary, _one_host() if ranges is None else ranges)
-        ranks.main_decides(lambda: _publish(layout, temporary, str(out_dir)), "finishing the export")
-    except BaseException:
-        if ranks.is_main():
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    temporary = ranks.main_decides(lambda: prepare(model, slots, layout, str(out_dir), wanted, tokenizer, config), "export")
+    written, problem = _write_weights(layout, temporary, _one_host() if ranges is None else ranges)
+    wait_for_all(problem, temporary)
+    finish(layout, temporary, str(out_dir))
     report = ExportReport(
         str(out_dir), [shard.name for shard in layout.shards], len(layout.dtypes), layout.total_bytes, written,
         time.monotonic() - begin,
@@ -109,7 +105,7 @@ def _one_host() -> bool:
     return len(set(ranks.all_gather_object(socket.gethostname()))) == 1
 
 
-def _prepare(
+def prepare(
     model: torch.nn.Module, slots: Sequence[Slot], layout: Layout, out_dir: str, dtype: torch.dtype, tokenizer: Any, config: Any
 ) -> str:
     """On rank 0: every check, then the small files and the empty weight files; returns the temporary folder."""
@@ -145,25 +141,22 @@ def _refuse_foreign(out_dir: str) -> None:
     if not os.path.isdir(out_dir):
         raise UsageError(f"{out_dir} is a file; give the name of a folder to make.")
     names = os.listdir(out_dir)
-    if (
-        names
-        and not any(name.endswith(".safetensors") for name in names)
-        or any(name.startswith("checkpoint-") for name in names)
-    ):
+    exported = any(name.endswith(".safetensors") for name in names) and not any(n.startswith("checkpoint-") for n in names)
+    if names and not exported:
         raise UsageError(
             f"{out_dir} holds {', '.join(sorted(names)[:5])} and is not an earlier export, which would be replaced. "
             "Give another folder."
         )
 
 
-def _write_weights(layout: Layout, temporary: str, ranges: bool) -> int:
-    """All ranks write; returns the bytes of this rank. Every rank waits for the slowest before any raises."""
+def _write_weights(layout: Layout, temporary: str, ranges: bool) -> tuple[int, Exception | None]:
+    """All ranks write; returns the bytes of this rank and what went wrong here, if anything."""
     problem: Exception | None = None
     written = 0
     writer = Writer()
     try:
         if ranges:
-            written += writer.run(range_ops(layout, temporary))
+            written += writer.run(range_ops(layout, temporary, own_pieces(layout)))
     except Exception as error:
         problem = error
     try:
@@ -178,26 +171,49 @@ def _write_weights(layout: Layout, temporary: str, ranges: bool) -> int:
         writer.close()
     except Exception as error:
         problem = problem or error
-    ranks.barrier("waiting for every rank to finish writing the export", timeout_s=WAIT_S)
-    with ranks.together("writing the export"):
-        if problem is not None:
-            raise problem
-    return written
+    return written, problem
 
 
-def range_ops(layout: Layout, folder: str) -> list[WriteOp]:
-    """The writes of this rank's own elements into every file, for all parts made of runs."""
-    pieces: dict[str, Piece | None] = {}
+def wait_for_all(problem: Exception | None, temporary: str) -> None:
+    """Wait for the slowest writer, however long it takes; then every rank raises if one had a problem."""
+    try:
+        ranks.barrier("waiting for every rank to finish writing the export", timeout_s=WAIT_S)
+        with ranks.together("writing the export"):
+            if problem is not None:
+                raise problem
+    except BaseException:
+        if ranks.is_main():
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def finish(layout: Layout, temporary: str, out_dir: str) -> None:
+    """Give the complete folder its name; rank 0 acts, all ranks learn of a failure."""
+    ranks.main_decides(lambda: _publish(layout, temporary, out_dir), "finishing the export")
+
+
+def own_pieces(layout: Layout) -> Callable[[str], list[Piece]]:
+    """A function that gives what this rank owns of a tensor of the model, by name."""
+
+    def pieces(name: str) -> list[Piece]:
+        piece = owned_piece(layout.slots[name], ranks.rank(), ranks.world_size())
+        return [] if piece is None else [piece]
+
+    return pieces
+
+
+def range_ops(layout: Layout, folder: str, pieces_of: Callable[[str], list[Piece]]) -> list[WriteOp]:
+    """The writes of the given pieces into every file, for all parts made of runs."""
+    known: dict[str, list[Piece]] = {}
     ops = []
     for shard in layout.shards:
         for part, begin in zip(shard.parts, shard.begins):
             dtype = layout.dtypes[part.name]
             at = 0
             for run in part.runs.runs if part.runs is not None else ():
-                if run.source not in pieces:
-                    pieces[run.source] = owned_piece(layout.slots[run.source], ranks.rank(), ranks.world_size())
-                piece = pieces[run.source]
-                if piece is not None:
+                if run.source not in known:
+                    known[run.source] = pieces_of(run.source)
+                for piece in known[run.source]:
                     low = max(run.start, piece.start)
                     high = min(run.start + run.length, piece.start + piece.flat.numel())
                     if high > low:

@@ -1,7 +1,8 @@
 """A folder of weights: which files, which tensors, checked against each other before any tensor is read.
 
-Torch-free for safetensors. A Hugging Face folder holds `model.safetensors`, or shards and `model.safetensors.index.json`, or the same as
-`pytorch_model.bin` pickles (read through torch's restricted unpickler, file by file, memory-mapped).
+Torch-free for safetensors. A Hugging Face folder holds `model.safetensors`, or shards and
+`model.safetensors.index.json`, or the same as `pytorch_model.bin` pickles (read through torch's restricted
+unpickler, file by file, memory-mapped).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from bigtrain.errors import WeightsError
 from bigtrain.weights import share
 from bigtrain.weights.dtypes import TORCH
 from bigtrain.weights.folder import Folder, open_folder
+from bigtrain.weights.guard import guard_state_dict
 from bigtrain.weights.mapping import Conversion, Part
 from bigtrain.weights.plan import LoadPlan, fingerprint, plan_load
 from bigtrain.weights.read import Reader, ReadOp, progress_bar
@@ -87,6 +88,8 @@ def load_into(
     ranks.agree(fingerprint(folder), f"the weight files in {directory}")
     bytes_read = _read_all(plan, folder, progress and ranks.is_main(), threads)
     report = LoadReport(plan.missing, plan.unexpected, bytes_read, 0.0, len(plan.filled), plan.ignored)
+    if any(slot.partitioned for slot in slots):
+        guard_state_dict(model)
     if verify:
         from bigtrain.weights.verify import verify_plan
 

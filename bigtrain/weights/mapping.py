@@ -142,7 +142,7 @@ def file_to_model(
             sources.setdefault(pattern, []).append(name)
     for first, (rule, sources) in jobs.items():
         parts.update(_converted(first, rule, sources, model, state, shapes))
-    model._weight_conversions = [rule for rule in rules if rule.was_used()]  # type: ignore[assignment]
+    model._weight_conversions = [rule for rule in rules if rule.was_used()]
     return Mapped(parts, unexpected)
 
 

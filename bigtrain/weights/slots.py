@@ -103,7 +103,7 @@ def pieces_of(slot: Slot) -> list[Piece]:
     """What this rank has to fill of `slot`; the padding of a partition is set to zero here."""
     if not slot.partitioned:
         return [_whole(slot.tensor)] if slot.numel else []
-    rank, world, flat = zero.partition_of(slot.tensor)  # type: ignore[arg-type]
+    rank, world, flat = zero.partition_of(slot.tensor)
     start, stop = partition.owned_range(slot.numel, rank, world)
     flat[stop - start :].zero_()
     pieces = [Piece(start, flat[: stop - start])] if stop > start else []
@@ -115,7 +115,7 @@ def pieces_of(slot: Slot) -> list[Piece]:
 def owned_piece(slot: Slot, rank: int, world: int) -> Piece | None:
     """What this rank writes of `slot`: its partition, or an equal share of a tensor that every rank holds whole."""
     if slot.partitioned:
-        rank, world, flat = zero.partition_of(slot.tensor)  # type: ignore[arg-type]
+        rank, world, flat = zero.partition_of(slot.tensor)
         start, stop = partition.owned_range(slot.numel, rank, world)
         return Piece(start, flat[: stop - start]) if stop > start else None
     start, stop = partition.owned_range(slot.numel, rank, world)

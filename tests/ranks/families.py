@@ -12,7 +12,8 @@ SMALL = dict(
 )  # fmt: skip
 MOE = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=22, decoder_sparse_step=1)
 VISION = dict(
-    hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8, projection_dim=24
+    hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8,
+    projection_dim=24,
 )  # fmt: skip
 
 
@@ -27,15 +28,25 @@ def _qwen2_vl() -> Any:
 def _llava() -> Any:
     import transformers as t
 
-    text = {"model_type": "llama", **SMALL}
     config = t.LlavaConfig(
         text_config=t.LlamaConfig(**SMALL),
         vision_config=t.CLIPVisionConfig(**VISION),
         image_token_id=130,
         vision_feature_layer=-1,
     )
-    assert text["model_type"] == config.text_config.model_type
     return t.LlavaForConditionalGeneration(config)
+
+
+def _ernie_vl_moe() -> Any:
+    """Its gate is transposed and its experts are split between two lists on load: not a matter of byte ranges alone."""
+    import transformers as t
+
+    text = {k: v for k, v in SMALL.items() if k != "head_dim"} | dict(
+        moe_num_experts=4, moe_k=2, moe_intermediate_size=[14, 10], moe_num_shared_experts=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]},
+    )  # fmt: skip
+    vision = dict(depth=2, hidden_size=24, num_heads=2, intermediate_size=40, patch_size=4)
+    return t.Ernie4_5_VLMoeForConditionalGeneration(t.Ernie4_5_VLMoeConfig(text_config=text, vision_config=vision))
 
 
 FAMILIES: dict[str, Any] = {
@@ -63,19 +74,20 @@ FAMILIES: dict[str, Any] = {
     "deepseek_v3": lambda t: t.DeepseekV3ForCausalLM(
         t.DeepseekV3Config(
             **{k: v for k, v in SMALL.items() if k != "head_dim"}, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
-            topk_group=1, moe_intermediate_size=22, first_k_dense_replace=1, q_lora_rank=10, kv_lora_rank=10, qk_rope_head_dim=4,
-            qk_nope_head_dim=8, v_head_dim=12, n_shared_experts=1,
+            topk_group=1, moe_intermediate_size=22, first_k_dense_replace=1, q_lora_rank=10, kv_lora_rank=10,
+            qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=12, n_shared_experts=1,
         )
     ),
     "gpt_oss": lambda t: t.GptOssForCausalLM(t.GptOssConfig(**SMALL, num_local_experts=3, layer_types=["full_attention"] * 2)),
     "qwen2_vl": lambda t: _qwen2_vl(),
     "llava": lambda t: _llava(),
+    "ernie_vl_moe": lambda t: _ernie_vl_moe(),
     "vit": lambda t: t.ViTForImageClassification(t.ViTConfig(**VISION, num_labels=5)),
     "resnet": lambda t: t.ResNetForImageClassification(
         t.ResNetConfig(embedding_size=9, hidden_sizes=[9, 15], depths=[1, 1], layer_type="basic", num_labels=5)
     ),
 }  # fmt: skip
-LANGUAGE = tuple(name for name in FAMILIES if name not in ("qwen2_vl", "llava", "vit", "resnet", "t5"))
+LANGUAGE = tuple(name for name in FAMILIES if name not in ("qwen2_vl", "llava", "ernie_vl_moe", "vit", "resnet", "t5"))
 
 
 def make(family: str, seed: int = 7, dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -37,9 +37,9 @@ def round_trip(todo, root, stage, **kwargs):
             if stage == 3:
                 partition(model)
             report = export_model(model, mine, dtype="bfloat16", **{k: v for k, v in kwargs.items() if k != "loaded"})
-            bad |= (
-                {family: why for why in [different(theirs, mine, report, type(model))] if why} if dist.get_rank() == 0 else {}
-            )
+            why = different(theirs, mine, report, type(model)) if dist.get_rank() == 0 else ""
+            if why:
+                bad[family] = why
         except Exception as error:
             import traceback
 
