@@ -4,7 +4,9 @@ Two ways to find the answers, by what the tokenizer's chat template offers:
 
 * a template with {% generation %} says itself which tokens are answers (`return_assistant_tokens_mask`);
 * for any other, the conversation is rendered up to before and up to after each answer. Both must be prefixes of the whole
-  rendering, or the answer's place would be a guess: then the sample is refused.
+  rendering. Templates that render a turn differently once others follow (Qwen3 drops earlier reasoning) fail that; there a
+  marker in place of the answer's content shows where the content stands, provided that all around it stays the same. Where
+  that fails as well the answer's place would be a guess, and the sample is refused.
 
 The end-of-turn token of an answer is always in the loss: without it a model never learns to stop.
 """
@@ -151,15 +153,40 @@ class ChatEncoder:
         before = self._render(messages[:answer], tools, prompt=True)
         after = self._render(messages[: answer + 1], tools)
         if not after.startswith(before) or not text.startswith(after):
+            return self._span_of_content(text, messages, tools, answer, sample)
+        stripped = after.rstrip()
+        if stripped.endswith(tuple(self.special_tokens.values())):
+            after = stripped  # the line break after an end-of-turn token belongs to the next turn
+        return len(before), len(after)
+
+    def _span_of_content(self, text: str, messages: list[Message], tools: Any, answer: int, sample: int) -> tuple[int, int]:
+        """Characters of an answer's content and the turn end behind it, for templates that look ahead.
+
+        Raises:
+            DataError: what stands around the content depends on it, so its place is not certain.
+        """
+        content = messages[answer].get("content")
+        marked = [*messages]
+        marked[answer] = messages[answer] | {"content": _PROBE}
+        around = self._render(marked, tools).split(_PROBE)
+        start, end = len(around[0]), len(text) - len(around[-1])
+        certain = (
+            isinstance(content, str)
+            and bool(content.strip())
+            and len(around) == 2
+            and text.startswith(around[0])
+            and text.endswith(around[1])
+            and text[start:end].strip() == content.strip()
+        )
+        if not certain:
             raise DataError(
                 f"sample {sample}: message {answer}: the chat template renders earlier messages differently once later ones "
                 "follow, so the tokens of the answer cannot be told from the prompt. Add {% generation %} to the template, "
                 "or split the conversation into one sample per answer"
             )
-        stripped = after.rstrip()
-        if stripped.endswith(tuple(self.special_tokens.values())):
-            after = stripped  # the line break after an end-of-turn token belongs to the next turn
-        return len(before), len(after)
+        ends = [self.special_tokens[token] for token in self.turn_ends if token in self.special_tokens]
+        behind = len(text) - len(text[end:].lstrip())
+        return start, next((behind + len(mark) for mark in ends if text.startswith(mark, behind)), end)
 
     def _end(self, ids: list[int], labels: list[int]) -> None:
         """Appends the end token, in the loss, when the template closed the last answer without any."""

@@ -68,7 +68,7 @@ def _stdlib_sources() -> Iterator[tuple[str, str]]:
             yield name, text
 
 
-def stdlib_corpus(out_dir: str | Path, *, max_bytes: int = 12_000_000, validation_every: int = 20) -> Corpus:
+def stdlib_corpus(out_dir: str | Path, *, max_bytes: int = 8_000_000, validation_every: int = 20) -> Corpus:
     """Writes the Python standard library's source as train.jsonl and validation.jsonl, one file a line.
 
     The split is by file and by the file's name (a CRC of it), so that a file never changes sides when another Python
@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     stdlib = verbs.add_parser("stdlib", help="corpus and tokenizer from Python's own source")
     stdlib.add_argument("out", type=Path)
     stdlib.add_argument("--vocab_size", type=int, default=4096)
-    stdlib.add_argument("--max_bytes", type=int, default=12_000_000)
+    stdlib.add_argument("--max_bytes", type=int, default=8_000_000)
     verbs.add_parser("smollm2", help="SmolLM2-135M-Instruct as a Hugging Face folder").add_argument("out", type=Path)
     args = parser.parse_args(argv)
     try:

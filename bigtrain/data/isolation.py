@@ -155,7 +155,9 @@ def _flash(
     """Variable-length causal flash attention of torch, heads grouped where key has fewer; [tokens, heads, head_dim]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    grouped: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    # torch 2.11 groups heads unasked and has no such argument; later versions want to be asked
+    asked = query.shape[1] != key.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters
+    grouped: dict[str, Any] = {"enable_gqa": True} if asked else {}
     out = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **grouped)
     return out[0] if isinstance(out, tuple) else out
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from bigtrain.data.chat import IGNORE, ChatEncoder, Encoded, clean_messages, encode_spans
 from bigtrain.data.source import sample_kind
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 1  # raise it when the meaning of the cached columns changes, so that older caches are not read
 _INT32_MAX = 2**31 - 1
+_CALL_CHARS = 4_000_000  # characters handed to the tokenizer in one call
 
 Columns = dict[str, list[Any]]
 Encoder = Callable[[Columns, list[int]], Columns]
@@ -39,21 +42,67 @@ def _end_id(tokenizer: Any) -> int:
     return tokenizer.eos_token_id
 
 
+def _portions(texts: list[str]) -> Iterator[list[str]]:
+    """Consecutive texts in groups of about `_CALL_CHARS`: a fast tokenizer needs over 100 bytes a token while it runs."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        if group and size + len(text) > _CALL_CHARS:
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += len(text)
+    if group:
+        yield group
+
+
+def _line_parts(text: str) -> list[str]:
+    """A very long text in parts of about `_CALL_CHARS`, cut after a line break where one is near."""
+    parts, begin = [], 0
+    while len(text) - begin > _CALL_CHARS:
+        line_end = text.rfind("\n", begin + _CALL_CHARS // 2, begin + _CALL_CHARS)
+        end = line_end + 1 if line_end >= 0 else begin + _CALL_CHARS
+        parts.append(text[begin:end])
+        begin = end
+    return [*parts, text[begin:]]
+
+
+def _encode_long(tokenizer: Any, text: str) -> np.ndarray:
+    """One document part by part, with the tokenizer's special tokens at its begin only."""
+    first, *rest = _line_parts(text)
+    head = tokenizer(first, verbose=False)["input_ids"]
+    if head and head[-1] == tokenizer.eos_token_id and not first.endswith(tokenizer.eos_token):
+        head.pop()  # a tokenizer that appends the end token itself would put it into the middle
+    ids = [np.asarray(head, np.int32)]
+    for part in rest:
+        ids.append(np.asarray(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"], np.int32))
+    return np.concatenate(ids)
+
+
 def text_encoder(tokenizer: Any, append_eos: bool, text_column: str) -> Encoder:
-    """Plain text: the tokenizer's own special tokens, and the end token after each document."""
+    """Plain text: the tokenizer's own special tokens, and the end token after each document.
+
+    Documents above `_CALL_CHARS` are tokenised in parts cut after line breaks, so that a file of gigabytes needs no memory
+    of a hundred times its size.
+    """
     eos = _end_id(tokenizer) if append_eos else None
+
+    def ended(ids: np.ndarray) -> np.ndarray:
+        return ids if eos is None or (len(ids) and ids[-1] == eos) else np.append(ids, np.int32(eos))
 
     def encode(batch: Columns, samples: list[int]) -> Columns:
         texts = batch[text_column]
         for text, sample in zip(texts, samples):
             if not isinstance(text, str):
                 raise DataError(f"sample {sample}: {text_column!r} is {type(text).__name__} ({text!r:.80}), not a string")
-        # verbose=False: documents longer than the model are cut into pieces later, which is no reason to warn
-        ids = [list(row) for row in tokenizer(texts, verbose=False)["input_ids"]]
-        if eos is not None:
-            for row in ids:
-                if not row or row[-1] != eos:
-                    row.append(eos)
+        ids: list[np.ndarray] = []
+        for group in _portions(texts):
+            if len(group[0]) > _CALL_CHARS:  # then it is alone
+                ids.append(ended(_encode_long(tokenizer, group[0])))
+                continue
+            # verbose=False: documents longer than the model are cut into pieces later, which is no reason to warn
+            rows = tokenizer(group, return_attention_mask=False, verbose=False)["input_ids"]
+            ids += [ended(np.asarray(row, np.int32)) for row in rows]
         return {"input_ids": ids}
 
     return encode

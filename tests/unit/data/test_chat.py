@@ -86,14 +86,27 @@ def test_B58_pad_equal_to_end_keeps_the_end_in_the_loss(tokenizer):
     assert [i for i, x in enumerate(labels) if x == end] == [i for i, x in enumerate(ids) if x == end][1::2]
 
 
-def test_template_that_rewrites_earlier_turns_is_refused_by_sample(plain_chat_tokenizer):
-    plain_chat_tokenizer.chat_template = (
-        "{% for m in messages %}{{ '<|turn|>' + m['role'] + '\n' }}"
-        "{{ m['content'] if loop.last else m['content'][:1] }}{{ '<|turn_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
-    )
+QWEN3_LIKE = (  # the last answer gets an empty thought, earlier ones lose theirs
+    "{% for m in messages %}{{ '<|turn|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'].split('</think>')[-1] + '<|turn_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
+)
+
+
+def test_template_that_looks_ahead_is_read_by_content(plain_chat_tokenizer):
+    plain_chat_tokenizer.chat_template = QWEN3_LIKE
+    encoded = ChatEncoder(plain_chat_tokenizer).encode(TALK, 0)
+    targets = _targets(plain_chat_tokenizer, encoded)
+    assert targets[0] == "two<|turn_end|>"
+    assert targets[1].endswith("four five<|turn_end|>") and len(targets) == 2
+
+
+def test_template_that_changes_answers_is_refused_by_sample(plain_chat_tokenizer):
+    plain_chat_tokenizer.chat_template = QWEN3_LIKE
+    talk = [TALK[0], {"role": "assistant", "content": "thought</think>two"}, *TALK[2:]]
     with pytest.raises(DataError, match=r"sample 5: message 1: the chat template renders earlier messages differently"):
-        ChatEncoder(plain_chat_tokenizer).encode(TALK, 5)
+        ChatEncoder(plain_chat_tokenizer).encode(talk, 5)
 
 
 def test_conversation_that_begins_with_an_answer(plain_chat_tokenizer, tokenizer):

@@ -144,3 +144,18 @@ def test_the_main_rank_goes_first(tokenizer):
 
     tokenise(Dataset.from_dict({"text": ["one"]}), tokenizer, main_first=First())
     assert events == ["enter", "exit"]
+
+
+def test_very_long_documents_are_tokenised_in_parts_with_the_same_ids(tokenizer, monkeypatch):
+    """Cut after line breaks, where this byte-level tokenizer never merges across (its pre-tokenizer splits there)."""
+    from bigtrain.data import tokenise as module
+
+    lines = "".join(f"line {i} of a long file\n" for i in range(200))
+    source = Dataset.from_dict({"text": [lines, "one", lines + "no line break " * 30, ""]})
+    whole = module.text_encoder(tokenizer, True, "text")(source[:], [0, 1, 2, 3])["input_ids"]
+    monkeypatch.setattr(module, "_CALL_CHARS", 150)
+    parts = module.text_encoder(tokenizer, True, "text")(source[:], [0, 1, 2, 3])["input_ids"]
+    assert parts[0].tolist() == whole[0].tolist() and parts[1].tolist() == whole[1].tolist()
+    assert parts[3].tolist() == whole[3].tolist() == [tokenizer.eos_token_id]
+    assert tokenizer.decode(parts[2]) == tokenizer.decode(whole[2])  # cut inside a line: other ids, same text
+    assert [row.tolist().count(tokenizer.eos_token_id) for row in parts] == [1, 1, 1, 1]
