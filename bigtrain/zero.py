@@ -2,7 +2,7 @@
 
 Public symbols used:   deepspeed.initialize, init_distributed, zero.Init, zero.GatheredParameters, ops.adam.DeepSpeedCPUAdam
 Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__,
-                       ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops
+                       ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops; torch.utils.cpp_extension._get_build_directory
                        of a ZeRO optimizer: fp32_partitioned_groups_flat, fp16_partitioned_groups_flat, real_dp_process_group,
                        parallel_partitioned_bit16_groups, single_partition_of_fp32_groups, averaged_gradients, loss_scale,
                        clip_grad, unscale_and_clip_grads, _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition,
@@ -18,6 +18,7 @@ import datetime
 import itertools
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 import deepspeed
 import deepspeed.comm as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch.utils.cpp_extension import _get_build_directory
 
 from bigtrain.errors import UsageError
 
@@ -159,11 +161,31 @@ def why_no_cpu_adam() -> str | None:
             return f"no C++ compiler: {compiler!r} is not on PATH; install g++ or set CXX"
         if shutil.which("ninja") is None:
             return "no ninja on PATH; `pip install ninja`"
+        clear_stale_lock("cpu_adam")
     try:
         deepspeed.ops.op_builder.CPUAdamBuilder().load(verbose=False)
     except Exception as error:
         return first_cause(error)
     return None
+
+
+def clear_stale_lock(op: str, idle_s: float = 300.0) -> bool:
+    """Remove the lock that a killed build of native op `op` left behind: every later run would wait for it without end.
+
+    A build is taken for dead when nothing in its folder changed for `idle_s` seconds (it takes about a minute).
+    """
+    base = _get_build_directory(op, verbose=False)
+    lock = os.path.join(base, "lock")
+    if not os.path.exists(lock):
+        return False
+    idle = time.time() - max(entry.stat().st_mtime for entry in os.scandir(base))
+    if idle < idle_s:
+        log.info("waiting for another process that builds %s (%s)", op, lock)
+        return False
+    log.warning("removing %s: the build it belongs to has done nothing for %.0f s", lock, idle)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(lock)
+    return True
 
 
 def first_cause(error: BaseException) -> str:
