@@ -2,6 +2,7 @@
 
 Public symbols used:   deepspeed.initialize, init_distributed, zero.Init, zero.GatheredParameters, ops.adam.DeepSpeedCPUAdam
 Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__,
+<<<<<<< HEAD
                        ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops,
                        runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer, runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3,
                        runtime.bf16_optimizer.BF16_Optimizer, utils.set_z3_leaf_modules, utils.logger;
@@ -16,6 +17,14 @@ Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__
                        runtime.zero.partition_parameters.free_param, .zero_init_context;
                        runtime.swap_tensor.partitioned_param_swapper.PartitionedParamStatus; utils.set_z3_leaf_module
 Objects of DeepSpeed are handed on; `bigtrain.reduction` substitutes methods on them and lists which.
+=======
+                       ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops; torch.utils.cpp_extension._get_build_directory
+                       of a ZeRO optimizer: fp32_partitioned_groups_flat, fp16_partitioned_groups_flat, real_dp_process_group,
+                       parallel_partitioned_bit16_groups, single_partition_of_fp32_groups, averaged_gradients, loss_scale,
+                       clip_grad, unscale_and_clip_grads, _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition,
+                       _link_all_hp_params, round_robin_bit16_groups, round_robin_bit16_offsets, fp16_groups, bf16_groups,
+                       fp32_groups_flat_partition, _get_sub_group_process_group; of a parameter: partition_numel
+>>>>>>> optim
 A test in tests/architecture checks that each exists with the arguments used here.
 """
 
@@ -23,9 +32,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +52,7 @@ import deepspeed.comm as dist
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch.utils.cpp_extension import _get_build_directory
 
 from bigtrain.errors import ModelError, UsageError
 
@@ -339,11 +352,31 @@ def why_no_cpu_adam() -> str | None:
             return f"no C++ compiler: {compiler!r} is not on PATH; install g++ or set CXX"
         if shutil.which("ninja") is None:
             return "no ninja on PATH; `pip install ninja`"
+        clear_stale_lock("cpu_adam")
     try:
         deepspeed.ops.op_builder.CPUAdamBuilder().load(verbose=False)
     except Exception as error:
         return first_cause(error)
     return None
+
+
+def clear_stale_lock(op: str, idle_s: float = 300.0) -> bool:
+    """Remove the lock that a killed build of native op `op` left behind: every later run would wait for it without end.
+
+    A build is taken for dead when nothing in its folder changed for `idle_s` seconds (it takes about a minute).
+    """
+    base = _get_build_directory(op, verbose=False)
+    lock = os.path.join(base, "lock")
+    if not os.path.exists(lock):
+        return False
+    idle = time.time() - max(entry.stat().st_mtime for entry in os.scandir(base))
+    if idle < idle_s:
+        log.info("waiting for another process that builds %s (%s)", op, lock)
+        return False
+    log.warning("removing %s: the build it belongs to has done nothing for %.0f s", lock, idle)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(lock)
+    return True
 
 
 def first_cause(error: BaseException) -> str:
@@ -370,8 +403,8 @@ def alias_master(ds_optimizer: Any) -> None:
     for master, weight in pairs:
         if master.dtype != weight.dtype or master.device != weight.device:
             raise UsageError(
-                f"DeepSpeed keeps a {master.dtype} master on {master.device}: this optimizer needs bf16.bf16_master_weights_and_grads "
-                "and bf16.bf16_optimizer_states true, and no offload_optimizer."
+                f"DeepSpeed keeps a {master.dtype} master on {master.device}: this optimizer needs "
+                "bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states true, and no offload_optimizer."
             )
         master.data = weight.data
         master.grad = None  # stage 3 allocates one at the start
@@ -380,10 +413,10 @@ def alias_master(ds_optimizer: Any) -> None:
 
 
 def hand_over_gradients(ds_optimizer: Any, client: Any) -> None:
-    """Give `client` the reduced gradients as they are, and the clipping as a factor, instead of DeepSpeed's rounded flat copy.
+    """Give `client` the reduced gradients as they are, and the clipping as a factor, not DeepSpeed's rounded flat copy.
 
-    DeepSpeed flattens the gradients of a partition, casts them to the master's dtype and multiplies by the clipping factor: with
-    a bf16 master each of the last two rounds to 8 bits. `client` needs `hand_over(partition, pieces)` and `grad_factor`.
+    DeepSpeed flattens the gradients of a partition, casts them to the master's dtype and multiplies by the clipping factor:
+    with a bf16 master each of the last two rounds to 8 bits. `client` needs `hand_over(partition, pieces)` and `grad_factor`.
     """
 
     def factor(total_norm: Any) -> Any:
@@ -410,3 +443,75 @@ def hand_over_gradients(ds_optimizer: Any, client: Any) -> None:
         ds_optimizer._prepare_fp32_grad_for_sub_group = prepare_stage3
     else:
         ds_optimizer._get_preflattened_grad_partition = prepare_stage12
+
+
+@dataclass(frozen=True)
+class PlacedParameter:
+    """Where one parameter lies in the partitions of its group.
+
+    Attributes:
+        shape: the whole parameter's.
+        spans: for each rank of the group, the first element of the parameter (row-major) it holds, and how many.
+        at: offset of this rank's span in its own flat partition.
+    """
+
+    shape: torch.Size
+    spans: tuple[tuple[int, int], ...]
+    at: int
+
+
+@dataclass(frozen=True)
+class PartitionLayout:
+    """The parameters in one flat partition, in order; `rank` within `group`."""
+
+    matrices: tuple[PlacedParameter, ...]
+    group: Any
+    rank: int
+
+
+def partition_layouts(ds_optimizer: Any) -> dict[torch.Tensor, PartitionLayout]:
+    """What each flat master partition of a ZeRO optimizer (stages 1, 2, 3) holds; empty if it has none (stage 0)."""
+    if hasattr(ds_optimizer, "fp32_partitioned_groups_flat"):
+        return {
+            flat: _layout_stage3(ds_optimizer.fp16_groups[i], ds_optimizer._get_sub_group_process_group(i))
+            for i, flat in enumerate(ds_optimizer.fp32_partitioned_groups_flat)
+        }
+    if hasattr(ds_optimizer, "single_partition_of_fp32_groups"):
+        flats = ds_optimizer.single_partition_of_fp32_groups
+        members, offsets = ds_optimizer.round_robin_bit16_groups, ds_optimizer.round_robin_bit16_offsets
+    elif hasattr(ds_optimizer, "fp32_groups_flat_partition"):  # stage 1 with fp32 accumulation
+        flats, members = ds_optimizer.fp32_groups_flat_partition, ds_optimizer.bf16_groups
+        offsets = [list(itertools.accumulate((p.numel() for p in group), initial=0))[:-1] for group in members]
+    else:
+        return {}
+    return {
+        flat: _layout_flat(params, starts, flat.numel(), group)
+        for flat, params, starts, group in zip(flats, members, offsets, ds_optimizer.real_dp_process_group)
+    }
+
+
+def _layout_flat(params: Sequence[torch.Tensor], starts: Sequence[int], size: int, group: Any) -> PartitionLayout:
+    """Stages 1 and 2: parameters side by side in one flat buffer, cut into equal partitions of `size` elements."""
+    world, me = dist.get_world_size(group=group), dist.get_rank(group=group)
+
+    def span(start: int, numel: int, rank: int) -> tuple[int, int]:
+        first, end = max(start, rank * size), min(start + numel, (rank + 1) * size)
+        return (first - start, end - first) if first < end else (0, 0)
+
+    placed = [
+        PlacedParameter(p.shape, tuple(span(start, p.numel(), r) for r in range(world)), max(start - me * size, 0))
+        for p, start in zip(params, starts)
+    ]
+    return PartitionLayout(tuple(placed), group, me)
+
+
+def _layout_stage3(params: Sequence[torch.nn.Parameter], group: Any) -> PartitionLayout:
+    """Stage 3: every parameter is cut into equal parts by itself, the last one padded."""
+    world, me = dist.get_world_size(group=group), dist.get_rank(group=group)
+    placed, at = [], 0
+    for param in params:
+        numel, part = full_numel(param), param.partition_numel()  # type: ignore[attr-defined]
+        spans = tuple((min(r * part, numel), max(0, min(part, numel - r * part))) for r in range(world))
+        placed.append(PlacedParameter(full_shape(param), spans, at))
+        at += part
+    return PartitionLayout(tuple(placed), group, me)

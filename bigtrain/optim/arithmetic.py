@@ -9,15 +9,15 @@
     w = w + (-lr/(1 - b1^t) * m) / d
 
 The numbers in brackets are computed in double and rounded to fp32 once. That is what `torch.optim.AdamW(foreach=False)` does
-to fp32 CPU tensors (torch/optim/adam.py `_single_tensor_adam`; the fused multiply-adds are those of torch's vectorised kernels),
-so the torch path below, which calls the same torch functions, gives its bits. The Triton kernel (`triton_kernels.py`) gives the
-same bits with a correctly rounded square root; MKL's root, which torch uses on x86, is one unit off in 0.6 % of the numbers.
-`exact_root=True` takes the correctly rounded root here too, to compare both.
+to fp32 CPU tensors (torch/optim/adam.py `_single_tensor_adam`; the fused multiply-adds are those of torch's vectorised
+kernels), so the torch path below, which calls the same torch functions, gives its bits. The Triton kernel
+(`triton_kernels.py`) gives the same bits with a correctly rounded square root; MKL's root, which torch uses on x86, is one unit
+off in 0.6 % of the numbers. `exact_root=True` takes the correctly rounded root here too, to compare both.
 
-**Split.** The bf16 weight is the fp32 master rounded to nearest even, as everywhere else. `low` = bits(master) - bits(bf16) << 16
-fits 16 signed bits except in one case: a master exactly half-way above an even bf16 has +32768. One bit more is needed; the sign
-of the second moment, which is never negative, holds it (`tie`). Without a free bit (8-bit moments) `low` saturates at 32767: the
-master is then one fp32 unit too small, in one of 2^17 updates.
+**Split.** The bf16 weight is the fp32 master rounded to nearest even, as everywhere else. `low`, the master's bits minus the
+bits of the bf16 weight, fits 16 signed bits except in one case: a master exactly half-way above an even bf16 has +32768. One
+bit more is needed; the sign of the second moment, which is never negative, holds it (`tie`). Without a free bit (8-bit moments)
+`low` saturates at 32767: the master is then one fp32 unit too small, in one of 2^17 updates.
 
 **8-bit moments.** bitsandbytes' dynamic code in blocks of 256 with an fp32 scale (the largest magnitude of the block), rounded
 to the nearest code, except that a positive second moment never becomes 0.

@@ -134,7 +134,7 @@ def adamw_split_8bit(groups: Groups, options: Options) -> torch.optim.Optimizer:
 
 
 def muon(groups: Groups, options: Options) -> torch.optim.Optimizer:
-    """Muon for hidden matrices and AdamW for the rest, as DeepSpeed's ZeRO stages run it."""
-    from bigtrain import zero
+    """Muon for hidden matrices and AdamW for the rest."""
+    from bigtrain.optim.orthogonal import OrthogonalMomentum
 
-    return zero.muon(groups, **options.adam)
+    return OrthogonalMomentum(groups, **options.adam)

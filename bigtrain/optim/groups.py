@@ -22,7 +22,7 @@ def param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
     Everything else decays, embeddings included: the rule of the Hugging Face Trainer, which differs only for 1-d parameters
     that are neither bias nor norm (gates, scales; the Trainer decays them). Shapes are those of the model, so the groups are
     the same with and without ZeRO-3. Frozen parameters are left out; a tied parameter is listed once. Each parameter gets the
-    attribute `use_muon`: True for the matrices between hidden spaces.
+    attribute `is_hidden_matrix`: True for the matrices between hidden spaces.
 
     Args:
         model: whole or partitioned by zero.Init.
@@ -43,7 +43,7 @@ def param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
             continue
         module_name, module = owners[id(param)]
         (decay if _decays(name, param, module) else plain).append((name, param))
-        param.use_muon = _is_hidden_matrix(param, module_name, module)  # type: ignore[attr-defined]
+        param.is_hidden_matrix = _is_hidden_matrix(param, module_name, module)  # type: ignore[attr-defined]
     if not decay and not plain:
         raise ModelError("no parameter of the model is trainable: everything is frozen. Unfreeze what should be trained.")
     pairs = [(decay, weight_decay), (plain, 0.0)]

@@ -23,8 +23,8 @@ class AdamWSplit(torch.optim.Optimizer):
 
     State of each parameter: `low`, int16, the master's missing mantissa bits; and the moments: `exp_avg`, `exp_avg_sq`, fp32
     (the sign of `exp_avg_sq` holds one more bit of the master), or `state1`, `state2`, uint8, with `absmax1`, `absmax2`, fp32,
-    one for 256 elements. With fp32 moments the master follows `torch.optim.AdamW(foreach=False)` on fp32 CPU tensors bit for bit.
-    `bigtrain.optim.arithmetic` defines the arithmetic; on a CUDA device one Triton kernel does all of it.
+    one for 256 elements. With fp32 moments the master follows `torch.optim.AdamW(foreach=False)` on fp32 CPU tensors bit for
+    bit. `bigtrain.optim.arithmetic` defines the arithmetic; on a CUDA device one Triton kernel does all of it.
 
     Under DeepSpeed, `attach` (the table's hook) hands the reduced gradients over in their own dtype and the clipping as one
     factor, so that nothing is rounded to bf16 on the way.
@@ -59,7 +59,7 @@ class AdamWSplit(torch.optim.Optimizer):
         self._pieces: dict[torch.Tensor, Sequence[torch.Tensor]] = {}
 
     def hand_over(self, param: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-        """Give the gradient of the next step as tensors that together, in order, cover `param`; used once, instead of `.grad`."""
+        """Give the next step's gradient as tensors that in this order cover `param`; used once, instead of `.grad`."""
         self._pieces[param] = pieces
 
     @torch.no_grad()

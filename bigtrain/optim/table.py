@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import difflib
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from bigtrain.errors import UsageError
 
+log = logging.getLogger(__name__)
 MIN_8BIT_ELEMS = 4096  # a tensor below this keeps fp32 moments (bitsandbytes' rule); ZeRO hands over whole partitions
 BLOCK_ELEMS = 256  # one fp32 scale per block of 8-bit state (bitsandbytes' block-wise optimizers)
 
@@ -128,7 +130,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         state=(StateTensor(name="momentum_buffer", dtype="float32", bytes_per_elem=4),),
         other_state=_ADAM_FP32,
         config=_CLIENT,
-        stages=(1, 2, 3),
+        hook="bigtrain.optim.orthogonal.attach",
         note="Muon for hidden matrices, AdamW for embeddings, the head, biases and norms",
     ),
 }
@@ -157,13 +159,16 @@ def canonical_name(name: str) -> str:
     raise UsageError(f"unknown optimizer {name!r}{hint} Known: {', '.join(OPTIMIZERS)} (also {', '.join(ALIASES)}).")
 
 
-def engine_config_patch(name: str, *, stage: int | None = None, offload: bool = False) -> dict[str, Any]:
+def engine_config_patch(
+    name: str, *, stage: int | None = None, offload: bool = False, grad_accum_dtype: str | None = None
+) -> dict[str, Any]:
     """The ds_config keys that optimizer `name` needs, as a nested dict to merge over the run's config.
 
     Args:
         name: optimizer name or alias.
         stage: ZeRO stage, checked against the row when given.
         offload: True if the config offloads the optimizer.
+        grad_accum_dtype: `data_types.grad_accum_dtype` of the config, if it has one.
 
     Raises:
         UsageError: if the optimizer would be wrong at this stage or under offload.
@@ -175,7 +180,13 @@ def engine_config_patch(name: str, *, stage: int | None = None, offload: bool = 
     if offload and not row.offload:
         able = ", ".join(n for n, r in OPTIMIZERS.items() if r.offload)
         raise UsageError(f"optimizer {name!r} cannot run with offload_optimizer: remove that block, or choose one of {able}.")
-    return copy.deepcopy(row.config)
+    patch = copy.deepcopy(row.config)
+    if row.master_bytes == 0 and stage == 1 and grad_accum_dtype in ("fp32", "float32"):
+        # DeepSpeed runs stage 1 with fp32 accumulation in a class that has an fp32 master in any case (engine.py,
+        # _do_optimizer_sanity_check). Stage 2 gives the same update with less memory.
+        log.info("%s: ZeRO stage 1 with fp32 gradient accumulation is run as stage 2, which keeps no fp32 master", name)
+        patch["zero_optimization"] = {"stage": 2}
+    return patch
 
 
 def state_bytes(name: str, elems: int, *, other_elems: int = 0) -> int:

@@ -27,10 +27,11 @@ def _join(weight, low, tie):
 
 @triton.jit
 def _round(master):
-    """bf16 nearest even, the rest as int32 in [-32768, 32768]."""
-    weight = master.to(tl.bfloat16)
-    rest = master.to(tl.int32, bitcast=True) - (weight.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-    return weight, rest
+    """bf16 nearest even, the rest as int32 in [-32768, 32768]. In integers, because Triton's interpreter truncates the cast."""
+    bits = master.to(tl.int32, bitcast=True)
+    high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    high = tl.where(master == master, high, 0x7FC0)
+    return high.to(tl.int16).to(tl.bfloat16, bitcast=True), bits - (high << 16)
 
 
 @triton.jit

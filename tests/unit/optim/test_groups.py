@@ -42,7 +42,7 @@ def test_biases_norms_and_vectors_do_not_decay_in_model_order():
         "gate", "scalar", "conv.bias", "batch.weight", "batch.bias", "wide_norm.weight", "wide_norm.bias",
         "map.bias", "head.bias",
     ]  # fmt: skip
-    assert [n for n, p in model.named_parameters() if p.use_muon] == ["map.weight"]
+    assert [n for n, p in model.named_parameters() if p.is_hidden_matrix] == ["map.weight"]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -62,7 +62,7 @@ def test_frozen_parameters_are_left_out_and_tied_ones_listed_once():
     names = [n for group in param_groups(model, 0.1) for n in group["names"]]
     assert not [n for n in names if ".layers.0." in n]
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
-    assert model.model.embed_tokens.weight.use_muon is False
+    assert model.model.embed_tokens.weight.is_hidden_matrix is False
 
 
 def test_everything_frozen_is_refused():
