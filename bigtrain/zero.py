@@ -2,29 +2,23 @@
 
 Public symbols used:   deepspeed.initialize, init_distributed, zero.Init, zero.GatheredParameters, ops.adam.DeepSpeedCPUAdam
 Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__,
-<<<<<<< HEAD
-                       ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops,
+                       ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops;
+                       torch.utils.cpp_extension._get_build_directory;
                        runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer, runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3,
                        runtime.bf16_optimizer.BF16_Optimizer, utils.set_z3_leaf_modules, utils.logger;
                        for checkpoints: runtime.fp16.loss_scaler.LossScaler, utils.tensor_fragment.fragment_address,
                        runtime.zero.config.ZeroStageEnum
-                       of a ZeRO optimizer: fp32_partitioned_groups_flat, fp16_partitioned_groups_flat, real_dp_process_group,
-                       parallel_partitioned_bit16_groups, single_partition_of_fp32_groups, averaged_gradients, loss_scale,
-                       clip_grad, unscale_and_clip_grads, _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition,
-                       _link_all_hp_params
-   building:           zero.Init._convert_to_deepspeed_param, ._partition, ._enable_mem_efficient_linear, .local_device, .remote_device,
-                       .pin_memory, .param_swapper, .zero_param_process_group, .quantized_weights, .quantized_nontrainable_weights;
-                       runtime.zero.partition_parameters.free_param, .zero_init_context;
-                       runtime.swap_tensor.partitioned_param_swapper.PartitionedParamStatus; utils.set_z3_leaf_module
-Objects of DeepSpeed are handed on; `bigtrain.reduction` substitutes methods on them and lists which.
-=======
-                       ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops; torch.utils.cpp_extension._get_build_directory
-                       of a ZeRO optimizer: fp32_partitioned_groups_flat, fp16_partitioned_groups_flat, real_dp_process_group,
+   of a ZeRO optimizer: fp32_partitioned_groups_flat, fp16_partitioned_groups_flat, real_dp_process_group,
                        parallel_partitioned_bit16_groups, single_partition_of_fp32_groups, averaged_gradients, loss_scale,
                        clip_grad, unscale_and_clip_grads, _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition,
                        _link_all_hp_params, round_robin_bit16_groups, round_robin_bit16_offsets, fp16_groups, bf16_groups,
                        fp32_groups_flat_partition, _get_sub_group_process_group; of a parameter: partition_numel
->>>>>>> optim
+   building:           zero.Init._convert_to_deepspeed_param, ._partition, ._enable_mem_efficient_linear, .local_device,
+                       .remote_device, .pin_memory, .param_swapper, .zero_param_process_group, .quantized_weights,
+                       .quantized_nontrainable_weights;
+                       runtime.zero.partition_parameters.free_param, .zero_init_context;
+                       runtime.swap_tensor.partitioned_param_swapper.PartitionedParamStatus; utils.set_z3_leaf_module
+Objects of DeepSpeed are handed on; `bigtrain.reduction` substitutes methods on them and lists which.
 A test in tests/architecture checks that each exists with the arguments used here.
 """
 
