@@ -7,21 +7,24 @@ the model.
 
 from __future__ import annotations
 
+from bigtrain.config.batch import Batch
 from bigtrain.config.generate import GenerateOptions, dump, generate, preset_options, presets
 from bigtrain.config.lint import check, lint
 from bigtrain.config.load import load
 from bigtrain.config.problems import Problem, report
-from bigtrain.config.resolve import Decision, Resolved, resolve, table
+from bigtrain.config.resolve import Decision, Resolved, batch_numbers, resolve, table
 from bigtrain.config.run import RunValues
 from bigtrain.config.shape import ModelShape
 
 __all__ = [
+    "Batch",
     "Decision",
     "GenerateOptions",
     "ModelShape",
     "Problem",
     "Resolved",
     "RunValues",
+    "batch_numbers",
     "check",
     "dump",
     "generate",

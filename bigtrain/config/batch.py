@@ -81,9 +81,10 @@ def _explain(micro: Given | None, accumulation: Given | None, total: Given, rank
         return f"{name} {given.value} ({given.source})" if given else f"{name} (not given)"
 
     m, a, t = nearest_valid(micro, accumulation, total, ranks)
+    product = f" = {micro.value * accumulation.value * ranks}" if micro and accumulation else ""
     return (
         f"{said(GLOBAL, total)} cannot be {said(MICRO, micro)} x {said(ACCUMULATION, accumulation)} "
-        f"x ranks {ranks} ({ranks_source}). One valid choice: {GLOBAL} {t}, {MICRO} {m}, {ACCUMULATION} {a}"
+        f"x ranks {ranks} ({ranks_source}){product}. One valid choice: {GLOBAL} {t}, {MICRO} {m}, {ACCUMULATION} {a}"
     )
 
 

@@ -81,22 +81,22 @@ def _unknown(name: str, value: Any, table: Key, path: str, here: str) -> Problem
     if not path and name in NEVER_READ:
         return Problem(here, value, "note", NEVER_READ[name], "remove it, or move its values there")
     near = nearest(name, [*table.keys, *(k.also for k in table.keys.values() if k.also)])
-    elsewhere = [] if near else [p for p in places().get(name, ()) if p != here]
+    elsewhere = [] if near and _very_near(name, near) else [p for p in places().get(name, ()) if p != here]
     if table.open and not (near and _very_near(name, near)):
         return None  # free-form; only a slip of the pen on a known name is worth a word
     effect = "DeepSpeed stops on it" if table.strict else "DeepSpeed ignores it without a word"
     where = f"in {path}" if path else "at top level"
-    if near:
-        fix = f"write {near}"
-    elif elsewhere:
+    if elsewhere:
         fix = f"it belongs at {elsewhere[0]}"
+    elif near:
+        fix = f"write {near}"
     else:
         far = nearest_anywhere(name)
         fix = f"did you mean {far}? otherwise remove it" if far else "remove it"
     return Problem(here, value, "error", f"no such key {where}; {effect}", fix)
 
 
-def nearest(name: str, candidates: list[str], cutoff: float = 0.72) -> str | None:
+def nearest(name: str, candidates: list[str], cutoff: float = 0.65) -> str | None:
     """The candidate most like `name`, upper and lower case alike; None when nothing is near."""
     by_lower = {c.lower(): c for c in candidates}
     matches = difflib.get_close_matches(str(name).lower().replace("-", "_"), by_lower, n=1, cutoff=cutoff)
