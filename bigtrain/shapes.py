@@ -124,7 +124,7 @@ def _mistral(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, voca
     return {**config, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
 
 
-_LLAMA2 = {"vocab": 32000, "positions": 4096, "theta": 10000.0, "bos": 1, "eos": 2}
+_LLAMA2: dict[str, Any] = {"vocab": 32000, "positions": 4096, "theta": 10000.0, "bos": 1, "eos": 2}
 
 _QWEN2_5_VL_7B = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],

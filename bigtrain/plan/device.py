@@ -65,6 +65,11 @@ class _Run:
     def _cost(self, block: int) -> BlockBytes:
         return self.costs.get(block) or self.costs[0]
 
+    def _grad(self, i: int) -> None:
+        """Autograd delivers a gradient, unless the parameter is frozen."""
+        if self.plan.trains[i]:
+            self.shards.grad(i)
+
     # Forward.
 
     def forward(self, steady: bool) -> None:
@@ -83,7 +88,7 @@ class _Run:
         self.shards.fetch(f"f{block}", members, backward=False, steady=steady)
         if self.recompute:
             self.tape.touch(cost.forward_extra, "activations, in passing")
-            self.tape.hold(("kept", block), cost.stream, "checkpoints")
+            self.tape.hold(("checkpoint", block), cost.stream, "checkpoints")
         else:
             self._keep_block(block)
             self.tape.touch(cost.forward_extra - cost.feed, "activations, in passing")
@@ -111,7 +116,7 @@ class _Run:
         self.tape.drop("final norm")
         for i in reversed(self.after):
             if i not in self.head:
-                self.shards.grad(i)
+                self._grad(i)
 
     def _full_loss(self) -> None:
         tape, size = self.tape, self.t * self.g.vocab
@@ -143,7 +148,8 @@ class _Run:
         # The gradients of hidden states and head are made in forward, chunk by chunk.
         weight = self.g.vocab * self.g.hidden
         self.tape.hold("dhidden", 2 * self.t * self.g.hidden, "fused loss")
-        self.tape.hold("dhead", 2 * weight, "fused loss")
+        if self._head_trains():
+            self.tape.hold("dhead", 2 * weight, "fused loss")
         self.tape.touch(2 * fused_loss_rows(self.g, self.t) * self.g.vocab + 6 * weight, "fused loss")
         self.tape.phase("loss backward")
         self._open_backward()
@@ -156,18 +162,22 @@ class _Run:
 
     def _head_backward(self) -> None:
         self.tape.hold("dhidden", 2 * self.t * self.g.hidden, "backward, residual stream")
-        self.tape.hold("dhead", 2 * self.g.vocab * self.g.hidden, "gradient of the head")
+        if self._head_trains():
+            self.tape.hold("dhead", 2 * self.g.vocab * self.g.hidden, "gradient of the head")
         self.tape.drop("dlogits", "dhead")
         self._deliver_head_grad()
         self.tape.drop("dhidden")
 
+    def _head_trains(self) -> bool:
+        return any(self.plan.trains[i] for i in self.head)
+
     def _deliver_head_grad(self) -> None:
-        if self.tied:
+        if self.tied and self._head_trains():
             # Autograd waits for the embedding's part before it hands the sum over.
             self.tape.hold("tied", 2 * self.g.vocab * self.g.hidden, "gradient of the tied matrix")
             return
         for i in self.head:
-            self.shards.grad(i)
+            self._grad(i)
 
     # Backward over the blocks.
 
@@ -180,11 +190,11 @@ class _Run:
             self._block_backward(block, steady)
         self.shards.fetch("embedding", self.before, backward=False, steady=steady)
         for i in reversed(self.before):
-            if self.tied and i in self.head:
+            if self.tape.holds("tied") and i in self.head:
                 self.tape.touch(2 * self.plan.parameters.items[i].elems, "gradients, fresh from autograd")
                 self.tape.drop("tied")
             if i not in self.head or self.tied:
-                self.shards.grad(i)
+                self._grad(i)
         self.shards.release("embedding")
         self.tape.drop("dstream", ("stream", 0), "batch")
         self.tape.phase("bucket flush")
@@ -203,12 +213,12 @@ class _Run:
         tape.hold("dattention", cost.attention_extra, "backward, attention gradients")
         tape.drop(("attention", block))
         for i in reversed(attention):
-            self.shards.grad(i)
+            self._grad(i)
         tape.drop("dattention")
         tape.touch(cost.norm_extra, "backward, norm temporaries")
-        tape.drop(("norm1", block), ("kept", block))
+        tape.drop(("norm1", block), ("checkpoint", block))
         for i in reversed(rest):
-            self.shards.grad(i)
+            self._grad(i)
         self.shards.release(f"b{block}")
 
     def _feed_forward_backward(self, block: int, feed: list[int]) -> None:
@@ -216,7 +226,7 @@ class _Run:
         last, others = feed[-1:], feed[:-1]
         tape.hold("dproduct", cost.feed, row)
         for i in last:
-            self.shards.grad(i)
+            self._grad(i)
         tape.drop(("product", block))
         if cost.middle:
             tape.hold("dmiddle", 2 * cost.feed, row)
@@ -225,7 +235,7 @@ class _Run:
         tape.drop("dproduct", ("gate", block))
         tape.hold("dinput", 2 * cost.stream, row)
         for i in reversed(others):
-            self.shards.grad(i)
+            self._grad(i)
         tape.drop("dmiddle", "dgate", "dinput", ("routing", block))
 
     def _parts(self, members: list[int]) -> tuple[list[int], list[int], list[int]]:

@@ -40,12 +40,15 @@ class FlatGroup:
         return max(0, min(start + elems, left + self.partition) - max(start, left))
 
 
-def split_groups(items: Sequence[Parameter], decay_groups: bool) -> list[tuple[int, ...]]:
-    """Indices per optimizer group: matrices decay, vectors do not; or everything together."""
+def split_groups(
+    items: Sequence[Parameter], decay_groups: bool, trains: Sequence[bool] | None = None
+) -> list[tuple[int, ...]]:
+    """Indices of what trains per optimizer group: matrices decay, vectors do not; or everything together."""
+    training = [i for i in range(len(items)) if trains is None or trains[i]]
     if not decay_groups:
-        return [tuple(range(len(items)))]
-    matrices = tuple(i for i, p in enumerate(items) if len(p.shape) > 1)
-    vectors = tuple(i for i, p in enumerate(items) if len(p.shape) <= 1)
+        return [tuple(training)]
+    matrices = tuple(i for i in training if len(items[i].shape) > 1)
+    vectors = tuple(i for i in training if len(items[i].shape) <= 1)
     return [group for group in (matrices, vectors) if group]
 
 

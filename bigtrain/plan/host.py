@@ -1,7 +1,7 @@
 """One rank's host memory through a run, as a tape: pinned blocks, pageable states, copies in passing.
 
-Follows deepspeed 0.19.8 like the GPU side. Pinned blocks come from torch's CachingHostAllocator, which rounds every block
-up to a power of two and gives nothing back to the system. `torch.zeros` that nobody writes to is not resident.
+Follows deepspeed 0.19.8 like the GPU side. Pinned blocks come from torch's CachingHostAllocator, which rounds every
+block up to a power of two and gives nothing back to the system.
 """
 
 from __future__ import annotations
@@ -26,15 +26,21 @@ class _Host:
     def __init__(self, plan: PlanInput):
         self.plan, self.zero, self.items = plan, plan.settings, plan.parameters.items
         self.layout, self.tape = LAYOUTS[plan.optimizer], Tape(_PAGE)
-        self.groups = split_groups(self.items, plan.decay_groups)
+        self.groups = split_groups(self.items, plan.decay_groups, plan.trains)
         # On CPU 'pin_memory' does nothing (accelerator/cpu_accelerator.py).
         self.pins = self.zero.pin_memory and plan.device == "cuda"
 
-    def pin(self, key: Hashable, size: float, row: str) -> None:
-        """A buffer that is pinned where the settings say so; the rounding is a row of its own."""
+    def pin(self, key: Hashable, size: float, row: str, copied: bool = True) -> None:
+        """A buffer that is pinned where the settings say so; the rounding is a row of its own.
+
+        `copied`: made in pageable memory first (torch.zeros writes all of it), so that both are there for a moment.
+        """
+        if self.pins and copied:
+            self.tape.hold(("pageable", key), size, "host copies in passing")
         self.tape.hold(key, size, row)
         if self.pins:
             self.tape.hold(("rounding", key), pinned_bytes(size) - int(size), "pinned rounding")
+        self.tape.drop(("pageable", key))
 
 
 class _FlatHost(_Host):
@@ -51,16 +57,10 @@ class _FlatHost(_Host):
             tape.hold("bf16", 2 * group.partition, "host copies in passing")
             tape.hold("fp32", self.layout.remainder * group.partition, "host copies in passing")
             tape.drop("bf16")
-            if self.pins:
-                self.pin(("master", g), self.layout.remainder * group.partition, "master, host")
-                tape.drop("fp32")
-            else:
-                tape.drop("fp32")
-                self.pin(("master", g), self.layout.remainder * group.partition, "master, host")
+            tape.drop("fp32")
+            self.pin(("master", g), self.layout.remainder * group.partition, "master, host")
             self.pin(("staging", g), 2 * group.partition, "weights, host staging")
-            if self.pins:
-                tape.touch(2 * group.partition, "host copies in passing")
-        self.pin("offload", 2 * self.plan.parameters.largest_elems, "offload buffer, host")
+        self.pin("offload", 2 * self.plan.largest_trained_elems, "offload buffer, host")
         for g, group in enumerate(self.flat):
             self.pin(("grads", g), self.layout.step_grad * group.partition, "gradients, host fp32")
 
@@ -103,7 +103,7 @@ class _SlicedHost(_Host):
         tape = self.tape
         if self.zero.offload_param:
             for g, members in enumerate(self.groups):
-                self.pin(("weights", g), 2 * sum(self.local[i] for i in members), "weights, host")
+                self.pin(("weights", g), 2 * sum(self.local[i] for i in members), "weights, host", copied=False)
             if not self.pins:
                 tape.drop(*(("slice", i) for i in range(len(self.local))))
         else:
@@ -112,10 +112,13 @@ class _SlicedHost(_Host):
             tape.hold("converted", self.layout.remainder * size, "host copies in passing")
             tape.hold(("master", s), self.layout.remainder * size, "master, host")
             tape.drop("converted")
+        if self.on_host:
+            tape.hold("zeros", self.layout.step_grad * max(self.subs), "host copies in passing")
         for s, size in enumerate(self.on_host):
             self.pin(("sub grad", s), self.layout.step_grad * size, "gradients, host fp32")
+        tape.drop("zeros")
         if self.zero.offload_optimizer:
-            self.pin("flat grads", self.zero.grad_bytes * sum(self.local), "gradients, host flat")
+            self.pin("flat grads", self.zero.grad_bytes * sum(self.subs), "gradients, host flat")
 
     def backward(self) -> None:
         pass

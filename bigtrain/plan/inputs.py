@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from bigtrain.errors import UsageError
 from bigtrain.plan.families import ModelParameters, model_parameters, parameters_from_shapes
 from bigtrain.plan.geometry import Geometry, geometry, geometry_of_shapes
-from bigtrain.plan.states import layout_name
+from bigtrain.plan.states import LAYOUTS, layout_name
 
 Kernels = Literal["hf", "liger"]
 Loss = Literal["full", "chunked", "fused"]
@@ -114,6 +115,7 @@ class PlanInput:
         kernels: "hf" (transformers' own modules with sdpa) or "liger".
         loss: "full" (all logits in fp32), "chunked" (logits once, in bf16), "fused" (no logits); None: by kernels.
         decay_groups: two parameter groups (matrices decay, vectors do not), as the optimizer builder makes them.
+        frozen: names of modules or parameters that do not train: no gradient, no states.
         device: "cuda", or "cpu" for a run whose device memory is host memory.
     """
 
@@ -130,6 +132,7 @@ class PlanInput:
     kernels: Kernels = "hf"
     loss: Loss | None = None
     decay_groups: bool = True
+    frozen: tuple[str, ...] = ()
     device: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:
@@ -142,6 +145,37 @@ class PlanInput:
         object.__setattr__(self, "optimizer", layout_name(self.optimizer))
         if self.settings.bf16_states and self.optimizer == "adamw":
             object.__setattr__(self, "optimizer", "adamw_bf16")
+        self._check_optimizer()
+        for name in self.frozen:
+            if not any(_under(p.name, name) for p in self.parameters.items):
+                raise UsageError(f"frozen names '{name}', but no module or parameter of the model is called so")
+        if not any(self.trains):
+            raise UsageError(f"frozen = {self.frozen} leaves no parameter to train")
+
+    def _check_optimizer(self) -> None:
+        layout, stage = LAYOUTS[self.optimizer], self.settings.stage
+        if stage not in layout.stages:
+            able = ", ".join(map(str, layout.stages))
+            raise UsageError(f"optimizer {self.optimizer} works at ZeRO stages {able}, not at stage {stage}")
+        if self.settings.offload_optimizer and not layout.offload:
+            able = ", ".join(name for name, other in LAYOUTS.items() if other.offload)
+            raise UsageError(
+                f"optimizer {self.optimizer} cannot step on the host: remove offload_optimizer or use {able}"
+            )
+
+    @cached_property
+    def trains(self) -> tuple[bool, ...]:
+        """For every parameter, whether it trains."""
+        return tuple(not any(_under(p.name, name) for name in self.frozen) for p in self.parameters.items)
+
+    @cached_property
+    def trained_elems(self) -> int:
+        """Elements that have gradients and optimizer states."""
+        return sum(p.elems for p, trains in zip(self.parameters.items, self.trains) if trains)
+
+    @cached_property
+    def largest_trained_elems(self) -> int:
+        return max(p.elems for p, trains in zip(self.parameters.items, self.trains) if trains)
 
     @property
     def tokens(self) -> int:
@@ -163,6 +197,10 @@ class PlanInput:
         outer = {k: v for k, v in changes.items() if k not in inner}
         settings = replace(outer.pop("settings", self.settings), **zero)
         return replace(self, settings=settings, **outer)
+
+
+def _under(parameter: str, name: str) -> bool:
+    return parameter == name or parameter.startswith(name + ".")
 
 
 def plan_input(

@@ -77,10 +77,10 @@ class Plan:
     def gpu_need_bytes(self) -> int:
         """What a card must have: the least that can work, with the margin.
 
-        Reserved memory is not all needed: at its limit the allocator gives cached blocks back. The need is the allocated
-        peak and what lives outside of the allocator.
+        Reserved memory is not all needed: at its limit the allocator gives cached blocks back. The need is the
+        allocated peak and what lives outside of the allocator.
         """
-        outside = self.gpu_used_bytes - self.gpu_reserved_bytes
+        outside = CUBLAS_WORKSPACE_BYTES + CUDA_CONTEXT_BYTES + nccl_bytes(self.input.world_size)
         return int((self.gpu.bytes + outside) * (1 + GPU_MARGIN))
 
     def host_need_bytes(self) -> int:
@@ -89,7 +89,7 @@ class Plan:
 
     def fits(self, gpu_memory_bytes: int | None, host_memory_bytes: int | None) -> bool:
         """Whether card and host hold it, with the margins of `plan.constants`; None: not a limit."""
-        gpu = gpu_memory_bytes is None or self.gpu_need_bytes() <= gpu_memory_bytes
+        gpu = gpu_memory_bytes is None or self.input.device == "cpu" or self.gpu_need_bytes() <= gpu_memory_bytes
         return gpu and (host_memory_bytes is None or self.host_need_bytes() <= host_memory_bytes)
 
     def to_json(self) -> dict[str, Any]:
@@ -133,8 +133,7 @@ def _on_cpu(plan: PlanInput, device: Tape, host: Tape) -> tuple[Tree, Tree]:
     """A CPU run has one memory: the phases' peaks of both tapes add up where they meet."""
     gpu, own = device.ledger(), host.ledger()
     phase = max(gpu.by_phase, key=lambda p: gpu.by_phase[p] + _host_level(own, p))
-    held = device.rows_at_peak_of(phase)
-    rows = {**{f"{row}": size for row, size in held.items()}}
+    rows = device.rows_at_peak_of(phase)
     for row, size in host.rows_at_peak_of(_host_phase(own, phase)).items():
         rows[row] = rows.get(row, 0) + size
     total = sum(rows.values())
@@ -165,13 +164,18 @@ def _host_level(own: Ledger, phase: str) -> int:
     return own.by_phase[_host_phase(own, phase)]
 
 
-def predict(plan: PlanInput) -> Plan:
-    """Simulate the run and read the ledgers."""
+def predict(plan: PlanInput, *, reserve: bool = True) -> Plan:
+    """Simulate the run and read the ledgers.
+
+    Args:
+        plan: what to simulate.
+        reserve: also replay the caching allocator; without it "reserved" is the allocated peak, enough for a search.
+    """
     device, host = device_tape(plan), host_tape(plan)
     if plan.device == "cpu":
         gpu_tree, host_tree = _on_cpu(plan, device, host)
         return Plan(plan, gpu_tree, 0, 0, host_tree, plan.ranks_per_node)
     gpu_tree = _tree("GPU", device.ledger())
-    reserved = reserved_bytes(device)[0] + CUBLAS_WORKSPACE_BYTES
+    reserved = (reserved_bytes(device)[0] if reserve else gpu_tree.bytes) + CUBLAS_WORKSPACE_BYTES
     used = reserved + CUDA_CONTEXT_BYTES + nccl_bytes(plan.world_size)
     return Plan(plan, gpu_tree, reserved, used, _tree("host", host.ledger()), plan.ranks_per_node)

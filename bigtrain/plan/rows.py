@@ -18,6 +18,7 @@ _LOSS = "transformers 5.24 loss/loss_utils.py ForCausalLMLoss"
 ROWS: dict[str, tuple[str, str]] = {
     "weights, bf16": ("2 P (stages 0-2) | 2 p (stage 3)", f"{_S2} bit16_groups_flat; {_S3} lp_param_buffer"),
     "weights before flattening": ("2 P, until the flat copy is made", f"{_S2} flatten_dense_tensors_aligned"),
+    "weights, frozen": ("2 n of every frozen n (stages 0-2)", f"{_S2} is_optimized_parameter"),
     "weights, persistent": ("2 n of every n <= persistence threshold, N > 1", f"{_PP} ds_persist"),
     "weights, gathered": ("2 n of the modules at work + 2 x 2 K prefetched", f"{_PP} _all_gather_dtype"),
     "weights, one whole parameter": ("2 L while the model is built", f"{_PP} _post_init_method"),
@@ -51,7 +52,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "activations, in passing": ("max(6 t f + 4 t d, 14 t d)", "plan/activations.py forward_extra"),
     "activations, embedding and final norm": ("2 t d + one norm", f"{_HF} *Model.forward"),
     "backward, feed-forward gradients": ("2 t f + 4 t f", "torch autograd of SwiGLU"),
-    "backward, attention gradients": ("2 t (q + k + v) + 4 t q + wide k, v", "flash-attn mha_bwd dq_accum, dk_expanded"),
+    "backward, attention gradients": ("2 t (q + k + v) + 4 t q + wide k, v", "flash-attn mha_bwd"),
     "backward, norm temporaries": ("12 t d (hf) | 2 t d (fused)", "torch autograd of RMSNorm in fp32"),
     "backward, residual stream": ("2 t d", "torch autograd"),
     "logits, bf16": ("2 t V", f"{_HF} lm_head"),
@@ -60,7 +61,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "logits, soft cap": ("4 t V", f"{_HF} final_logit_softcapping"),
     "loss gradients, fp32": ("4 t V + 4 t V", "torch nll_loss and log_softmax backward"),
     "loss gradient, bf16": ("2 t V", "torch autograd of .float()"),
-    "fused loss": ("2 V d + 2 t d + a chunk of logits + 6 V d in passing", "liger_kernel fused_linear_cross_entropy.py"),
+    "fused loss": ("2 V d + 2 t d + a chunk of logits + 6 V d", "liger_kernel fused_linear_cross_entropy.py"),
     "gradient of the head": ("2 V d", "torch autograd of lm_head"),
     "batch": ("3 x 8 t", "input_ids, labels, position_ids in int64"),
     "muon staging": ("momentum of a group once more", f"{_S2} _muon_staging_momentum"),
@@ -78,7 +79,6 @@ ROWS: dict[str, tuple[str, str]] = {
     "host copies in passing": ("2 p | 4 p | 4 S + 2 S", f"{_S2} and {_S3}: .to(cpu), clone, bf16 cast in step"),
     "read buffer": ("constant", "plan/constants.py READ_BUFFER_BYTES"),
     "save buffer": ("constant", "plan/constants.py SAVE_BUFFER_BYTES"),
-    "device memory on the host": ("everything above", "device cpu: both are one memory"),
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ class StateLayout:
         moments: of a parameter under Adam; `matrix_moments` of a matrix under Muon (one momentum).
         step_grad: of the gradient handed to the update (4: cast to fp32 first; 2: as it comes).
         source: where the numbers come from.
+        offload: it can step on the host. stages: ZeRO stages at which it is right.
     """
 
     remainder: float
@@ -31,14 +32,18 @@ class StateLayout:
     matrix_moments: float
     step_grad: float
     source: str
+    offload: bool = True
+    stages: tuple[int, ...] = (0, 1, 2, 3)
 
 
 LAYOUTS: dict[str, StateLayout] = {
     "adamw": StateLayout(4, 8, 8, 4, "DeepSpeed stage_1_and_2.py single_partition_of_fp32_groups; Adam m, v in fp32"),
     "adamw_8bit": StateLayout(4, EIGHT_BIT_MOMENTS, EIGHT_BIT_MOMENTS, 4, "fp32 master; bitsandbytes 8-bit m, v"),
-    "muon": StateLayout(4, 8, 4, 4, "fp32 master; momentum for matrices of blocks, Adam for everything else"),
-    "adamw_split": StateLayout(2, 8, 8, 2, "bf16 weight + 16 missing bits; m, v in fp32"),
-    "adamw_split_8bit": StateLayout(2, EIGHT_BIT_MOMENTS, EIGHT_BIT_MOMENTS, 2, "bf16 weight + 16 missing bits; 8-bit m, v"),
+    "muon": StateLayout(4, 8, 4, 4, "fp32 master; momentum for matrices of blocks, Adam for the rest", True, (1, 2, 3)),
+    "adamw_split": StateLayout(2, 8, 8, 2, "bf16 weight + 16 missing bits; fp32 m, v", False, (1, 2, 3)),
+    "adamw_split_8bit": StateLayout(
+        2, EIGHT_BIT_MOMENTS, EIGHT_BIT_MOMENTS, 2, "bf16 weight + 16 missing bits; 8-bit m, v", False, (1, 2, 3)
+    ),
     "adamw_bf16": StateLayout(2, 4, 4, 2, "DeepSpeed bf16_master_weights_and_grads + bf16_optimizer_states"),
     "sgd": StateLayout(4, 0, 0, 4, "fp32 master only"),
 }
@@ -47,6 +52,7 @@ LAYOUTS: dict[str, StateLayout] = {
 ALIASES = {
     "adam": "adamw",
     "adamw_torch": "adamw",
+    "adamw_hf": "adamw",
     "adamw_torch_fused": "adamw",
     "fusedadam": "adamw",
     "deepspeedcpuadam": "adamw",

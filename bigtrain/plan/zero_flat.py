@@ -1,7 +1,7 @@
 """ZeRO-1 and ZeRO-2 on the GPU: flat groups, gradient buckets, the partition's gradients, the step.
 
-Follows deepspeed 0.19.8 runtime/zero/stage_1_and_2.py in the order in which it allocates. Names in quotes in the comments
-are its functions and attributes.
+Follows deepspeed 0.19.8 runtime/zero/stage_1_and_2.py in the order in which it allocates. Names in quotes in the
+comments are its functions and attributes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class FlatSharding:
         self.plan, self.tape, self.zero = plan, tape, plan.settings
         self.items, self.layout = plan.parameters.items, LAYOUTS[plan.optimizer]
         world = plan.world_size
-        members = split_groups(self.items, plan.decay_groups)
+        members = split_groups(self.items, plan.decay_groups, plan.trains)
         self.groups = [flat_group(self.items, m, world) for m in members]
         self.rank = heaviest_rank(self.items, self.groups, world)
         self.place = {i: (g, at) for g, group in enumerate(self.groups) for at, i in enumerate(group.members)}
@@ -35,7 +35,8 @@ class FlatSharding:
 
     def build(self) -> None:
         for i, p in enumerate(self.items):
-            self.tape.hold(("built", i), 2 * p.elems, "weights before flattening")
+            row = "weights before flattening" if self.plan.trains[i] else "weights, frozen"
+            self.tape.hold(("built", i), 2 * p.elems, row)
 
     def initialise(self) -> None:
         tape, offload = self.tape, self.zero.offload_optimizer
@@ -48,7 +49,7 @@ class FlatSharding:
                 tape.hold(("master", g), self.layout.remainder * group.partition, "master")
             tape.drop("clone")
         if offload:
-            tape.hold("offload", 2 * self.plan.parameters.largest_elems, "offload buffer on the GPU")
+            tape.hold("offload", 2 * self.plan.largest_trained_elems, "offload buffer on the GPU")
             return
         for g, group in enumerate(self.groups):
             tape.hold(("zeros", g), self.layout.step_grad * group.partition, "gradient, zeros at start-up")
@@ -66,7 +67,7 @@ class FlatSharding:
 
     def start_backward(self, micro: int, last: bool) -> None:
         self.micro, self.last = micro, last
-        self.bucket, self.filled = [], 0
+        self.bucket, self.filled, self.deferred = [], 0, []
 
     def _open_buckets(self) -> None:
         # 'setup_buckets': at the first gradient of every backward, full size whatever is used of it.
@@ -84,6 +85,7 @@ class FlatSharding:
             self.deferred.append(i)
             return
         self.tape.hold(("fresh", i), 2 * self.items[i].elems, "gradients, fresh from autograd")
+        self.tape.drop(("full", i))  # stage 1: the sum of the earlier micro steps goes into the bucket with it
         self._into_bucket(i)
 
     def _into_bucket(self, i: int) -> None:
@@ -136,8 +138,8 @@ class FlatSharding:
             if not owned:
                 self.tape.drop(("large", i))
             return
-        if owned and not self.tape.holds(("kept", self.micro)):
-            self.tape.hold(("kept", self.micro), 2 * self.touched, "gradients, kept", self.side)
+        if owned and not self.tape.holds(("kept grads", self.micro)):
+            self.tape.hold(("kept grads", self.micro), 2 * self.touched, "gradients, kept", self.side)
         self.tape.drop(("large", i))
 
     def end_backward(self) -> None:
@@ -148,8 +150,8 @@ class FlatSharding:
             self.tape.drop(*(("full", i) for i in self.deferred))
             self.deferred = []
         self.tape.drop(("bucket", 0), ("bucket", 1), *(("large", i) for i in range(len(self.items))))
-        if self.micro > 0 and self.tape.holds(("kept", self.micro)) and self.tape.holds(("kept", 0)):
-            self.tape.drop(("kept", self.micro))  # added to the first micro step's, then freed
+        if self.micro > 0 and self.tape.holds(("kept grads", self.micro)) and self.tape.holds(("kept grads", 0)):
+            self.tape.drop(("kept grads", self.micro))  # added to the first micro step's, then freed
 
     # Step.
 
@@ -172,8 +174,10 @@ class FlatSharding:
             if layout.step_grad == 4:
                 tape.hold("cast", 4 * partition, "gradients, fp32 for the step")
                 tape.drop("flat grad")
+        elif layout.step_grad == 2:
+            tape.hold("cast", 2 * partition, "gradients, flat for the step")
         if last and not self.compact:
-            tape.drop(("kept", 0))
+            tape.drop(("kept grads", 0), ("kept grads", 1))
         if first:
             tape.hold(("moments", g), self._moment_bytes(g, partition), "moments")
         if self.plan.optimizer == "muon":

@@ -18,12 +18,13 @@ class WholeSharding:
     def __init__(self, plan: PlanInput, tape: Tape):
         self.plan, self.tape = plan, tape
         self.items, self.layout = plan.parameters.items, LAYOUTS[plan.optimizer]
-        members = split_groups(self.items, plan.decay_groups)
+        members = split_groups(self.items, plan.decay_groups, plan.trains)
         self.groups = [flat_group(self.items, m, plan.world_size) for m in members]
 
     def build(self) -> None:
         for i, p in enumerate(self.items):
-            self.tape.hold(("built", i), 2 * p.elems, "weights before flattening")
+            row = "weights before flattening" if self.plan.trains[i] else "weights, frozen"
+            self.tape.hold(("built", i), 2 * p.elems, row)
 
     def initialise(self) -> None:
         for g, group in enumerate(self.groups):
@@ -52,7 +53,7 @@ class WholeSharding:
     def step(self, first: bool) -> None:
         self.tape.phase("all-reduce")
         if self.plan.world_size > 1:
-            elems = min(self.plan.settings.reduce_bucket_elems, self.plan.parameters.elems)
+            elems = min(self.plan.settings.reduce_bucket_elems, self.plan.trained_elems)
             self.tape.touch(self.plan.settings.grad_bytes * elems, "reduce copy")
         self.tape.phase("optimizer step")
         for g, group in enumerate(self.groups):

@@ -24,7 +24,8 @@ class SlicedSharding:
         self.items, self.layout, self.world = plan.parameters.items, LAYOUTS[plan.optimizer], plan.world_size
         self.local = [slice_elems(p.elems, self.world) for p in self.items]
         self.total = sum(self.local)
-        groups = split_groups(self.items, plan.decay_groups)
+        self.gathered = sum(p.elems for p in self.items if p.elems > self.zero.persistence_elems)
+        groups = split_groups(self.items, plan.decay_groups, plan.trains)
         self.subs = sub_groups(self.items, groups, self.world, self.zero.sub_group_elems)
         self.on_gpu = [] if self.zero.offload_optimizer else self.subs
         if self.zero.offload_optimizer and self.zero.ratio < 1:
@@ -59,7 +60,7 @@ class SlicedSharding:
             tape.touch(self.layout.step_grad * max(self.subs), "gradient, zeros at start-up")
         tape.hold("bucket", 2 * self.zero.reduce_bucket_elems, "reduce buckets")
         if not self.zero.offload_optimizer:
-            tape.hold("grads", self.zero.grad_bytes * self.total, "gradients, kept")
+            tape.hold("grads", self.zero.grad_bytes * sum(self.subs), "gradients, kept")
         if self.world > 1:
             persistent = sum(p.elems for p in self.items if p.elems <= self.zero.persistence_elems)
             tape.hold("persistent", 2 * persistent, "weights, persistent")
@@ -82,7 +83,7 @@ class SlicedSharding:
         self.tape.hold(("window", key), 2 * size, row, self.gather)
         if steady:
             # A prefetched bucket is gathered flat and copied apart: twice its size while the handle lives.
-            ahead = min(self.zero.prefetch_elems, self.zero.max_live_elems)
+            ahead = min(self.zero.prefetch_elems, self.zero.max_live_elems, self.gathered - sum(whole))
             self.tape.hold(("ahead", key), (4 if self.world > 1 else 2) * ahead, row, self.gather)
 
     def release(self, key: str) -> None:
@@ -135,12 +136,13 @@ class SlicedSharding:
     def step(self, first: bool) -> None:
         self.tape.phase("norm")
         if not self.zero.offload_optimizer:
-            self.tape.touch(8 * max(self.local), "gradient norm in fp64")
+            largest = slice_elems(self.plan.largest_trained_elems, self.world)
+            self.tape.touch(8 * largest, "gradient norm in fp64")
         self.tape.phase("optimizer step")
         for s, size in enumerate(self.on_gpu):
             if not self.zero.offload_optimizer:
                 self.tape.hold("flat grad", self.zero.grad_bytes * size, "gradients, flat for the step")
-                if self.layout.step_grad > self.zero.grad_bytes:
+                if self.layout.step_grad != self.zero.grad_bytes:
                     self.tape.hold("cast", self.layout.step_grad * size, "gradients, fp32 for the step")
                     self.tape.drop("flat grad")
             if first:
