@@ -12,24 +12,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bigtrain import agreement, buffers, guards, optim, ranks, settings, steps, zero
+from bigtrain import agreement, buffers, evaluation, guards, ranks, settings, steps, zero
+from bigtrain.assembly import assemble
 from bigtrain.errors import BypassError, DataError, ModelError, NonFiniteError, RanksDisagreeError
 from bigtrain.guards import RankStep
 from bigtrain.meeting import Point, announce_failure, meet, pack, unpack
-from bigtrain.optim.schedules import schedule
-from bigtrain.precision import dtype_table, keep_parameters_in_fp32, to_bf16
+from bigtrain.optim import schedule
+from bigtrain.precision import dtype_table, keep_parameters_in_fp32
 from bigtrain.reduction import GradientFlags, Reduction
 from bigtrain.steps import Batch, EvalResult, StepResult
 from bigtrain.watch import Watcher, Whereabouts
 
 log = logging.getLogger(__name__)
+_COUNTERS = ("global_step", "updates", "tokens", "data_position", "seed")
 
 
 class Engine:
@@ -116,52 +117,14 @@ class Engine:
         self.agree_every = agree_every
         self._nonfinite = guards.NonFiniteCount(nonfinite_limit)
         self._uniform = uniform_forward or ranks.world_size() == 1
-        self._count_targets = count_targets or steps.target_counter(model)
-        self._build(model, keep, leaf_modules)
+        self.count_targets = count_targets or steps.target_counter(model)
+        self._parts = assemble(model, self._settings, keep, leaf_modules)
+        self._ds = self._parts.ds
+        self._names = self._parts.names
         self._register(trace_gradients, hang_s)
         torch.manual_seed(seed + ranks.rank())
 
     # ------------------------------------------------------------ construction
-
-    def _build(self, model: torch.nn.Module, keep: set[str], leaf_modules: Sequence[type]) -> None:
-        """Hand the model to DeepSpeed, with our optimizer, keeping buffers as they are."""
-        s = self._settings
-        if leaf_modules and s.stage == 3 and not zero.set_leaf_modules(model, leaf_modules):
-            raise ModelError(f"leaf_modules: the model has no module of {[c.__name__ for c in leaf_modules]}")
-        if s.bf16:
-            buffers.compute_in_fp32(model)
-        saved = buffers.snapshot(model)
-        if s.bf16 and s.stage == 0:
-            to_bf16(model, keep)
-        groups = optim.param_groups(model, s.weight_decay)
-        self._names = [n for n, p in model.named_parameters() if p.requires_grad]
-        self._params = [p for p in model.parameters() if p.requires_grad]
-        self._frozen_map = [(n, p, p.requires_grad) for n, p in model.named_parameters()]
-        self._ds = zero.initialize(model, s.config, self._optimizer(groups))
-        optim.after_initialize(s.optimizer, self._ds)
-        restored = buffers.restore(model, saved)
-        if restored:
-            log.info("kept %d buffers in the dtype they were built with: %s", len(restored), guards.listing(restored))
-        self._batchnorms = buffers.batchnorms(model)
-        for group in self._ds.optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-
-    def _optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        s = self._settings
-
-        def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            hyper = {"lr": s.learning_rate, "betas": s.betas, "eps": s.eps, "weight_decay": s.weight_decay}
-            return optim.build_optimizer(s.optimizer, groups, offload=s.offload, device=device, **hyper)  # type: ignore[arg-type]
-
-        if s.stage > 0:
-            return build(groups)
-        from bigtrain.master import MasterOptimizer
-
-        if torch.cuda.is_available():
-            for param in self._params:
-                param.data = param.data.cuda()
-        return MasterOptimizer(groups, build, s.max_grad_norm)
 
     def _register(self, trace_gradients: bool, hang_s: float | None) -> None:
         """Hooks: who entered which module, which gradients are sound, and which forward a loss came from."""
@@ -170,8 +133,8 @@ class Engine:
         self._planned = self._settings.accumulation  # backwards until the next step
         self._inside_forward = False
         self._inside_backward = False
-        self._reduction = Reduction(self._ds, self._params)
-        self._flags = GradientFlags(self._params if trace_gradients else [], self.device, self._check_inside)
+        self._reduction = Reduction(self._ds, self._parts.params)
+        self._flags = GradientFlags(self._parts.params if trace_gradients else [], self.device, self._check_inside)
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # this rank's share of the loss, and of the tokens
         self._set_boundary()
         module = self.module
@@ -273,7 +236,7 @@ class Engine:
         everyone = ranks.all_gather_object(used)
         names = [n for i, n in enumerate(self._names) if len({u[i] for u in everyone}) > 1]
         if self._settings.stage == 3:
-            gathered = [n for n in names if not zero.is_persistent(self._params[self._names.index(n)])]
+            gathered = [n for n in names if not zero.is_persistent(self._parts.params[self._names.index(n)])]
             if gathered:
                 raise RanksDisagreeError(
                     f"step {self.global_step + 1}: ranks used different parameters at ZeRO stage 3: {guards.listing(gathered)}. Their "
@@ -303,7 +266,7 @@ class Engine:
         verdict = guards.judge(self._tell(), self.global_step + 1, self._names)
         lr = self._set_lr()
         applied, norm = self._reduction.step(refuse=not verdict.apply)
-        buffers.average_running_stats(self._batchnorms)
+        buffers.average_running_stats(self._parts.batchnorms)
         reason = verdict.reason
         if verdict.apply and not applied:
             reason = f"step {self.global_step + 1}: the norm of the reduced gradient is not finite although every rank's own is"
@@ -314,8 +277,8 @@ class Engine:
         sound = torch.isfinite(self._flags.marks).all().double().reshape(1)
         loss, tokens, finite = torch.cat([self._sums, sound]).tolist()
         bad = guards.UNKNOWN if finite else self._flags.first()
-        now = [p.requires_grad for _, p, _ in self._frozen_map]
-        changed = guards.changed_freezing([r for *_, r in self._frozen_map], now, [n for n, *_ in self._frozen_map])
+        now = [p.requires_grad for _, p, _ in self._parts.frozen_map]
+        changed = guards.changed_freezing([r for *_, r in self._parts.frozen_map], now, [n for n, *_ in self._parts.frozen_map])
         if changed:
             announce_failure(self.global_step)
             raise ModelError(changed)
@@ -343,7 +306,9 @@ class Engine:
         self._set_boundary()
         self._at("between steps", False)
         if not applied:
-            log.error("%s. Step skipped: weights and optimizer state are unchanged (%d in a row).", reason, self._nonfinite.in_a_row)
+            log.error(
+                "%s. Step skipped: weights and optimizer state are unchanged (%d in a row).", reason, self._nonfinite.in_a_row
+            )
         if stop:
             count = self._nonfinite.in_a_row
             raise NonFiniteError(
@@ -359,10 +324,9 @@ class Engine:
     def _set_lr(self) -> float:
         """The schedule is a pure function of the step: set right before the update, so that the rate logged is the rate used."""
         factor = self._factor(self.global_step)
-        groups = self._ds.optimizer.param_groups
-        for group in groups:
-            group["lr"] = group["initial_lr"] * factor
-        return float(groups[0]["lr"])
+        for group, peak in zip(self._ds.optimizer.param_groups, self._parts.base_lrs):
+            group["lr"] = peak * factor
+        return self._parts.base_lrs[0] * factor
 
     def check_agreement(self) -> None:
         """Compare replicated parameters and buffers, counters, rate and data position between ranks.
@@ -371,7 +335,12 @@ class Engine:
             RanksDisagreeError: on all ranks, naming what differs.
         """
         mine = agreement.state_digests(self.module)
-        counters = {"global_step": self.global_step, "updates": self.updates, "learning rate": self.lr, "data position": self.data_position}
+        counters = {
+            "global_step": self.global_step,
+            "updates": self.updates,
+            "learning rate": self.lr,
+            "data position": self.data_position,
+        }
         mine.update(counters)
         digest = agreement.digest(tuple(sorted(mine.items())))
         if len(set(ranks.all_gather_object(digest))) == 1:
@@ -396,7 +365,7 @@ class Engine:
         """
         if self._micro:
             self._raise_bypass("train_step() in the middle of an accumulation: finish it with engine.step() first.")
-        counts = [self._count_targets(batch) for batch in micro_batches]
+        counts = [self.count_targets(batch) for batch in micro_batches]
         told = meet(Point.BATCH, self.global_step, 0, (len(counts), sum(counts)))
         if len({row[0] for row in told}) > 1:
             numbers = {r: row[0] for r, row in enumerate(told)}
@@ -417,11 +386,11 @@ class Engine:
         assert result is not None
         return result
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], limit_s: float | None = 120.0) -> EvalResult:
-        """Mean loss over all targets of all ranks' batches. Every rank calls it; the module's modes are restored.
+        """Mean loss over all targets of all ranks' batches, without gradients; every module's mode is restored.
 
-        A rank with fewer batches than another repeats its last one with weight zero, so that all run the same forwards.
+        Every rank calls it. A rank with fewer batches than another repeats its last one with weight zero, so that all run
+        the same forwards.
 
         Args:
             batches: this rank's batches; at least one.
@@ -430,37 +399,7 @@ class Engine:
         Raises:
             RanksDisagreeError: if not every rank calls it, or one has no batch at all.
         """
-        modes = {m: m.training for m in self.module.modules()}
-        meet(Point.EVALUATE, self.global_step, 0, limit_s=limit_s)
-        self.module.eval()
-        try:
-            return self._evaluate(batches)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-
-    def _evaluate(self, batches: Iterable[Batch]) -> EvalResult:
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        last: Batch | None = None
-        source = iter(batches)
-        for number in range(1, 1 << 62):
-            batch = next(source, None)
-            told = meet(Point.EVALUATE, self.global_step, number, (batch is not None, batch is not None or last is not None))
-            if not any(row[0] for row in told):
-                break
-            if not all(row[1] for row in told):
-                empty = [r for r, row in enumerate(told) if not row[1]]
-                raise RanksDisagreeError(f"evaluate(): rank {empty} has no batch at all, others have: give every rank one or more.")
-            count = 0 if batch is None else self._count_targets(batch)
-            last = batch if batch is not None else last
-            assert last is not None
-            ready = last if count else steps.without_targets(last)
-            loss = steps.loss_of(self(**steps.move(ready, self.device, self.dtype)))
-            if count:
-                sums += torch.stack([loss.double() * count, torch.tensor(float(count), dtype=torch.float64, device=self.device)])
-        rows = ranks.all_gather_object(sums.tolist())
-        total = int(sum(row[1] for row in rows))
-        return EvalResult(math.fsum(row[0] for row in rows) / total if total else math.nan, total)
+        return evaluation.evaluate(self, batches, limit_s)
 
     # ------------------------------------------------------------ saving
 
@@ -483,6 +422,20 @@ class Engine:
         meet(Point.EXPORT, self.global_step, 0, limit_s=120.0)
         weights.export_model(self.module, Path(directory), dtype=dtype, tokenizer=tokenizer)
         return Path(directory)
+
+    def run_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside weights, optimizer and random state."""
+        s = self._settings
+        counters = {name: getattr(self, name) for name in _COUNTERS}
+        skips = {"skipped": self._nonfinite.total, "skipped_in_a_row": self._nonfinite.in_a_row}
+        run = {"world_size": self.world_size, "stage": s.stage, "config": s.config, "deepspeed_steps": self._ds.global_steps}
+        return {**counters, **skips, **run, "optimizer": s.optimizer, "schedule": s.scheduler, "bf16": s.bf16}
+
+    def set_run_state(self, run: dict[str, Any]) -> None:
+        """Restore the counters of `run_state`."""
+        for name in _COUNTERS:
+            setattr(self, name, run[name])
+        self._nonfinite.total, self._nonfinite.in_a_row = run["skipped"], run["skipped_in_a_row"]
 
     # ------------------------------------------------------------ small things
 
@@ -512,6 +465,16 @@ class Engine:
 
     def _set_boundary(self) -> None:
         self._ds.set_gradient_accumulation_boundary(self._micro + 1 >= self._planned)
+
+    @property
+    def deepspeed(self) -> Any:
+        """DeepSpeed's own engine, for what this class does not offer; its forward, backward and step are not to be called."""
+        return self._ds
+
+    @property
+    def between_steps(self) -> bool:
+        """True if no gradient is being accumulated."""
+        return self._micro == 0
 
     @property
     def module(self) -> torch.nn.Module:
@@ -556,7 +519,7 @@ class Engine:
     @property
     def lr(self) -> float:
         """The learning rate of the next update, of the first parameter group."""
-        return float(self._ds.optimizer.param_groups[0]["initial_lr"]) * self._factor(self.global_step)
+        return self._parts.base_lrs[0] * self._factor(self.global_step)
 
     def summary(self) -> dict[str, Any]:
         """What runs here, for the log and the report: stage, batch, optimizer, schedule, dtypes."""

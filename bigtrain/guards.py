@@ -100,7 +100,9 @@ def report_differences(differences: dict[str, list[Any]], step: int, shown: int 
     if len(differences) > shown:
         lines.append(f"  and {len(differences) - shown} more")
     return (
-        f"after step {step} the ranks no longer hold the same state:\n" + "\n".join(lines) + "\nTheir results cannot be trusted "
+        f"after step {step} the ranks no longer hold the same state:\n"
+        + "\n".join(lines)
+        + "\nTheir results cannot be trusted "
         "from here: go back to the last checkpoint. Usual causes: weights changed outside the optimizer on some rank only, a "
         "forward or backward that went around the engine, or hardware that computes wrongly."
     )
@@ -114,10 +116,14 @@ def changed_freezing(before: Sequence[bool], now: Sequence[bool], names: Sequenc
         return ""
     parts = []
     if thawed:
-        parts.append(f"requires_grad was set to True on {listing(thawed)}: the optimizer does not know them, they would never move")
+        parts.append(
+            f"requires_grad was set to True on {listing(thawed)}: the optimizer does not know them, they would never move"
+        )
     if frozen:
         parts.append(f"requires_grad was set to False on {listing(frozen)}: weight decay and momentum would still move them")
-    return "; ".join(parts) + ". Freeze and unfreeze before the Engine is built; to change it later, save, and build a new Engine."
+    return (
+        "; ".join(parts) + ". Freeze and unfreeze before the Engine is built; to change it later, save, and build a new Engine."
+    )
 
 
 def listing(names: Sequence[str], shown: int = 5) -> str:

@@ -88,7 +88,9 @@ def dtype_table(module: torch.nn.Module, reduction: Any, settings: Any) -> dict[
 def _accumulation(reduction: Any, settings: Any) -> str:
     if reduction.kind == "plain":
         return _name(reduction.optimizer.flat.dtype)
-    dtype = getattr(reduction.optimizer, "gradient_accumulation_dtype", None) or getattr(reduction.optimizer, "grad_acc_dtype", None)
+    dtype = getattr(reduction.optimizer, "gradient_accumulation_dtype", None) or getattr(
+        reduction.optimizer, "grad_acc_dtype", None
+    )
     return _name(dtype) if dtype is not None else ("bfloat16" if settings.bf16 else "float32")
 
 

@@ -187,7 +187,9 @@ class Reduction:
     def masters(self) -> list[torch.Tensor]:
         """This rank's master weights: whole at stage 0, its partitions otherwise."""
         names = {"zero12": "single_partition_of_fp32_groups", "zero3": "fp32_partitioned_groups_flat"}
-        return list(getattr(self.optimizer, names.get(self.kind, "fp32_groups_flat_partition" if self.kind == "bf16" else "masters")))
+        return list(
+            getattr(self.optimizer, names.get(self.kind, "fp32_groups_flat_partition" if self.kind == "bf16" else "masters"))
+        )
 
 
 class GradientFlags:

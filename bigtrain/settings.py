@@ -94,7 +94,9 @@ def settle(
     zero = config.get("zero_optimization") or {}
     stage = int(zero.get("stage", 0))
     if (config.get("fp16") or {}).get("enabled") is True:
-        raise ConfigError("fp16.enabled is true: bigtrain trains in bf16 (or fp32), without loss scaling. Write bf16.enabled: true.")
+        raise ConfigError(
+            "fp16.enabled is true: bigtrain trains in bf16 (or fp32), without loss scaling. Write bf16.enabled: true."
+        )
     bf16 = (config.get("bf16") or {}).get("enabled") is True
     offload = (zero.get("offload_optimizer") or {}).get("device", "none") not in ("none", None)
     optimizer_section = config.pop("optimizer", None) or {}
@@ -164,7 +166,9 @@ def _scheduler(section: dict[str, Any], argument: str | None, notes: list[str]) 
             f"scheduler.type {kind!r} of the ds_config is not known here: the Engine owns the schedule. It translates "
             f"{', '.join(_SCHEDULERS)}; else remove the section and pass lr_scheduler=... to the Engine."
         )
-    notes.append(f"scheduler {kind!r} of the ds_config is run as bigtrain's {_SCHEDULERS[kind]!r} with the same warm-up and steps.")
+    notes.append(
+        f"scheduler {kind!r} of the ds_config is run as bigtrain's {_SCHEDULERS[kind]!r} with the same warm-up and steps."
+    )
     return _SCHEDULERS[kind]
 
 
@@ -197,7 +201,9 @@ def _batch(config: dict[str, Any], world: int, micro: int | None, accum: int | N
     file_accum = _number(config.get("gradient_accumulation_steps"))
     for name, argument, value in (("micro_batch", micro, file_micro), ("accumulation", accum, file_accum)):
         if argument is not None and value is not None and argument != value:
-            raise ConfigError(f"{name}: the Engine was given {argument}, the ds_config says {value}. Say it in one place, or the same.")
+            raise ConfigError(
+                f"{name}: the Engine was given {argument}, the ds_config says {value}. Say it in one place, or the same."
+            )
     micro, accum = micro or file_micro, accum or file_accum
     if total is not None and micro is None:
         accum = accum or 1

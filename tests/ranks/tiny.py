@@ -27,7 +27,10 @@ class TinyLM(nn.Module):
         logits = self.head(self.norm(x)).float()
         if labels is None:
             return {"logits": logits}
-        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100), "logits": logits}
+        return {
+            "loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100),
+            "logits": logits,
+        }
 
 
 class Block(nn.Module):
