@@ -1,5 +1,6 @@
 """Models: built under ZeRO with the right values, frozen in parts, recomputed in backward, checked before training."""
 
+from bigtrain.models.batchnorm import keep_statistics_in_fp32, refuse_batchnorm_micro_batch_1
 from bigtrain.models.build import build_model, edit_model
 from bigtrain.models.checkpointing import (
     disable_cache,
@@ -7,7 +8,7 @@ from bigtrain.models.checkpointing import (
     export_config,
     wants_activation_checkpointing,
 )
-from bigtrain.models.checks import dtype_table, refuse_batchnorm_micro_batch_1, tied_groups
+from bigtrain.models.tables import dtype_table, tied_groups
 from bigtrain.models.frozen import freeze_module, frozen_module
 from bigtrain.models.info import BuildInfo
 from bigtrain.models.moe import set_moe_leaf_modules
@@ -23,6 +24,7 @@ __all__ = [
     "export_config",
     "freeze_module",
     "frozen_module",
+    "keep_statistics_in_fp32",
     "rank_device",
     "refuse_batchnorm_micro_batch_1",
     "set_moe_leaf_modules",

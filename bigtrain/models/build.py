@@ -18,8 +18,9 @@ import torch
 
 from bigtrain import ranks, zero
 from bigtrain.errors import ModelError
+from bigtrain.models.batchnorm import keep_statistics_in_fp32
 from bigtrain.models.checkpointing import disable_cache
-from bigtrain.models.checks import tied_groups
+from bigtrain.models.tables import tied_groups
 from bigtrain.models.frozen import freeze, load_checkpoint
 from bigtrain.models.info import BuildInfo
 from bigtrain.models.placement import rank_device, seeded
@@ -281,6 +282,8 @@ def _settle(model: torch.nn.Module, info: BuildInfo, target: _Target, frozen: Se
     if hasattr(config, "to_dict"):
         set_config_dtype(config, info.dtype)
         disable_cache(model)
+    if info.dtype != torch.float32:
+        keep_statistics_in_fp32(model)
     freeze(model, frozen)
     info.frozen = tuple(n for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad)
     info.tied = tied_groups(model)
