@@ -237,7 +237,9 @@ class Run:
         self.progress.close()
         summary = self._summarise(outcome) if self.main else {}
         if outcome != "finished":
-            raise StoppedError(outcome) if self.args.save_steps else BigtrainError(outcome)
+            if self.args.save_steps:
+                raise StoppedError(outcome)
+            raise BigtrainError(outcome)
         return summary
 
     def _summarise(self, outcome: str) -> dict[str, Any]:

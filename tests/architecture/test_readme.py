@@ -46,8 +46,8 @@ def test_flags_that_the_readme_names_exist():
     from bigtrain.arguments import make_parser
 
     known = set(make_parser()._option_string_actions)
-    others = {"--num_gpus", "--num_accelerators", "--standalone", "--nproc_per_node", "--master_port", "--hostfile", "--include",
-              "--stage", "--offload", "--world_size", "--model", "--local_rank"}  # fmt: skip
+    others = {"--num_gpus", "--num_accelerators", "--standalone", "--nproc_per_node", "--master_port", "--hostfile",
+              "--include", "--stage", "--offload", "--world_size", "--model", "--local_rank"}  # fmt: skip
     assert set(re.findall(r"--[a-z]\w+", README)) - known - others == set()
 
 
