@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from bigtrain import config as ds
-from bigtrain import data, models, ranks, zero
+from bigtrain import data, models, plan, ranks, zero
 from bigtrain.arguments import TrainArguments
 from bigtrain.config import ModelShape, Resolved, RunValues
 from bigtrain.diagnostics.metrics import FlopsFormula
-from bigtrain.errors import ModelError, UsageError
+from bigtrain.errors import DoesNotFitError, ModelError, UsageError
+from bigtrain.plan.machine import host_memory
+from bigtrain.plan.show import plan_text
+from bigtrain.plan.states import layout_name
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +38,15 @@ class Job:
     seq_len: int
     rows: Any
     eval_rows: Any
-    plan: data.StepPlan
+    steps: data.StepPlan
+    model_config: Any
     config_overrides: dict[str, Any]
     resize_vocab_to: int | None
 
     @property
     def tokens_per_step(self) -> int:
         """Positions that go through the model in one step over all ranks, padding included."""
-        return self.plan.global_batch * self.seq_len
+        return self.steps.global_batch * self.seq_len
 
 
 def device_type() -> str:
@@ -110,18 +115,19 @@ def prepare(args: TrainArguments, config: dict[str, Any]) -> Job:
     first = resolve(args, config, shape, None)
     assert first.run.micro_batch and first.run.accumulation
     rows, eval_rows = load_rows(args, tokenizer, model_config, seq_len)
-    plan = data.plan_steps(
+    steps = data.plan_steps(
         len(rows), first.run.micro_batch, first.run.accumulation, world, args.num_train_epochs, args.max_steps
     )
-    ranks.agree((plan.describe(), len(eval_rows or ())), "the step plan")
+    ranks.agree((steps.describe(), len(eval_rows or ())), "the step plan")
     return Job(
         args=args,
-        resolved=resolve(args, config, shape, plan.steps),
+        resolved=resolve(args, config, shape, steps.steps),
         tokenizer=tokenizer,
         seq_len=seq_len,
         rows=rows,
         eval_rows=eval_rows,
-        plan=plan,
+        steps=steps,
+        model_config=model_config,
         config_overrides=overrides,
         resize_vocab_to=resize_to,
     )
@@ -223,6 +229,64 @@ def load_rows(args: TrainArguments, tokenizer: Any, model_config: Any, seq_len: 
     return pack(source, "training"), None if held_out is None else pack(held_out, "evaluation")
 
 
+# ---------------------------------------------------------------- does it fit
+
+
+def check_fit(job: Job) -> dict[str, Any] | None:
+    """Plan the run's bytes and refuse what cannot fit; returns the plan, None for a model that has no formulas.
+
+    Every rank computes the same from the smallest card and host of all.
+
+    Raises:
+        DoesNotFitError: with the plan, row by row.
+    """
+    run, args = job.resolved.run, job.args
+    try:
+        layout = plan.predict(
+            plan.plan_input(
+                job.model_config.to_dict(),
+                ds_config=job.resolved.engine_config(),
+                world_size=ranks.world_size(),
+                gpus_per_node=ranks_per_host(),
+                seq_len=job.seq_len,
+                micro_batch=job.steps.micro_batch,
+                accumulation=job.steps.accumulation,
+                optimizer=layout_name(run.optim or "adamw"),
+                checkpointing="full" if run.gradient_checkpointing else "none",
+                kernels="liger" if args.use_liger_kernel and torch.cuda.is_available() else "hf",
+                device=device_type(),
+                frozen=tuple(args.freeze),
+            )
+        )
+    except UsageError as error:
+        logger.info("no memory plan: %s", error)
+        return None
+    gpu, host = memory_limits()
+    if not layout.fits(gpu, host):
+        raise DoesNotFitError(
+            f"{plan_text(layout, gpu, host)}\n\nNothing was built. Try --gradient_checkpointing, a smaller micro batch or "
+            "seq_len, --optim adamw_8bit, the next ds_config down the ladder, or `bigtrain plan --auto`; --no_plan starts all the same."
+        )
+    return {k: v for k, v in layout.to_json().items() if k != "trees"}
+
+
+def ranks_per_host() -> int:
+    """Ranks that share this host, as the launcher said."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return ranks.world_size()
+
+
+def memory_limits() -> tuple[int | None, int | None]:
+    """(bytes of the smallest card, bytes of the smallest host) over all ranks; None where unknown."""
+    found = host_memory()
+    card = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if torch.cuda.is_available() else 0
+    mine = (card, found.usable_bytes if found else 0)
+    everyone = ranks.all_gather_object(mine)
+    return min(row[0] for row in everyone) or None, min(row[1] for row in everyone) or None
+
+
 # ---------------------------------------------------------------- the model
 
 
@@ -241,7 +305,7 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
         keep_in_fp32=args.keep_in_fp32,
         **job.config_overrides,
     )
-    models.refuse_batchnorm_micro_batch_1(model, job.plan.micro_batch)
+    models.refuse_batchnorm_micro_batch_1(model, job.steps.micro_batch)
     isolation = data.prepare_isolation(model, args.packing)
     models.disable_cache(model)
     if args.use_liger_kernel:

@@ -62,8 +62,9 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     )
     resume = ranks.main_decides(lambda: folder.resume_point(args.resume_from_checkpoint), "looking for a checkpoint")
     job = jobs.prepare(args, config)
+    planned = None if args.no_plan else jobs.check_fit(job)
     if ranks.is_main():
-        announce(job, folder, places)
+        announce(job, folder, places, planned)
     model, isolation = jobs.build(job)
     engine = Engine(model, **engine_settings(job))
     if resume is not None:
@@ -89,10 +90,10 @@ def engine_settings(job: Any) -> dict[str, Any]:
         "weight_decay": run.weight_decay,
         "lr_scheduler": run.lr_scheduler_type,
         "warmup_steps": run.warmup_steps,
-        "total_steps": job.plan.steps,
+        "total_steps": job.steps.steps,
         "max_grad_norm": run.max_grad_norm,
-        "micro_batch": job.plan.micro_batch,
-        "accumulation": job.plan.accumulation,
+        "micro_batch": job.steps.micro_batch,
+        "accumulation": job.steps.accumulation,
         "seed": job.args.seed,
         "keep_in_fp32": job.args.keep_in_fp32,
         "nonfinite_limit": job.args.nonfinite_limit,
@@ -116,11 +117,11 @@ class Run:
         workers = args.dataloader_num_workers
         start = engine.global_step
         order = data.SampleOrder(len(job.rows), args.order_seed)
-        self.loader = data.StepLoader(job.rows, order, job.plan, start_step=start, num_workers=workers, **where)
+        self.loader = data.StepLoader(job.rows, order, job.steps, start_step=start, num_workers=workers, **where)
         self.eval_loader = None
         if job.eval_rows is not None:
             plan = data.plan_eval(
-                len(job.eval_rows), args.per_device_eval_batch_size or job.plan.micro_batch, where["world_size"]
+                len(job.eval_rows), args.per_device_eval_batch_size or job.steps.micro_batch, where["world_size"]
             )
             self.eval_loader = data.EvalLoader(job.eval_rows, plan, num_workers=workers, **where)
         self.clock, self.memory = StepClock(), HostMemory()
@@ -134,7 +135,11 @@ class Run:
             folder.update_run(flops_formula=str(flops), engine=engine.summary(), resumed_at_step=start or None)
             logger.info("%s", flops)
         self.progress = Progress(
-            total_steps=job.plan.steps, first_step=start, every=args.logging_steps, enabled=self.main, bar=not args.disable_tqdm
+            total_steps=job.steps.steps,
+            first_step=start,
+            every=args.logging_steps,
+            enabled=self.main,
+            bar=not args.disable_tqdm,
         )
 
     def loop(self) -> str:
@@ -167,7 +172,7 @@ class Run:
         tokens = self.job.tokens_per_step
         row = {
             "step": result.step,
-            "epoch": result.step / self.job.plan.steps_per_epoch,
+            "epoch": result.step / self.job.steps.steps_per_epoch,
             "loss": result.loss,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
@@ -303,7 +308,7 @@ def check_places() -> list[Any]:
     return places
 
 
-def announce(job: Any, folder: Any, places: Sequence[Any]) -> None:
+def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str, Any] | None) -> None:
     """Say, and write down, what is about to run: decisions, plan, versions."""
     import torch
 
@@ -316,7 +321,7 @@ def announce(job: Any, folder: Any, places: Sequence[Any]) -> None:
     logger.info("ds_config, who decided what:\n%s", table(resolved.decisions))
     if resolved.problems:
         logger.warning("%s", report(resolved.problems, "ds_config"))
-    logger.info("%s", job.plan.describe())
+    logger.info("%s", job.steps.describe())
     decided_by = {d.path: f"{d.source}: {d.reason}" for d in resolved.decisions}
     # DeepSpeed and the linter pass over names that begin with an underscore, so the file still runs as it is.
     folder.write_json("ds_config.resolved.json", {**resolved.config, "_decided_by": decided_by})
@@ -329,7 +334,8 @@ def announce(job: Any, folder: Any, places: Sequence[Any]) -> None:
         device=places[0].device,
         placement=[p.as_dict() for p in places],
         decisions=[d.__dict__ for d in resolved.decisions],
-        plan=job.plan.describe(),
+        steps=job.steps.describe(),
+        planned=planned,
         started=now(),
     )
 

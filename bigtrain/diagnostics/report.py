@@ -214,6 +214,7 @@ def _page(run: Mapping[str, Any], rows: Rows, evaluations: Rows, resolved: Mappi
         settings=sorted((k, v) for k, v in run.get("arguments", {}).items() if v not in (None, [], "")),
         versions=sorted(run.get("versions", {}).items()),
         decisions=run.get("decisions", []),
+        planned=beside(run.get("planned") or {}, summarise(rows)),
         config=json.dumps(resolved, indent=2),
         svg=svg,
     )
@@ -233,6 +234,17 @@ def headline(summary: Mapping[str, Any], evaluations: Rows = ()) -> list[tuple[s
     where = "GPU" if kind.startswith("gpu") else "host"
     cards.append((f"{where} memory, fullest rank", f"{summary[f'peak_{kind}'] / GIB:.2f} GiB"))
     return cards
+
+
+def beside(planned: Mapping[str, Any], summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(what, planned, measured) of the memory that the plan predicted and the run measured."""
+    pairs = (
+        ("GPU memory allocated", "gpu_peak_allocated_bytes", "peak_gpu_allocated_bytes"),
+        ("GPU memory reserved", "gpu_reserved_bytes", "peak_gpu_reserved_bytes"),
+        ("host memory of a rank", "host_peak_bytes", "peak_host_rss_bytes"),
+    )
+    both = [(what, planned.get(before), summary.get(after)) for what, before, after in pairs]
+    return [(what, f"{a / GIB:.2f} GiB", f"{b / GIB:.2f} GiB") for what, a, b in both if a and b]
 
 
 def flatten(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bigtrain.data.demo import stdlib_corpus, train_tokenizer
+from bigtrain.errors import DoesNotFitError, StoppedError
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -183,6 +184,13 @@ def test_too_little_data(demo, tmp_path):
     assert "too little data for one step" in said
 
 
+def test_does_not_fit_is_said_before_anything_is_built(demo, tmp_path):
+    out = tmp_path / "out"
+    said = run([*ALONE, *flags(demo, out, model_name_or_path="preset:llama-70b")], expect=DoesNotFitError.exit_code)
+    assert "DOES NOT FIT" in said and "--no_plan" in said and "Traceback" not in said
+    assert not (out / "metrics.jsonl").exists()
+
+
 def start(command):
     return subprocess.Popen(
         [str(c) for c in command], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -213,7 +221,7 @@ def test_stop_on_one_rank_stops_all_and_resumes(demo, tmp_path):
     ranks = [p for p in children_of(process.pid) if any(w == "--local_rank=1" for w in p.cmdline())]
     os.kill(ranks[0].pid, signal.SIGTERM)
     said = process.communicate(timeout=LIMIT_S)[0]
-    assert process.returncode == 75, said[-4000:]
+    assert process.returncode == StoppedError.exit_code == 75, said[-4000:]
     last = rows_of(out)[-1]["step"]
     assert f"after step {last}; continue with --resume_from_checkpoint auto" in said
     assert [p.name for p in out.glob("checkpoint-*")] == [f"checkpoint-{last}"]
@@ -233,7 +241,7 @@ def test_ctrl_c_alone_and_resume_is_exact(demo, tmp_path):
     said = process.communicate(timeout=LIMIT_S)[0]
     if process.returncode == 0:  # the machine was faster than the signal
         pytest.skip("the run ended before the signal came")
-    assert process.returncode == 75, said[-4000:]
+    assert process.returncode == StoppedError.exit_code, said[-4000:]
     run([*ALONE, "--config", tmp_path / "run.json", "--resume_from_checkpoint", "auto"])
     assert [(r["step"], r["loss"], r["lr"], r["grad_norm"]) for r in rows_of(broken)] == [
         (r["step"], r["loss"], r["lr"], r["grad_norm"]) for r in rows_of(whole)
