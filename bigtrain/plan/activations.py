@@ -8,7 +8,7 @@ activation, up and product. "liger" follows liger-kernel's fused modules: RMSNor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bigtrain.plan.geometry import Geometry
 
@@ -71,8 +71,29 @@ def _attention_backward(g: Geometry, t: int) -> int:
     return grads + expanded + 4 * t * g.query + 4 * t * g.heads
 
 
-def block_bytes(g: Geometry, t: int, kernels: str = "hf", block: int = 0) -> BlockBytes:
-    """Bytes of block number `block` (sparse models may have dense blocks first)."""
+def _counted(g: Geometry, t: int, general: BlockBytes) -> BlockBytes:
+    """The family's own counts (`geometry.KEPT`) in place of the general rules."""
+    if g.kept is None:
+        return general
+    hidden, query, key, feed = g.kept
+    width = general.feed // 2
+    return replace(
+        general,
+        first_norm=hidden * t * g.hidden // 2 + 4 * t,
+        second_norm=hidden * t * g.hidden - hidden * t * g.hidden // 2 + 4 * t,
+        attention=t * (query * g.query + key * g.key) + 4 * t * g.heads,
+        product=general.feed,
+        middle=max(0, feed - 4) * width,
+        gate=max(0, min(2, feed - 2)) * width,
+    )
+
+
+def block_bytes(g: Geometry, t: int, kernels: str = "hf", block: int = 0, seq_len: int = 0) -> BlockBytes:
+    """Bytes of block number `block` (sparse models may have dense blocks first).
+
+    Args:
+        t: tokens of a micro step. seq_len: tokens of one sequence, for attention that keeps its matrix.
+    """
     d, dense = g.hidden, g.is_dense(block)
     width = (g.dense_ffn or g.ffn) if dense else g.ffn * g.experts_per_token + g.shared_ffn
     feed = 2 * t * width
@@ -83,9 +104,10 @@ def block_bytes(g: Geometry, t: int, kernels: str = "hf", block: int = 0) -> Blo
     first, second = norm_kept(g, t, kernels), norm_kept(g, t, kernels) if g.norms >= 2 else 0
     second += (g.norms - 2) * norm_kept(g, t, kernels, feeds_linear=False) if g.norms > 2 else 0
     fused = kernels == "liger" or not g.rms
-    return BlockBytes(
+    matrix = (10 if g.soft_cap else 6) * t * (seq_len or t) * g.heads if g.eager else 0
+    general = BlockBytes(
         first_norm=first,
-        attention=_attention_kept(g, t, kernels),
+        attention=_attention_kept(g, t, kernels) + matrix,
         second_norm=second + (t * d if g.dropout else 0),
         product=products,
         middle=middle,
@@ -97,6 +119,7 @@ def block_bytes(g: Geometry, t: int, kernels: str = "hf", block: int = 0) -> Blo
         feed=feed,
         stream=2 * t * d,
     )
+    return general if kernels == "liger" else _counted(g, t, general)
 
 
 # Liger's fused linear cross entropy works through the tokens in chunks of next_pow2(t / ceil(V / d)) rows

@@ -49,7 +49,7 @@ class _Run:
         self.after = [i for i in outside if i >= last_block]
         self.head = self._head()
         self.tied = bool(plan.parameters.tied)
-        self.costs = {b: block_bytes(self.g, self.t, plan.kernels, b) for b in self._distinct_blocks()}
+        self.costs = {b: block_bytes(self.g, self.t, plan.kernels, b, plan.seq_len) for b in self._distinct_blocks()}
         self.recompute = plan.checkpointing == "full"
 
     def _head(self) -> list[int]:
@@ -258,11 +258,12 @@ class _Run:
         self.backward(steady)
 
 
-def device_tape(plan: PlanInput) -> Tape:
+def device_tape(plan: PlanInput, *, steady_only: bool = False) -> Tape:
     """The GPU's tape of one rank (the one that holds most).
 
     Two steps stand for all: in the first the moments appear and nothing is prefetched; in the second both are there.
-    Two micro steps stand for any number of them.
+    Two micro steps stand for any number of them. `steady_only` leaves the first step out, which never holds more than a
+    later one: half the work for a search.
     """
     tape = Tape()
     shards = sharding(plan, tape)
@@ -272,7 +273,9 @@ def device_tape(plan: PlanInput) -> Tape:
     tape.phase("start-up")
     shards.initialise()
     micro_steps = min(plan.accumulation, 2)
-    for step in range(2):
+    if steady_only:
+        shards.step(first=True)
+    for step in (1,) if steady_only else (0, 1):
         for micro in range(micro_steps):
             run.micro_step(micro, last=micro == micro_steps - 1, steady=step > 0)
         shards.step(first=step == 0)

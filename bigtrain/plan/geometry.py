@@ -20,6 +20,31 @@ _PLAIN_MLP = {
 _FOUR_NORMS = {"gemma2", "gemma3_text", "glm4"}
 _ONE_NORM = {"cohere", "cohere2", "phi", "gptj"}
 _QK_NORM = {"qwen3", "qwen3_moe", "olmoe", "olmo2", "gemma3_text"}
+# Bytes that a block keeps for backward with transformers' own modules and sdpa, per token: (per hidden, per query,
+# per key/value, per feed-forward element). Counted with torch's saved_tensors_hooks on transformers 5.24
+# (tests/unit/plan/test_activations.py counts again).
+KEPT: dict[str, tuple[int, int, int, int]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "smollm3", "granite"), (16, 4, 4, 8)),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), (16, 4, 4, 8)),
+    "qwen3": (16, 10, 10, 8),
+    "gemma": (20, 4, 4, 8),
+    "gemma3_text": (36, 12, 12, 8),
+    "phi3": (20, 4, 6, 8),
+    "phi": (6, 4, 4, 10),
+    "olmo": (12, 4, 4, 8),
+    "olmo2": (20, 12, 12, 8),
+    "cohere": (14, 4, 4, 8),
+    "cohere2": (14, 4, 4, 8),
+    "stablelm": (8, 6, 4, 8),
+    "glm4": (28, 6, 4, 8),
+    "nemotron": (8, 6, 4, 4),
+    "starcoder2": (8, 4, 4, 4),
+    "gpt_neox": (12, 4, 4, 4),
+    "gptj": (4, 4, 4, 10),
+    "opt": (12, 4, 4, 2),
+}
+# Classes without sdpa: the attention matrix itself is kept, in fp32 and in bf16.
+_EAGER_ATTENTION = {"gemma2", "gpt_oss", "bloom"}
 # Families whose classes drop activations by default (config keys differ; 0.1 in each default).
 _DROPOUT_KEYS = ("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "dropout_rate", "dropout")
 _DROPOUT_BY_DEFAULT = {"gpt2", "bert", "roberta", "t5", "opt"}
@@ -42,7 +67,9 @@ class Geometry:
         rms: the norms are RMSNorm computed in fp32 by PyTorch operations; otherwise nn.LayerNorm.
         norms: norms per block. qk_norm: queries and keys are normed too.
         dropout: bytes of masks are kept. soft_cap: logits go through tanh.
-        exact: False when only a list of shapes is known and the rest is read off it.
+        kept: bytes a block keeps, by part (see `KEPT`); None: by the general rules.
+        eager: attention keeps its matrix.
+        exact: False when activations are an estimate: the family was not counted, or only shapes are known.
     """
 
     hidden: int
@@ -64,6 +91,8 @@ class Geometry:
     dense_ffn: int = 0
     dropout: bool = False
     soft_cap: bool = False
+    kept: tuple[int, int, int, int] | None = None
+    eager: bool = False
     exact: bool = True
 
     def is_dense(self, block: int) -> bool:
@@ -128,6 +157,9 @@ def geometry(config: Mapping[str, Any]) -> Geometry:
         qk_norm=kind in _QK_NORM or c.flag("use_qk_norm"),
         dropout=bool(dropout),
         soft_cap=bool(c.get("final_logit_softcapping", kind == "gemma2")),
+        kept=KEPT.get(kind),
+        eager=kind in _EAGER_ATTENTION,
+        exact=kind in KEPT,
         **_experts(c, ffn),
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import Any
 from bigtrain.plan.allocator import reserved_bytes
 from bigtrain.plan.constants import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, GPU_MARGIN, HOST_MARGIN, nccl_bytes
 from bigtrain.plan.device import device_tape
+from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.host import host_tape
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.rows import formula, source
@@ -92,6 +93,24 @@ class Plan:
         gpu = gpu_memory_bytes is None or self.input.device == "cpu" or self.gpu_need_bytes() <= gpu_memory_bytes
         return gpu and (host_memory_bytes is None or self.host_need_bytes() <= host_memory_bytes)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What this plan does not know exactly, in words."""
+        plan, found = self.input, []
+        if plan.parameters.kind == "shapes":
+            found.append("activations are an estimate: only a list of shapes is known")
+        elif not plan.geometry.exact:
+            found.append(
+                f"activations are an estimate: blocks of '{plan.parameters.kind}' were not counted tensor by tensor"
+            )
+        if plan.parameters.kind in VISION_LANGUAGE:
+            found.append(
+                "images are counted as their text tokens: the vision tower's own activations are not in the plan"
+            )
+        if plan.kernels == "liger":
+            found.append("liger kernels: checked against one measured run only")
+        return tuple(found)
+
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values, for `--json` and for storing beside a run."""
         plan = self.input
@@ -113,7 +132,7 @@ class Plan:
             "host_peak_bytes": self.host.bytes,
             "host_node_bytes": self.host_node_bytes,
             "host_need_bytes": self.host_need_bytes(),
-            "activations_exact": plan.geometry.exact,
+            "notes": list(self.notes),
             "trees": [_tree_json(tree) for tree in self.rows],
         }
 
@@ -169,9 +188,10 @@ def predict(plan: PlanInput, *, reserve: bool = True) -> Plan:
 
     Args:
         plan: what to simulate.
-        reserve: also replay the caching allocator; without it "reserved" is the allocated peak, enough for a search.
+        reserve: also replay the caching allocator and the first step; without it "reserved" is the allocated peak, and
+            the same peaks are found in half the time.
     """
-    device, host = device_tape(plan), host_tape(plan)
+    device, host = device_tape(plan, steady_only=not reserve), host_tape(plan)
     if plan.device == "cpu":
         gpu_tree, host_tree = _on_cpu(plan, device, host)
         return Plan(plan, gpu_tree, 0, 0, host_tree, plan.ranks_per_node)

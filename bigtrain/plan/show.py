@@ -60,8 +60,7 @@ def plan_text(plan: Plan, gpu_memory: int | None, host_memory: int | None, rates
         f"  one host: {plan.ranks_per_node} x {show_bytes(plan.host.bytes)} = {show_bytes(plan.host_node_bytes)}",
         "",
     ]
-    if not plan.input.geometry.exact:
-        lines.append("activations are an estimate: only a list of shapes is known")
+    lines += [f"note: {note}" for note in plan.notes]
     if plan.input.device == "cuda":
         lines.append(_verdict("GPU", plan.gpu_need_bytes(), gpu_memory, GPU_MARGIN))
     lines.append(_verdict("host", plan.host_need_bytes(), host_memory, HOST_MARGIN))

@@ -1,5 +1,6 @@
 """The search: what it drops, what it prefers, what it says when nothing fits."""
 
+import functools
 import json
 
 import pytest
@@ -17,6 +18,7 @@ def base(name="llama-8.36b", world=1, **values):
     return plan_input(shapes.config_dict(name), world_size=world, gpus_per_node=min(world, 8), **values)
 
 
+@functools.cache
 def pick(name="llama-8.36b", world=1, gpu=47.4, host=256, batch=None, **values):
     return choose(base(name, world), gpu_memory_bytes=int(gpu * GIB), host_memory_bytes=int(host * GIB),
                   global_batch=batch or 4 * world, **values)  # fmt: skip
@@ -61,9 +63,9 @@ def test_search_agrees_with_brute_force_on_a_small_model():
     assert choice.best.time.total_s <= min(found) + 1e-3
 
 
-@pytest.mark.parametrize("gpu, host", [(24, 64), (47.4, 128), (80, 2000)])
+@pytest.mark.parametrize("gpu, host", [(12, 32), (24, 64)])
 def test_more_memory_is_never_slower(gpu, host):
-    small, large = pick(gpu=gpu, host=host), pick(gpu=gpu * 2, host=host * 2)
+    small, large = pick("llama-1b", gpu=gpu, host=host), pick("llama-1b", gpu=gpu * 2, host=host * 2)
     if small.best:
         assert large.best.time.total_s <= small.best.time.total_s + 1e-3
 

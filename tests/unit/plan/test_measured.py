@@ -47,7 +47,7 @@ def test_speed_of_a_real_run_is_near_enough_to_rank(name):
 
 
 class Unsharded:
-    """No ZeRO at all: bf16 weights, `states` bytes of optimizer state a parameter, every gradient kept until the step."""
+    """No ZeRO: bf16 weights, `states` bytes of optimizer state a parameter, every gradient kept until the step."""
 
     def __init__(self, plan, tape, states):
         self.plan, self.tape, self.states = plan, tape, states
@@ -75,7 +75,7 @@ class Unsharded:
         self.tape.drop(*(("grad", i) for i in range(len(self.plan.parameters.items))))
 
 
-# H100, no ZeRO, 3B, sequences of 4,096, micro batch 4, checkpointing, flash attention, bf16 fused AdamW (4 B of states):
+# H100, no ZeRO, 3B, sequences of 4,096, micro batch 4, checkpointing, flash attention, bf16 fused AdamW (4 B a state):
 # peak allocated in 1e9 bytes. These rows test activations, logits and the fused loss by themselves.
 @pytest.mark.parametrize("kernels, peak", [("hf", 47.8), ("liger", 27.5)])
 def test_activations_of_a_real_run_without_zero(kernels, peak):
