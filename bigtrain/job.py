@@ -265,7 +265,8 @@ def check_fit(job: Job) -> dict[str, Any] | None:
     if not layout.fits(gpu, host):
         raise DoesNotFitError(
             f"{plan_text(layout, gpu, host)}\n\nNothing was built. Try --gradient_checkpointing, a smaller micro batch or "
-            "seq_len, --optim adamw_8bit, the next ds_config down the ladder, or `bigtrain plan --auto`; --no_plan starts all the same."
+            "seq_len, --optim adamw_8bit, the next ds_config down the ladder, or `bigtrain plan --auto`. --no_plan starts the "
+            "run all the same."
         )
     return {k: v for k, v in layout.to_json().items() if k != "trees"}
 
