@@ -8,7 +8,7 @@ VENV   ?= .venv
 PYTHON ?= python3
 OUT    ?= out/first
 DATA   ?= out/stdlib
-STEPS  ?= 120
+STEPS  ?= 100
 
 # The environment's own bin first: building DeepSpeed's CPU Adam looks for `ninja` there.
 BIN := $(abspath $(VENV))/bin
@@ -32,12 +32,12 @@ train: $(VENV)/.installed $(DATA)/train.jsonl
 	    --model_name_or_path preset:llama-tiny --tokenizer_name_or_path $(DATA)/tokenizer --resize_vocab \
 	    --train_data $(DATA)/train.jsonl --eval_data $(DATA)/validation.jsonl --seq_len 256 \
 	    --per_device_train_batch_size 8 --max_steps $(STEPS) --learning_rate 3e-3 --lr_scheduler_type cosine \
-	    --warmup_steps 10 --eval_steps 60 --save_steps 60 --save_total_limit 1 \
+	    --warmup_steps 10 --eval_steps 50 --save_steps 50 --save_total_limit 1 \
 	    --output_dir $(OUT) --overwrite_output_dir
 	@echo "Look at $(OUT)/report.html"
 
 $(DATA)/train.jsonl: | $(VENV)/.installed
-	$(BIN)/python -m bigtrain.data.demo stdlib $(DATA)
+	$(BIN)/python -m bigtrain.data.demo stdlib $(DATA) --max_bytes 6000000
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest

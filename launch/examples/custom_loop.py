@@ -28,10 +28,10 @@ def main(text: str, tokenizer_dir: str, out: str, steps: int = 10) -> None:
             loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}).loss
             engine.backward(loss)
             result = engine.step()  # acts on the second micro batch, None before
-        if ranks.is_main():
+        if result and ranks.is_main():
             print(f"step {result.step}: loss {result.loss:.4f}, gradient norm {result.grad_norm:.3f}", flush=True)
     engine.export(f"{out}/model", tokenizer=tokenizer)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[-3:])  # the launcher puts --local_rank first
+    main(sys.argv[-3], sys.argv[-2], sys.argv[-1])  # the launcher puts --local_rank first

@@ -51,4 +51,4 @@ def main(teacher_file: str, out: str, steps: int = 30) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[-2:])
+    main(sys.argv[-2], sys.argv[-1])
