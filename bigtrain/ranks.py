@@ -143,13 +143,15 @@ def together(what: str) -> Iterator[None]:
     except Exception as error:
         failure = error
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    texts = all_gather_object(text)
+    told = all_gather_object((text, getattr(failure, "exit_code", BigtrainError.exit_code)))
     if failure is not None:
         raise failure
-    failed = {r: t for r, t in enumerate(texts) if t is not None}
+    failed = {r: t for r, (t, _) in enumerate(told) if t is not None}
     if failed:
         listing = "\n".join(f"  rank {r}: {t}" for r, t in failed.items())
-        raise RanksDisagreeError(f"{what} failed on {len(failed)} of {len(texts)} ranks:\n{listing}", dict(failed))
+        error = RanksDisagreeError(f"{what} failed on {len(failed)} of {len(told)} ranks:\n{listing}", dict(failed))
+        error.exit_code = told[min(failed)][1]  # every rank leaves with the same code
+        raise error
 
 
 def main_decides(decide: Callable[[], T], what: str) -> T:
@@ -167,7 +169,9 @@ def main_decides(decide: Callable[[], T], what: str) -> T:
     if caught is not None:
         raise caught
     if error is not None:
-        raise RanksDisagreeError(f"{what} failed on rank 0: {error[0]}: {error[1]}", {0: error[1]})
+        failed = RanksDisagreeError(f"{what} failed on rank 0: {error[0]}: {error[1]}", {0: error[1]})
+        failed.exit_code = error[2]  # every rank leaves with the same code
+        raise failed
     return value  # type: ignore[return-value]
 
 

@@ -42,27 +42,30 @@ class RunFolder:
     def __init__(self, root: str | Path):
         self.root = Path(root).expanduser().resolve()
 
-    def open(self, *, resume: str | None, overwrite: bool) -> None:
-        """Make the folder ready for a run.
+    def check(self, *, resume: str | None, overwrite: bool) -> None:
+        """Look whether a run may write here; changes nothing.
 
         Raises:
-            UsageError: it holds a run and the user said neither to resume nor to overwrite it.
+            UsageError: it holds a run and the user said neither to resume nor to overwrite it, or it cannot be written to.
         """
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"output_dir {self.root} is a file")
         there = self._own()
-        if there and resume is None:
-            if not overwrite:
-                names = ", ".join(sorted(p.name for p in there)[:6])
-                raise UsageError(
-                    f"output_dir {self.root} already holds a run ({names}). Continue it with --resume_from_checkpoint auto, "
-                    "start over with --overwrite_output_dir, or name another folder."
-                )
-            for path in there:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if there and resume is None and not overwrite:
+            names = ", ".join(sorted(p.name for p in there)[:6])
+            raise UsageError(
+                f"output_dir {self.root} already holds a run ({names}). Continue it with --resume_from_checkpoint auto, "
+                "start over with --overwrite_output_dir, or name another folder."
+            )
+        above = next(p for p in (self.root, *self.root.parents) if p.exists())
+        if not os.access(above, os.W_OK):
+            raise UsageError(f"output_dir {self.root} cannot be written to: no permission in {above}")
+
+    def open(self, *, resume: str | None) -> None:
+        """Make the folder; without `resume`, what an earlier run left there is removed."""
+        for path in self._own() if resume is None else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         self.root.mkdir(parents=True, exist_ok=True)
-        if not os.access(self.root, os.W_OK):
-            raise UsageError(f"output_dir {self.root} cannot be written to")
 
     def _own(self) -> list[Path]:
         names = [self.root / n for n in (*OWN_FILES, *OWN_FOLDERS)]

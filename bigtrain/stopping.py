@@ -38,6 +38,8 @@ class StopSignal:
         now = time.monotonic()
         if self.requested is None:
             self.requested, self._first_at = signal.Signals(number).name, now
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, b"\nstopping after this step; Ctrl-C again leaves at once\n")
         elif number == signal.SIGINT and now - self._first_at > ECHO_S:
             os.write(2, b"\nsecond Ctrl-C: leaving at once\n")
             os._exit(EXIT_INTERRUPTED)

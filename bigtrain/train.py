@@ -13,12 +13,11 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bigtrain.errors import BigtrainError, StoppedError
+from bigtrain.errors import BigtrainError, RanksDisagreeError, StoppedError
 from bigtrain.stopping import StopSignal
 
 logger = logging.getLogger("bigtrain")
@@ -27,7 +26,8 @@ logger = logging.getLogger("bigtrain")
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the command line says; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    with StopSignal() as stop, tools_on_path():
+    tools_on_path()
+    with StopSignal() as stop:
         try:
             from bigtrain.arguments import parse
 
@@ -35,8 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = parse(words)
             train(args, stop)
             return 0
-        except BigtrainError as error:
-            return report_error(error)
         except Exception as error:
             return report_error(error)
         finally:
@@ -58,11 +56,12 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     places = check_places()
     folder = RunFolder(args.output_dir)
     ranks.main_decides(
-        lambda: folder.open(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir), "opening output_dir"
+        lambda: folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir), "checking output_dir"
     )
     resume = ranks.main_decides(lambda: folder.resume_point(args.resume_from_checkpoint), "looking for a checkpoint")
     job = jobs.prepare(args, config)
     planned = None if args.no_plan else jobs.check_fit(job)
+    ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
     if ranks.is_main():
         announce(job, folder, places, planned)
     model, isolation = jobs.build(job)
@@ -73,6 +72,9 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     run = Run(job, engine, folder, stop, jobs.flops_formula(model, job.seq_len), places, isolation.document_bounds)
     try:
         return run.finish(run.loop())
+    except Exception as error:
+        run.failed(error)
+        raise
     finally:
         run.close()
         engine.close()
@@ -247,6 +249,15 @@ class Run:
             raise BigtrainError(outcome)
         return summary
 
+    def failed(self, error: Exception) -> None:
+        """Write down how it ended; `python -m bigtrain.diagnostics.report OUT` shows what there is."""
+        from bigtrain.runfolder import now
+
+        if self.main and not isinstance(error, StoppedError):
+            self.folder.update_run(
+                outcome=f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", ended=now()
+            )
+
     def _summarise(self, outcome: str) -> dict[str, Any]:
         from bigtrain.diagnostics.metrics import read_rows, summarise
         from bigtrain.diagnostics.report import flatten, write_report
@@ -349,13 +360,11 @@ def start_logging() -> None:
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
 
 
-@contextmanager
-def tools_on_path() -> Iterator[None]:
+def tools_on_path() -> None:
     """Put this Python's own bin folder on PATH: building CPU Adam needs the `ninja` that was installed beside it."""
     own = str(Path(sys.executable).parent)
     if own not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = own + os.pathsep + os.environ.get("PATH", "")
-    yield
 
 
 def report_error(error: Exception) -> int:
@@ -369,7 +378,7 @@ def report_error(error: Exception) -> int:
         return BigtrainError.exit_code
     if rank == "0":
         print(f"{type(ours).__name__}: {ours}" if ours.exit_code != StoppedError.exit_code else str(ours), file=sys.stderr)
-    elif os.environ.get("LOCAL_RANK") == "0" or _has_met():
+    elif (os.environ.get("LOCAL_RANK") == "0" or _has_met()) and not isinstance(ours, RanksDisagreeError | StoppedError):
         print(f"[rank {rank}] {type(ours).__name__}: {str(ours).splitlines()[0]}", file=sys.stderr)
     sys.stderr.flush()
     return ours.exit_code

@@ -229,6 +229,21 @@ def test_stop_on_one_rank_stops_all_and_resumes(demo, tmp_path):
     assert not (out / "model").exists()
 
 
+def test_ctrl_c_in_a_terminal_under_deepspeed(demo, tmp_path):
+    """The terminal signals launcher and ranks, then the launcher signals the ranks: that is no second Ctrl-C."""
+    out = tmp_path / "out"
+    process = start([*DEEPSPEED, *flags(demo, out, max_steps=400, save_steps=1000)])
+    wait_for_rows(process, out, 2)
+    ranks = children_of(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=LIMIT_S)[0]
+    for rank in ranks:
+        rank.wait(LIMIT_S)
+    assert json.loads((out / "run.json").read_text())["outcome"].startswith("stopped by SIGINT"), said[-4000:]
+    assert [p.name for p in out.glob("checkpoint-*")] == [f"checkpoint-{rows_of(out)[-1]['step']}"]
+    assert "leaving at once" not in said.split("Ctrl-C again leaves at once")[-1]
+
+
 def test_ctrl_c_alone_and_resume_is_exact(demo, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     run([*ALONE, *flags(demo, whole, max_steps=8, dataloader_num_workers=1)])
