@@ -21,7 +21,7 @@ def test_checkpoints_are_sorted_by_number(folder):
 
 
 def test_a_run_is_not_written_over_by_accident(folder, tmp_path):
-    with pytest.raises(UsageError, match="already holds a run .*checkpoint-10.*--resume_from_checkpoint auto"):
+    with pytest.raises(UsageError, match=r"already holds a run .*checkpoint-10.*--resume_from_checkpoint auto"):
         folder.check(resume=None, overwrite=False)
     folder.check(resume="auto", overwrite=False)
     folder.check(resume=None, overwrite=True)
