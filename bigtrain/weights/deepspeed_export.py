@@ -67,8 +67,8 @@ def _model_of(model_dir: str | Path | None) -> tuple[torch.nn.Module, Any]:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(model_dir)
-    names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
-    cls = getattr(transformers, names[0], None)
+    names = getattr(config, "architectures", None) or [""]
+    cls = getattr(transformers, names[0], None) if names[0] else None
     from transformers.initialization import no_init_weights
 
     with torch.device("meta"), no_init_weights():

@@ -58,8 +58,25 @@ class Inert:
         return int(self.args[0])  # an enum's value
 
 
+def _without_state(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """In place of `_rebuild_from_type_v2`: the tensor alone, without the attributes that were pickled with it."""
+    return function(*arguments)
+
+
+def _parameter_without_state(data: Any, requires_grad: bool, hooks: Any, state: Any) -> Any:
+    return data
+
+
+_REPLACED = {
+    ("torch._tensor", "_rebuild_from_type_v2"): _without_state,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter_without_state,
+}
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _REPLACED:
+            return _REPLACED[module, name]
         if name in _SAFE.get(module, ()):
             return super().find_class(module, name)
         if module.startswith(_INERT):
@@ -260,9 +277,7 @@ def _find_frozen(folder: DeepSpeedFolder, states: list[dict[str, Any]]) -> None:
         pieces = []
         for rank, state in enumerate(states):
             fragment = state["frozen_param_fragments"][name].reshape(-1)
-            start, stop = (
-                partition.owned_range(math.prod(shape), rank, folder.world) if folder.stage == 3 else (0, math.prod(shape))
-            )
+            start, stop = partition.owned_range(numel, rank, folder.world) if folder.stage == 3 else (0, numel)
             if stop > start:
                 pieces.append(Piece(start, fragment[: stop - start]))
         _add(folder, name, shape, pieces)

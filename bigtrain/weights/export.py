@@ -10,6 +10,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from bigtrain import ranks, zero
 from bigtrain.errors import UsageError, WeightsError
 from bigtrain.weights.companions import exported_config, refuse_unloadable, write_companions
 from bigtrain.weights.dtypes import as_dtype
-from bigtrain.weights.layout import Layout, Shard, plan_layout
+from bigtrain.weights.layout import Layout, plan_layout
 from bigtrain.weights.mapping import Part
 from bigtrain.weights.slots import Piece, Slot, owned_piece, slots_of
 from bigtrain.weights.write import WriteOp, Writer, create, fsync_folder
@@ -159,18 +160,25 @@ def _write_weights(layout: Layout, temporary: str, ranges: bool) -> tuple[int, E
             written += writer.run(range_ops(layout, temporary, own_pieces(layout)))
     except Exception as error:
         problem = error
-    try:
-        for index, (shard, number, part) in enumerate(_gathered_parts(layout, ranges)):
+    pending: Future[int] | None = None
+    with ThreadPoolExecutor(1, "write") as behind:
+        for job in _gathered_jobs(layout, ranges):
             # collective: gathering goes on after a failure, because the other ranks take part
-            with _whole(part, layout) as sources:
-                if index % ranks.world_size() == ranks.rank() and problem is None:
-                    try:
-                        written += writer.run(_conversion_ops(layout, shard, number, sources, temporary))
-                    except Exception as error:
-                        problem = error
-        writer.close()
-    except Exception as error:
-        problem = problem or error
+            with _whole(job, layout) as sources:
+                mine = [place for place in job if place.writer == ranks.rank()]
+                if not mine or problem is not None:
+                    continue
+                try:
+                    ops = _gathered_ops(layout, mine, sources, temporary)
+                    written += pending.result() if pending is not None else 0
+                    pending = behind.submit(writer.run, ops)
+                except Exception as error:
+                    problem = error
+        try:
+            written += pending.result() if pending is not None else 0
+            writer.close()
+        except Exception as error:
+            problem = problem or error
     return written, problem
 
 
@@ -224,39 +232,61 @@ def range_ops(layout: Layout, folder: str, pieces_of: Callable[[str], list[Piece
     return ops
 
 
-def _gathered_parts(layout: Layout, ranges: bool) -> Iterator[tuple[Shard, int, Part]]:
-    """Parts that have to be made from gathered tensors, with their place; the same order on every rank.
+@dataclass(frozen=True)
+class _Place:
+    """A tensor of the export that is made from gathered tensors, where it goes, and the rank that writes it."""
 
-    Without ranges: all, taking turns between the shards, so that the ranks write at the same time.
+    part: Part
+    file: str
+    begin: int
+    writer: int
+
+
+def _gathered_jobs(layout: Layout, ranges: bool) -> list[list[_Place]]:
+    """What has to be gathered, one list per gathering; the same order on every rank.
+
+    With ranges these are the conversions alone; without, everything, taking turns between the files, because each file is
+    written by one rank and all shall write at the same time.
     """
+    jobs: dict[tuple[str, int], list[_Place]] = {}
     longest = max(len(shard.parts) for shard in layout.shards)
     for number in range(longest):
-        for shard in layout.shards:
-            if number < len(shard.parts) and not (ranges and shard.parts[number].runs is not None):
-                yield shard, number, shard.parts[number]
+        for index, shard in enumerate(layout.shards):
+            if number >= len(shard.parts) or (ranges and shard.parts[number].runs is not None):
+                continue
+            part = shard.parts[number]
+            key = ("part", id(part)) if part.runs is not None else ("conversion", id(part.conversion))
+            job = jobs.setdefault(key, [])
+            writer = (job[0].writer if job else len(jobs) - 1) if ranges else index
+            job.append(_Place(part, shard.name, shard.begins[number], writer % ranks.world_size()))
+    return list(jobs.values())
 
 
 @contextlib.contextmanager
-def _whole(part: Part, layout: Layout) -> Iterator[dict[str, torch.Tensor]]:
-    slots = {name: layout.slots[name] for name in part.sources}
+def _whole(job: list[_Place], layout: Layout) -> Iterator[dict[str, torch.Tensor]]:
+    slots = {name: layout.slots[name] for place in job for name in place.part.sources}
     with zero.gathered([slot.tensor for slot in slots.values() if slot.partitioned]):  # type: ignore[misc]
         yield {name: slot.tensor.detach() for name, slot in slots.items()}
 
 
-def _conversion_ops(layout: Layout, shard: Shard, number: int, sources: dict[str, torch.Tensor], folder: str) -> list[WriteOp]:
-    part = shard.parts[number]
-    dtype = layout.dtypes[part.name]
-    if part.runs is not None:
-        runs = part.runs.runs
-        flats = [sources[run.source].reshape(-1)[run.start : run.start + run.length] for run in runs]
-    else:
-        assert part.conversion is not None
-        made = part.conversion.run({name: tensor.to(dtype) for name, tensor in sources.items()})
-        flats = [made[part.made].reshape(-1)]
-    ops, at = [], shard.begins[number]
-    for flat in flats:
-        ops.append(WriteOp(os.path.join(folder, shard.name), at, flat, dtype))
-        at += flat.numel() * dtype.itemsize
+def _gathered_ops(layout: Layout, job: list[_Place], sources: dict[str, torch.Tensor], folder: str) -> list[WriteOp]:
+    """The writes of one gathering, from copies that outlive it."""
+    conversion = job[0].part.conversion if job[0].part.runs is None else None
+    made: dict[str, torch.Tensor] = {}
+    if conversion is not None:
+        dtype = layout.dtypes[job[0].part.name]
+        made = conversion.run({name: tensor.to(dtype) for name, tensor in sources.items()})
+    ops = []
+    for place in job:
+        dtype, at = layout.dtypes[place.part.name], place.begin
+        if place.part.runs is None:
+            flats = [made[place.part.made].reshape(-1)]
+        else:
+            runs = place.part.runs.runs
+            flats = [sources[run.source].reshape(-1)[run.start : run.start + run.length] for run in runs]
+        for flat in flats:
+            ops.append(WriteOp(os.path.join(folder, place.file), at, flat.to("cpu", dtype, copy=True), dtype))
+            at += flat.numel() * dtype.itemsize
     return ops
 
 

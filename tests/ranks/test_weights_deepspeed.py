@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed itself wrote become Hugging Face folders, on any number of ranks, without running their pickles."""
+"""Checkpoints that DeepSpeed itself wrote become Hugging Face folders, on any number of ranks, and their pickles do not run."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def train_and_save(family, root, stage, freeze):
     from bigtrain import zero
 
     model = families.make(family)
+    model.config._experts_implementation = "eager"  # the grouped kernel wants strides of 16 bytes
     for name, param in model.named_parameters():
         param.requires_grad_(not any(part in name for part in freeze))
     config = {
