@@ -56,6 +56,7 @@ class Candidate:
             "micro_batch": self.input.micro_batch,
             "accumulation": self.input.accumulation,
             "reduce_bucket_size": zero.reduce_bucket_elems,
+            "grad_accum_dtype": "fp32" if zero.grad_bytes == 4 else "bf16",
             "world_size": self.input.world_size,
         }
 
@@ -69,6 +70,7 @@ class Candidate:
         parts.append(f"micro batch {o['micro_batch']} x {o['accumulation']}")
         if o["reduce_bucket_size"] == SMALL_BUCKET_ELEMS:
             parts.append("small buckets")
+        parts.append(f"{o['grad_accum_dtype']} gradients")
         return ", ".join(parts)
 
 
@@ -205,6 +207,20 @@ def judge(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | Non
     return Candidate(plan, not why, why, gpu_short, host_short, found, time)
 
 
+def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> Candidate:
+    """The plan as it is, with smaller buckets, or with gradients summed in bf16: the first that fits, else as it is."""
+    asked = judge(plan, gpu, host, rates)
+    if asked.fits or asked.plan is None:  # weights and states alone are too large: these do not help
+        return asked
+    buckets = [plan, plan.but(reduce_bucket_elems=min(SMALL_BUCKET_ELEMS, plan.settings.reduce_bucket_elems))]
+    sums = [x.but(grad_bytes=2) for x in buckets] if plan.settings.grad_bytes == 4 else []
+    for other in (*buckets[1:], *sums):
+        candidate = judge(other, gpu, host, rates)
+        if candidate.fits:
+            return candidate
+    return asked
+
+
 def choose(
     base: PlanInput,
     *,
@@ -234,12 +250,7 @@ def choose(
     for family in _families(base, optimizers):
         for micro in _micro_batches(batch // world):
             settings = family.but(micro_batch=micro, accumulation=batch // world // micro)
-            candidate = judge(settings, gpu_memory_bytes, host_memory_bytes, rates)
-            if not candidate.fits and candidate.gpu_short_bytes and not candidate.host_short_bytes and candidate.plan:
-                small = settings.but(reduce_bucket_elems=min(SMALL_BUCKET_ELEMS, settings.settings.reduce_bucket_elems))
-                candidate = max(
-                    candidate, judge(small, gpu_memory_bytes, host_memory_bytes, rates), key=lambda c: c.fits
-                )
+            candidate = _first_fitting(settings, gpu_memory_bytes, host_memory_bytes, rates)
             (fitting if candidate.fits else rejected).append(candidate)
             if not candidate.fits and candidate.gpu_short_bytes:
                 break  # a larger micro batch holds more
@@ -255,7 +266,7 @@ def choose(
 
 def _smallest(base: PlanInput, optimizers: tuple[str, ...]) -> list[PlanInput]:
     """The configurations that hold least, one for each optimizer and placement."""
-    least = base.but(micro_batch=1, accumulation=1, reduce_bucket_elems=SMALL_BUCKET_ELEMS)
+    least = base.but(micro_batch=1, accumulation=1, reduce_bucket_elems=SMALL_BUCKET_ELEMS, grad_bytes=2)
     return [f for f in _families(least, optimizers) if f.checkpointing == "full" and f.settings.stage >= 2]
 
 

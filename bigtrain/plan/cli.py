@@ -12,7 +12,7 @@ from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, Choice, choose
 from bigtrain.plan.families import read_json
 from bigtrain.plan.inputs import PlanInput, plan_input
-from bigtrain.plan.machine import gpu_memory, host_memory, parse_bytes
+from bigtrain.plan.machine import gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
 from bigtrain.plan.roofline import Rates, rates_from
 from bigtrain.plan.show import choice_text, plan_text
@@ -177,8 +177,20 @@ def run(args: argparse.Namespace) -> int:
         print(choice_text(choice, rates))
         if choice.best:
             print(f"\nchosen: {choice.best.describe()}\n")
-            print(plan_text(predict(choice.best.input), gpu, host, rates))
+            plan = predict(choice.best.input)
+            print(plan_text(plan, gpu, host, rates))
+            _warn_about_locks(plan)
     return 0 if choice.best else DOES_NOT_FIT
+
+
+def _warn_about_locks(plan: Plan) -> None:
+    """Pinned memory that this machine may not lock is an error at start-up that looks like a full GPU."""
+    found, pinned = host_memory(), plan.host_pinned_bytes
+    if found is not None and found.lockable_bytes is not None and pinned > found.lockable_bytes:
+        print(
+            f"warning: a rank pins {show_bytes(pinned)}, the lock limit here (ulimit -l) is "
+            f"{show_bytes(found.lockable_bytes)}: raise it, or set pin_memory to false in the offload blocks"
+        )
 
 
 def _print_plan(args: argparse.Namespace, plan: Plan, gpu: int | None, host: int | None, rates: Rates) -> int:
@@ -188,4 +200,5 @@ def _print_plan(args: argparse.Namespace, plan: Plan, gpu: int | None, host: int
         print(json.dumps({**plan.to_json(), **limits}, indent=2))
     else:
         print(plan_text(plan, gpu, host, rates))
+        _warn_about_locks(plan)
     return 0 if fits else DOES_NOT_FIT

@@ -29,6 +29,7 @@ class _Host:
         self.groups = split_groups(self.items, plan.decay_groups, plan.trains)
         # On CPU 'pin_memory' does nothing (accelerator/cpu_accelerator.py).
         self.pins = self.zero.pin_memory and plan.device == "cuda"
+        self.pinned = 0
 
     def pin(self, key: Hashable, size: float, row: str, copied: bool = True) -> None:
         """A buffer that is pinned where the settings say so; the rounding is a row of its own.
@@ -39,6 +40,7 @@ class _Host:
             self.tape.hold(("pageable", key), size, "host copies in passing")
         self.tape.hold(key, size, row)
         if self.pins:
+            self.pinned += pinned_bytes(size)
             self.tape.hold(("rounding", key), pinned_bytes(size) - int(size), "pinned rounding")
         self.tape.drop(("pageable", key))
 
@@ -65,8 +67,8 @@ class _FlatHost(_Host):
             self.pin(("grads", g), self.layout.step_grad * group.partition, "gradients, host fp32")
 
     def backward(self) -> None:
-        if self.plan.accumulation == 1:
-            return
+        if self.plan.accumulation == 1 or self.zero.grad_bytes == 4:
+            return  # one micro step needs no sum; fp32 sums stay on the GPU
         rank = heaviest_rank(self.items, self.flat, self.plan.world_size)
         for group in self.flat:
             for at, i in enumerate(group.members):
@@ -76,7 +78,7 @@ class _FlatHost(_Host):
     def step(self) -> None:
         for g, group in enumerate(self.flat):
             if not self.tape.holds(("moments", g)):
-                self.tape.hold(("moments", g), self.layout.moments * group.partition, "moments, host")
+                self.tape.hold(("moments", g), self.plan.moment_bytes * group.partition, "moments, host")
 
 
 class _SlicedHost(_Host):
@@ -126,7 +128,7 @@ class _SlicedHost(_Host):
     def step(self) -> None:
         for s, size in enumerate(self.on_host):
             if not self.tape.holds(("moments", s)):
-                self.tape.hold(("moments", s), self.layout.moments * size, "moments, host")
+                self.tape.hold(("moments", s), self.plan.moment_bytes * size, "moments, host")
             if not self.zero.offload_param:
                 # fp32 on the host -> bf16 on the GPU: torch converts on the host first (ATen Copy.cu).
                 self.tape.touch(2 * size, "host copies in passing")
@@ -134,6 +136,15 @@ class _SlicedHost(_Host):
 
 def host_tape(plan: PlanInput) -> Tape:
     """The host's tape of one rank."""
+    return _simulate(plan).tape
+
+
+def page_locked_bytes(plan: PlanInput) -> int:
+    """Pinned memory of one rank, rounding included: what must be lockable."""
+    return _simulate(plan).pinned
+
+
+def _simulate(plan: PlanInput) -> _Host:
     zero = plan.settings
     host: _Host
     if zero.stage == 3 and (zero.offload_optimizer or zero.offload_param):
@@ -165,4 +176,4 @@ def host_tape(plan: PlanInput) -> Tape:
     tape.touch(SAVE_BUFFER_BYTES, "save buffer")
     tape.phase("export")
     tape.touch(2 * plan.parameters.largest_elems, "export, one whole parameter")
-    return tape
+    return host

@@ -177,6 +177,15 @@ class PlanInput:
     def largest_trained_elems(self) -> int:
         return max(p.elems for p, trains in zip(self.parameters.items, self.trains) if trains)
 
+    @cached_property
+    def moment_bytes(self) -> float:
+        """Bytes of moments of an average trained element: Muon keeps one momentum for the matrices of blocks."""
+        layout = LAYOUTS[self.optimizer]
+        pairs = zip(self.parameters.items, self.trains)
+        matrices = sum(p.elems for p, trains in pairs if trains and p.block is not None and len(p.shape) > 1)
+        rest = self.trained_elems - matrices
+        return (layout.matrix_moments * matrices + layout.moments * rest) / self.trained_elems
+
     @property
     def tokens(self) -> int:
         """Tokens of one micro step of one rank."""

@@ -9,7 +9,7 @@ from bigtrain.plan.allocator import reserved_bytes
 from bigtrain.plan.constants import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, GPU_MARGIN, HOST_MARGIN, nccl_bytes
 from bigtrain.plan.device import device_tape
 from bigtrain.plan.family_others import VISION_LANGUAGE
-from bigtrain.plan.host import host_tape
+from bigtrain.plan.host import host_tape, page_locked_bytes
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.rows import formula, source
 from bigtrain.plan.tape import Ledger, Tape
@@ -75,6 +75,11 @@ class Plan:
         """GPU and host as trees."""
         return (self.gpu, self.host)
 
+    @property
+    def host_pinned_bytes(self) -> int:
+        """One rank's page-locked memory; a container's lock limit (`ulimit -l`) must allow it."""
+        return page_locked_bytes(self.input)
+
     def gpu_need_bytes(self) -> int:
         """What a card must have: the least that can work, with the margin.
 
@@ -131,6 +136,7 @@ class Plan:
             "gpu_need_bytes": self.gpu_need_bytes(),
             "host_peak_bytes": self.host.bytes,
             "host_node_bytes": self.host_node_bytes,
+            "host_pinned_bytes": self.host_pinned_bytes,
             "host_need_bytes": self.host_need_bytes(),
             "notes": list(self.notes),
             "trees": [_tree_json(tree) for tree in self.rows],

@@ -20,7 +20,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "weights before flattening": ("2 P, until the flat copy is made", f"{_S2} flatten_dense_tensors_aligned"),
     "weights, frozen": ("2 n of every frozen n (stages 0-2)", f"{_S2} is_optimized_parameter"),
     "weights, persistent": ("2 n of every n <= persistence threshold, N > 1", f"{_PP} ds_persist"),
-    "weights, gathered": ("2 n of the modules at work + 2 x 2 K prefetched", f"{_PP} _all_gather_dtype"),
+    "weights, gathered": ("2 n at work or within reuse distance + 2 x 2 K ahead", f"{_PP} _all_gather_dtype"),
     "weights, one whole parameter": ("2 L while the model is built", f"{_PP} _post_init_method"),
     "weights, copied to the GPU": ("2 n of the modules at work", f"{_PP} ds_tensor.to(device), offload_param"),
     "weights, slice clone": ("2 p, freed once the master exists", f"{_S2} weights_partition ... .detach().clone()"),

@@ -39,7 +39,7 @@ class StateLayout:
 LAYOUTS: dict[str, StateLayout] = {
     "adamw": StateLayout(4, 8, 8, 4, "DeepSpeed stage_1_and_2.py single_partition_of_fp32_groups; Adam m, v in fp32"),
     "adamw_8bit": StateLayout(4, EIGHT_BIT_MOMENTS, EIGHT_BIT_MOMENTS, 4, "fp32 master; bitsandbytes 8-bit m, v"),
-    "muon": StateLayout(4, 8, 4, 4, "fp32 master; momentum for matrices of blocks, Adam for the rest", True, (1, 2, 3)),
+    "muon": StateLayout(4, 8, 4, 4, "fp32 master; momentum for matrices of blocks, Adam for the rest"),
     "adamw_split": StateLayout(2, 8, 8, 2, "bf16 weight + 16 missing bits; fp32 m, v", False, (1, 2, 3)),
     "adamw_split_8bit": StateLayout(
         2, EIGHT_BIT_MOMENTS, EIGHT_BIT_MOMENTS, 2, "bf16 weight + 16 missing bits; 8-bit m, v", False, (1, 2, 3)

@@ -124,18 +124,21 @@ class FlatSharding:
     def _keep(self, i: int) -> None:
         g, at = self.place[i]
         owned = self.groups[g].owned(at, self.items[i].elems, self.rank)
-        if self.zero.offload_optimizer:
+        if self.zero.offload_optimizer and not self.compact:
             if owned and self.last:
                 self.tape.touch(8 * owned, "gradient norm in fp64", self.side)
                 self.tape.touch(4 * owned, "gradient, fp32 slice", self.side)
             self.tape.drop(("large", i))
             return
         if self.compact:
-            # fp32 accumulation: one flat buffer for the step; '.grad' of large parameters stays to the epilogue.
+            # fp32 accumulation: one flat buffer on the GPU until the step, with offload too, as
+            # 'copy_grads_in_partition' has it; '.grad' of large parameters stays to the epilogue.
             if not self.tape.holds("compact"):
                 self.tape.hold("compact", 4 * sum(x.partition for x in self.groups), "gradients, kept", self.side)
             self.tape.touch(4 * owned, "gradient, fp32 slice", self.side)
-            if not owned:
+            if self.zero.offload_optimizer and self.last:
+                self.tape.touch(8 * owned, "gradient norm in fp64", self.side)
+            if not owned or (self.zero.offload_optimizer and self.last):
                 self.tape.drop(("large", i))
             return
         if owned and not self.tape.holds(("kept grads", self.micro)):
@@ -157,6 +160,8 @@ class FlatSharding:
 
     def step(self, first: bool) -> None:
         if self.zero.offload_optimizer:
+            self.tape.phase("optimizer step")
+            self.tape.drop("compact")
             return
         self.tape.phase("norm")
         largest = max(

@@ -60,7 +60,7 @@ class WholeSharding:
             if self.plan.settings.grad_bytes == 2 and self.layout.step_grad == 4:
                 self.tape.hold("cast", 4 * group.partition, "gradients, fp32 for the step")
             if first:
-                self.tape.hold(("moments", g), self.layout.moments * group.partition, "moments")
+                self.tape.hold(("moments", g), self.plan.moment_bytes * group.partition, "moments")
             self.tape.drop("cast")
 
     def export(self) -> None:

@@ -32,8 +32,28 @@ class SlicedSharding:
             self.on_gpu = self.subs[: int((1 - self.zero.ratio) * len(self.subs))]
         self.bucket: list[int] = []
         self.filled = 0
+        self.steady, self.staying = False, 0
+        self.block_elems, self.reuse = self._reuse_distances()
         # 'reduce_and_partition_stream' and the coordinator's '__allgather_stream'.
         self.side, self.gather = (1, 2) if self.zero.overlap_comm else (0, 0)
+
+    def _reuse_distances(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Elements of every block that are gathered, and how many elements pass from its forward to its backward.
+
+        '__params_to_release' walks the recorded trace: the blocks above, the head twice, then every block above again,
+        twice with checkpointing (recompute and backward), once without.
+        """
+        limit, sizes = self.zero.persistence_elems, dict[str, int]()
+        for p in self.items:
+            if p.block is not None and p.elems > limit:
+                sizes[str(p.block)] = sizes.get(str(p.block), 0) + p.elems
+        head = max((p.elems for p in self.items if p.block is None and len(p.shape) == 2), default=0)
+        visits = 1 + (2 if self.plan.checkpointing == "full" else 1)
+        above, distances = 0, dict[str, int]()
+        for block, size in reversed(sizes.items()):
+            distances[block] = visits * above + 2 * head
+            above += size
+        return sizes, distances
 
     # Start-up.
 
@@ -78,16 +98,31 @@ class SlicedSharding:
         whole = [p.elems for p in (self.items[i] for i in members) if p.elems > self.zero.persistence_elems]
         if not whole:
             return
+        self.steady = steady
+        self.tape.drop(("stays", key[1:]))  # what forward left in place is what backward needs
         row = "weights, gathered" if self.world > 1 else "weights, copied to the GPU"
         size = sum(whole) if backward else max(whole)
         self.tape.hold(("window", key), 2 * size, row, self.gather)
         if steady:
             # A prefetched bucket is gathered flat and copied apart: twice its size while the handle lives.
-            ahead = min(self.zero.prefetch_elems, self.zero.max_live_elems, self.gathered - sum(whole))
+            live = sum(whole) + self.staying
+            ahead = max(0, min(self.zero.prefetch_elems, self.zero.max_live_elems - live, self.gathered - live))
             self.tape.hold(("ahead", key), (4 if self.world > 1 else 2) * ahead, row, self.gather)
 
     def release(self, key: str) -> None:
+        """After a module: its weights go, unless the recorded trace needs them again within the reuse distance."""
         self.tape.drop(("window", key), ("ahead", key))
+        block = key[1:]
+        if (
+            key[0] == "f"
+            and self.steady
+            and self.reuse.get(block, self.zero.max_reuse_elems) < self.zero.max_reuse_elems
+        ):
+            row = "weights, gathered" if self.world > 1 else "weights, copied to the GPU"
+            self.tape.hold(("stays", block), 2 * self.block_elems[block], row, self.gather)
+            self.staying += self.block_elems[block]
+        elif key[0] == "b" and self.reuse.get(block, self.zero.max_reuse_elems) < self.zero.max_reuse_elems:
+            self.staying = max(0, self.staying - self.block_elems[block])
 
     # Backward.
 
@@ -146,7 +181,7 @@ class SlicedSharding:
                     self.tape.hold("cast", self.layout.step_grad * size, "gradients, fp32 for the step")
                     self.tape.drop("flat grad")
             if first:
-                self.tape.hold(("moments", s), self.layout.moments * size, "moments")
+                self.tape.hold(("moments", s), self.plan.moment_bytes * size, "moments")
             self.tape.drop("cast", "flat grad")
 
     def export(self) -> None:

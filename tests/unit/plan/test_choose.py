@@ -83,6 +83,15 @@ def test_fewer_tokens_help_where_activations_are_what_is_short():
     assert any(line.startswith("fewer tokens: sequences of") for line in choice.advice)
 
 
+def test_gradients_are_summed_in_bf16_only_where_fp32_does_not_fit():
+    asked = base(world=1, settings=ZeroSettings(grad_bytes=4))
+    limits = {"gpu_memory_bytes": int(47.4 * GIB), "global_batch": 4}
+    tight = choose(asked, host_memory_bytes=128 * GIB, **limits)
+    assert tight.best.options["grad_accum_dtype"] == "bf16"
+    roomy = choose(asked.but(world_size=8), gpu_memory_bytes=80 * GIB, host_memory_bytes=2000 * GIB, global_batch=8)
+    assert roomy.best.options["grad_accum_dtype"] == "fp32"
+
+
 def test_only_allowed_optimizers_are_chosen():
     choice = pick(world=2, optimizers=("adamw",))
     assert {c.options["optimizer"] for c in (*choice.fitting, *choice.rejected)} == {"adamw"}

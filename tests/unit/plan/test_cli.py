@@ -11,7 +11,7 @@ import pytest
 from bigtrain import shapes
 from bigtrain.errors import UsageError
 from bigtrain.plan import cli
-from bigtrain.plan.machine import cgroup_limit, host_memory, parse_bytes, show_bytes
+from bigtrain.plan.machine import HostMemory, cgroup_limit, host_memory, parse_bytes, show_bytes
 
 GIB = 2**30
 
@@ -131,7 +131,7 @@ def fake(tmp_path, meminfo_kb=64 * 2**20, cgroup="0::/a/b\n", files=()):
     return host_memory(tmp_path)
 
 
-def test_B48_the_lowest_limit_above_the_process_counts(tmp_path):
+def test_the_lowest_limit_above_the_process_counts(tmp_path):
     files = {"a/memory.max": str(32 * GIB), "a/b/memory.max": "max\n", "memory.max": str(48 * GIB)}
     memory = fake(tmp_path, files=files)
     assert memory.machine_bytes == 64 * GIB and memory.limit_bytes == memory.usable_bytes == 32 * GIB
@@ -143,6 +143,14 @@ def test_version_1_limits_and_no_limit(tmp_path):
     assert fake(tmp_path, cgroup="5:cpu:/\n4:memory:/job\n", files=files).usable_bytes == 8 * GIB
     assert fake(tmp_path / "none").usable_bytes == 64 * GIB
     assert cgroup_limit(tmp_path / "nowhere") is None and host_memory(tmp_path / "nowhere") is None
+
+
+def test_B46_pinned_memory_above_the_lock_limit_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "host_memory", lambda: HostMemory(2**40, None, lockable_bytes=2**26))
+    run("--model", "preset:llama-1b", "--offload", "optimizer", *LIMITS)
+    assert "the lock limit here (ulimit -l) is 64.0 MiB" in capsys.readouterr().out
+    run("--model", "preset:llama-1b", *LIMITS)
+    assert "lock limit" not in capsys.readouterr().out
 
 
 def test_host_default_is_this_machine(capsys):

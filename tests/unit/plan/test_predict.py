@@ -140,10 +140,35 @@ def test_split_master_saves_what_it_says():
     assert kept == {"adamw": 12, "adamw_split": 10, "adamw_split_8bit": pytest.approx(4.03125)}
 
 
-def test_pinned_blocks_are_rounded_to_powers_of_two():
+def test_B46_pinned_blocks_are_rounded_to_powers_of_two():
     assert [pinned_bytes(n) for n in (1, 2, 3, 4, 5, 4095, 4096, 4097)] == [1, 2, 4, 4, 8, 4096, 4096, 8192]
     rows = {row.name for row in predict(tiny(stage=2, offload="optimizer")).host.rows}
     assert "pinned rounding" in rows
+
+
+def test_fp32_accumulation_under_offload_stays_on_the_gpu_at_stage_2():
+    rows = {}
+    for grad in (2, 4):
+        plan = predict(
+            tiny("llama-50m", stage=2, offload="optimizer", accumulation=4, grad_bytes=grad, decay_groups=False)
+        )
+        rows[grad] = ({r.name: r.bytes for r in plan.gpu.rows}, {r.name: r.bytes for r in plan.host.rows})
+    elems = plan.input.parameters.elems
+    assert rows[4][0]["gradients, kept"] == pytest.approx(4 * elems, abs=1024)
+    assert "gradients, kept" not in rows[2][0]
+    assert "gradients, host accumulated" in rows[2][1] and "gradients, host accumulated" not in rows[4][1]
+
+
+def test_B45_nothing_that_fills_a_card_is_left_out():
+    """6.8 B parameters, 4 ranks, ZeRO-3, both offloads: the official estimate is 0.5 GB a GPU, real use 14-21 GB."""
+    zero = ZeroSettings(stage=3, offload_optimizer=True, offload_param=True, overlap_comm=True)
+    plan = predict(plan_input(shapes.config_dict("llama-7b"), settings=zero, world_size=4, micro_batch=4, seq_len=2048))
+    rows = {row.name for row in plan.gpu.rows}
+    assert {"reduce buckets", "weights, gathered", "checkpoints", "log-probabilities, fp32"} <= rows
+    assert 5e9 < plan.gpu.bytes < 21e9
+    assert 10e9 < plan.gpu_used_bytes < 30e9
+    held = {row.name for row in plan.host.rows}
+    assert {"master, host", "moments, host", "gradients, host fp32", "gradients, host flat", "weights, host"} <= held
 
 
 def test_every_row_of_every_plan_is_documented():
