@@ -1,7 +1,7 @@
 # make train    new environment, then a first run with pictures in out/first (about 5 minutes on two CPU cores)
 # make test     the test suite
 # make lint     ruff and mypy
-# make bench    launch/benchmark.py
+# make bench    the same job under every file of ds_configs/: speed and memory side by side
 # make clean    remove the environment and the first run
 
 VENV   ?= .venv
@@ -26,13 +26,13 @@ endif
 
 .PHONY: train test lint bench clean
 
+JOB = --model_name_or_path preset:llama-tiny --tokenizer_name_or_path $(DATA)/tokenizer --resize_vocab \
+      --train_data $(DATA)/train.jsonl --seq_len 256 --per_device_train_batch_size 8 --learning_rate 3e-3
+
 train: $(VENV)/.installed $(DATA)/train.jsonl
-	deepspeed --num_accelerators $(RANKS) launch/train.py \
-	    --ds_config ds_configs/zero3_offload.json \
-	    --model_name_or_path preset:llama-tiny --tokenizer_name_or_path $(DATA)/tokenizer --resize_vocab \
-	    --train_data $(DATA)/train.jsonl --eval_data $(DATA)/validation.jsonl --seq_len 256 \
-	    --per_device_train_batch_size 8 --max_steps $(STEPS) --learning_rate 3e-3 --lr_scheduler_type cosine \
-	    --warmup_steps 10 --eval_steps 50 --save_steps 50 --save_total_limit 1 \
+	deepspeed --num_accelerators $(RANKS) launch/train.py --ds_config ds_configs/zero3_offload.json $(JOB) \
+	    --max_steps $(STEPS) --lr_scheduler_type cosine --warmup_steps 10 \
+	    --eval_data $(DATA)/validation.jsonl --eval_steps 50 --save_steps 50 --save_total_limit 1 \
 	    --output_dir $(OUT) --overwrite_output_dir
 	@echo "Look at $(OUT)/report.html"
 
@@ -47,8 +47,12 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed
-	$(BIN)/python launch/benchmark.py
+bench: $(VENV)/.installed $(DATA)/train.jsonl
+	for config in ds_configs/*.json; do \
+	    deepspeed --num_accelerators $(RANKS) launch/train.py --ds_config $$config $(JOB) --max_steps 20 --report_to none \
+	        --output_dir out/bench/$$(basename $$config .json) --overwrite_output_dir || true; \
+	done
+	$(BIN)/python -m bigtrain.diagnostics.report $(patsubst ds_configs/%.json,out/bench/%,$(wildcard ds_configs/*.json))
 
 $(VENV)/.installed: setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -24,6 +24,7 @@ class StopSignal:
         self.requested: str | None = None
         self._first_at = 0.0
         self._before: dict[int, Any] = {}
+        self._pid = os.getpid()
 
     def __enter__(self) -> StopSignal:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -35,6 +36,8 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a data worker that was forked with this handler: its rank decides
+            return
         now = time.monotonic()
         if self.requested is None:
             self.requested, self._first_at = signal.Signals(number).name, now

@@ -1,6 +1,7 @@
 """OUT/report.html and OUT/report.png: how a run went, from the files that the run left behind.
 
-    python -m bigtrain.diagnostics.report OUT          # again, or for a run that was killed
+    python -m bigtrain.diagnostics.report OUT              # again, or for a run that was killed
+    python -m bigtrain.diagnostics.report OUT_A OUT_B ...  # several runs side by side, as a table on standard output
 
 The page is one file without scripts or network: plots are inline SVG.
 """
@@ -267,7 +268,36 @@ def _readable(name: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def compare(folders: Sequence[str | Path]) -> str:
+    """Final numbers of several runs as a Markdown table; a run without a row says how it ended."""
+    lines = ["| run | steps | last loss | tokens/s (p10 to p90) | MFU | GPU GiB | host GiB |", "|---|---|---|---|---|---|---|"]
+    for folder in map(Path, folders):
+        rows = read_rows(folder / "metrics.jsonl")
+        if not rows:
+            lines.append(f"| {folder.name} | {_read_json(folder / 'run.json').get('outcome', 'did not start')} | | | | | |")
+            continue
+        s = summarise(rows)
+        speed = s["tokens_per_s"]
+        mfu = f"{100 * s['mfu']['median']:.1f} %" if "mfu" in s else ""
+        loss = "" if s["last_loss"] is None else f"{s['last_loss']:.3f}"
+        memory = [f"{s[f'peak_{kind}_bytes'] / GIB:.2f}" for kind in ("gpu_reserved", "host_rss")]
+        spread = f"{speed['median']:,.0f} ({speed['p10']:,.0f} to {speed['p90']:,.0f})"
+        lines.append(f"| {folder.name} | {s['steps']} | {loss} | {spread} | {mfu} | {memory[0]} | {memory[1]} |")
+    return "\n".join(lines)
+
+
+def main(folders: Sequence[str]) -> int:
+    """Command line; returns the exit code."""
+    if not folders:
+        print("usage: python -m bigtrain.diagnostics.report OUT [OUT ...]", file=sys.stderr)
+        return UsageError.exit_code
+    try:
+        print(write_report(folders[0]) if len(folders) == 1 else compare(folders))
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m bigtrain.diagnostics.report OUT")
-    print(write_report(sys.argv[1]))
+    sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from bigtrain.diagnostics import report
 from bigtrain.diagnostics.metrics import read_rows
 from bigtrain.diagnostics.progress import Progress, clock, loggable, open_trackers, status_line
 from bigtrain.diagnostics.report import MAX_POINTS, flatten, headline, smooth, thin, write_report
@@ -58,6 +59,16 @@ def test_report_as_a_command(run_folder):
         [sys.executable, "-m", "bigtrain.diagnostics.report", str(run_folder)], capture_output=True, text=True
     )
     assert done.returncode == 0 and "report.html" in done.stdout
+
+
+def test_runs_side_by_side(run_folder, tmp_path_factory, capsys):
+    empty = tmp_path_factory.mktemp("empty")
+    (empty / "run.json").write_text('{"outcome": "failed: OutOfMemoryError"}')
+    assert report.main([str(run_folder), str(empty)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == f"| {run_folder.name} | 60 | 5.000 | 2,000 (2,000 to 2,000) |  | 0.00 | 15.00 |"
+    assert "failed: OutOfMemoryError" in lines[3]
+    assert report.main([]) == report.main([str(empty)]) == 2
 
 
 def test_thinning_keeps_the_spike():
