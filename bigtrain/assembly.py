@@ -15,6 +15,7 @@ from bigtrain.master import MasterOptimizer
 from bigtrain.optim.build import build_optimizer
 from bigtrain.optim.groups import param_groups
 from bigtrain.precision import to_bf16
+from bigtrain.reduction import GradientFlags
 from bigtrain.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class Assembled:
         frozen_map: every parameter with its requires_grad at this moment.
         batchnorms: modules whose running statistics ranks must share.
         base_lrs: peak learning rate of each parameter group.
+        flags: marks of non-finite gradients.
     """
 
     ds: Any
@@ -38,9 +40,12 @@ class Assembled:
     frozen_map: list[tuple[str, torch.nn.Parameter, bool]]
     batchnorms: list[Any]
     base_lrs: list[float]
+    flags: GradientFlags
 
 
-def assemble(model: torch.nn.Module, settings: Settings, keep_in_fp32: set[str], leaf_modules: Sequence[type]) -> Assembled:
+def assemble(
+    model: torch.nn.Module, settings: Settings, keep_in_fp32: set[str], leaf_modules: Sequence[type], trace_gradients: bool
+) -> Assembled:
     """Hand the model to DeepSpeed with our optimizer; buffers keep their dtype and values.
 
     Raises:
@@ -56,13 +61,16 @@ def assemble(model: torch.nn.Module, settings: Settings, keep_in_fp32: set[str],
         to_bf16(model, keep_in_fp32)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     frozen_map = [(n, p, p.requires_grad) for n, p in model.named_parameters()]
+    names, params = [n for n, _ in named], [p for _, p in named]
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    flags = GradientFlags(params if trace_gradients else [], device)
     ds = zero.initialize(model, s.config, _optimizer(param_groups(model, s.weight_decay), s))
     optim.after_initialize(s.optimizer, ds)
     restored = buffers.restore(model, saved)
     if restored:
         log.info("kept %d buffers in the dtype they were built with: %s", len(restored), guards.listing(restored))
     base_lrs = [float(group["lr"]) for group in ds.optimizer.param_groups]
-    return Assembled(ds, [n for n, _ in named], [p for _, p in named], frozen_map, buffers.batchnorms(model), base_lrs)
+    return Assembled(ds, names, params, frozen_map, buffers.batchnorms(model), base_lrs, flags)
 
 
 def _optimizer(groups: list[dict[str, Any]], s: Settings) -> torch.optim.Optimizer:

@@ -25,7 +25,7 @@ from bigtrain.guards import RankStep
 from bigtrain.meeting import Point, announce_failure, meet, pack, unpack
 from bigtrain.optim import schedule
 from bigtrain.precision import dtype_table, keep_parameters_in_fp32
-from bigtrain.reduction import GradientFlags, Reduction
+from bigtrain.reduction import Reduction
 from bigtrain.steps import Batch, EvalResult, StepResult
 from bigtrain.watch import Watcher, Whereabouts
 
@@ -49,7 +49,7 @@ class Engine:
         keep_in_fp32: patterns of parameter names that stay fp32; works at stage 0, refused at stages 1 to 3.
         nonfinite_limit: stop after so many skipped steps in a row.
         agree_every: compare replicated state between ranks every so many steps; 0 for never.
-        leaf_modules: classes whose modules gather all their parameters at once at stage 3.
+        leaf_modules: classes whose modules gather all their parameters at once at stage 3; their inputs must carry gradients.
         count_targets: number of loss terms in a batch, for models that count otherwise than `steps.target_counter`.
         uniform_forward: promise that all ranks use the same parameters in every backward, to skip the check (0.2 ms each).
         trace_gradients: mark parameters whose local gradient is not finite, to name rank and parameter.
@@ -118,15 +118,15 @@ class Engine:
         self._nonfinite = guards.NonFiniteCount(nonfinite_limit)
         self._uniform = uniform_forward or ranks.world_size() == 1
         self.count_targets = count_targets or steps.target_counter(model)
-        self._parts = assemble(model, self._settings, keep, leaf_modules)
+        self._parts = assemble(model, self._settings, keep, leaf_modules, trace_gradients)
         self._ds = self._parts.ds
         self._names = self._parts.names
-        self._register(trace_gradients, hang_s)
+        self._register(hang_s)
         torch.manual_seed(seed + ranks.rank())
 
     # ------------------------------------------------------------ construction
 
-    def _register(self, trace_gradients: bool, hang_s: float | None) -> None:
+    def _register(self, hang_s: float | None) -> None:
         """Hooks: who entered which module, which gradients are sound, and which forward a loss came from."""
         self._forwards = 0  # through the engine, since the last step
         self._micro = 0  # backwards since the last step
@@ -134,7 +134,9 @@ class Engine:
         self._inside_forward = False
         self._inside_backward = False
         self._reduction = Reduction(self._ds, self._parts.params)
-        self._flags = GradientFlags(self._parts.params if trace_gradients else [], self.device, self._check_inside)
+        self._reduction.gather_persistent()
+        self._flags = self._parts.flags
+        self._flags.check = self._check_inside
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # this rank's share of the loss, and of the tokens
         self._set_boundary()
         module = self.module
@@ -212,6 +214,8 @@ class Engine:
             )
         if self._micro >= self._planned:
             self._raise_bypass(f"backward() number {self._micro + 1} of a step of {self._planned}: call engine.step() between.")
+        if self._micro == 0:
+            self._check_freezing()
         self._sums[0].add_(loss.detach().double() * weight)
         # DeepSpeed takes the mean over ranks; what is wanted is the sum.
         scaled = loss.float() * (weight * self.world_size)
@@ -226,6 +230,14 @@ class Engine:
             self._at("after backward", False)
         self._micro += 1
         return loss.detach()
+
+    def _check_freezing(self) -> None:
+        names = [n for n, *_ in self._parts.frozen_map]
+        now = [p.requires_grad for _, p, _ in self._parts.frozen_map]
+        changed = guards.changed_freezing([was for *_, was in self._parts.frozen_map], now, names)
+        if changed:
+            announce_failure(self.global_step)
+            raise ModelError(changed)
 
     def _agree_on_parameters(self, _grad: torch.Tensor) -> None:
         """At the start of a backward: if ranks will use different parameters, reduce at its end, in one order (B50)."""
@@ -277,11 +289,6 @@ class Engine:
         sound = torch.isfinite(self._flags.marks).all().double().reshape(1)
         loss, tokens, finite = torch.cat([self._sums, sound]).tolist()
         bad = guards.UNKNOWN if finite else self._flags.first()
-        now = [p.requires_grad for _, p, _ in self._parts.frozen_map]
-        changed = guards.changed_freezing([r for *_, r in self._parts.frozen_map], now, [n for n, *_ in self._parts.frozen_map])
-        if changed:
-            announce_failure(self.global_step)
-            raise ModelError(changed)
         order = self._reduction.order_hash
         packed = (pack(loss), int(tokens), agreement.fold(bad, order))
         rows = meet(Point.STEP, self.global_step, self._micro, packed)
@@ -436,6 +443,7 @@ class Engine:
         for name in _COUNTERS:
             setattr(self, name, run[name])
         self._nonfinite.total, self._nonfinite.in_a_row = run["skipped"], run["skipped_in_a_row"]
+        self._reduction.gather_persistent()
 
     # ------------------------------------------------------------ small things
 

@@ -7,10 +7,10 @@ gradient are reduced as zeros, and when ranks differ, one backward's reduction w
 
 Attributes of DeepSpeed 0.19.8's objects used, on instances only:
   engine     step, was_step_applied, optimizer, _global_grad_norm
-  zero12     bit16_groups, setup_buckets, reduce_ready_partitions_and_remove_grads, reduce_gradients, partition_gradients,
+  zero12     averaged_gradients, bit16_groups, setup_buckets, reduce_ready_partitions_and_remove_grads, reduce_gradients, partition_gradients,
              overlapping_partition_gradients_reduce_epilogue, scaled_global_norm, use_grad_accum_attribute,
              gradient_accumulation_dtype, single_partition_of_fp32_groups
-  zero3      fp16_groups, reduce_ready_partitions_and_remove_grads, overlapping_partition_gradients_reduce_epilogue,
+  zero3      persistent_parameters, fp16_groups, reduce_ready_partitions_and_remove_grads, overlapping_partition_gradients_reduce_epilogue,
              _get_norm_groups, fp32_partitioned_groups_flat
   bf16       fp32_groups_has_gradients, get_grads_for_norm, fp32_groups_flat_partition
 """
@@ -94,6 +94,10 @@ class Reduction:
             self._refuse = False
             self.optimizer.__dict__.pop("get_grads_for_norm", None)
         self.order_hash = 0
+        if hasattr(self.optimizer, "local_overflow"):
+            self.optimizer.local_overflow = (
+                False  # stages 1, 2 with offload never take it back: every later step would be skipped
+            )
         applied = bool(self.ds.was_step_applied())
         norm = self._norm if self._norm is not None else float(self.optimizer._global_grad_norm)
         return applied, norm if applied and norm >= 0.0 else math.nan
@@ -145,7 +149,9 @@ class Reduction:
             self.optimizer.setup_buckets()
         for param, group in missing:
             if param.grad is None and self._accumulated(param) is None:
-                param.grad = torch.zeros(zero.full_shape(param), dtype=param.dtype, device=self.ds.device)
+                zeros = torch.zeros(zero.full_shape(param), dtype=param.dtype, device=self.ds.device)
+                placeholder, param.data = param.data, zeros  # torch checks a gradient's shape against the data of the moment
+                param.grad, param.data = zeros, placeholder
             self._reduce(param, *group)
         self.order_hash = hash((self.order_hash, self._deferred, tuple(self._seen)))
         self._seen.clear()
@@ -184,6 +190,17 @@ class Reduction:
         self._norm = math.sqrt(math.fsum(v * v for v in values)) if min(values) >= 0.0 else math.nan
         return norms
 
+    def gather_persistent(self) -> None:
+        """Stage 3: make the small, persistent parameters whole now, on all ranks together.
+
+        DeepSpeed gathers each at its first use, which hangs if a rank does not use it; after an update it gathers them all.
+        """
+        if self.kind != "zero3":
+            return
+        partitioned = [p for p in self.optimizer.persistent_parameters if not zero.is_available(p)]
+        if partitioned:
+            partitioned[0].all_gather(partitioned)
+
     def masters(self) -> list[torch.Tensor]:
         """This rank's master weights: whole at stage 0, its partitions otherwise."""
         names = {"zero12": "single_partition_of_fp32_groups", "zero3": "fp32_partitioned_groups_flat"}
@@ -195,23 +212,28 @@ class Reduction:
 class GradientFlags:
     """Marks, on the device, parameters whose local gradient was not finite, and gradients computed outside of the engine.
 
-    Two small kernels a parameter and backward; nothing is read before the end of the step.
+    Two small kernels a parameter and backward; nothing is read before the end of the step. To be made before DeepSpeed's hooks,
+    which take the gradient away.
+
+    Attributes:
+        check: called for every gradient that arrives.
     """
 
-    def __init__(self, params: list[torch.nn.Parameter], device: torch.device, check: Callable[[], None]):
+    def __init__(self, params: list[torch.nn.Parameter], device: torch.device):
         self.marks = torch.zeros(max(1, len(params)), device=device)
-        self._check = check
+        self.check: Callable[[], None] = lambda: None
         for i, param in enumerate(params):
-            param.register_hook(self._marker(i))
+            param.register_post_accumulate_grad_hook(self._marker(i))
 
     def _marker(self, i: int) -> Callable[[torch.Tensor], None]:
         mark = self.marks[i]
 
         @torch.no_grad()
-        def note(grad: torch.Tensor) -> None:
-            self._check()
-            # 0 for a finite gradient, NaN otherwise: a sum of finite numbers in fp32 does not overflow below 1e38.
-            mark.add_(grad.sum(dtype=torch.float32).mul_(0.0))
+        def note(param: torch.Tensor) -> None:
+            self.check()
+            if param.grad is not None:
+                # 0 for a finite gradient, NaN otherwise: a sum of finite numbers in fp32 does not overflow below 1e38.
+                mark.add_(param.grad.sum(dtype=torch.float32).mul_(0.0))
 
         return note
 

@@ -45,9 +45,7 @@ class Whereabouts:
         self._step = step
         self._names = [name or type(model).__name__ for name, _ in model.named_modules()]
         for i, module in enumerate(model.modules()):
-            gathers = compare and any(
-                zero.is_partitioned(p) and not zero.is_persistent(p) for p in module.parameters(recurse=False)
-            )
+            gathers = compare and any(_gathered_at(module, p) for p in module.parameters())
             module.register_forward_pre_hook(self._entering(i, gathers), prepend=True)
 
     def at(self, place: str, inside: bool) -> None:
@@ -75,6 +73,14 @@ class Whereabouts:
         if len(set(names.values())) > 1:
             listing = "\n".join(f"  rank {r} {text}" for r, text in names.items())
             raise RanksDisagreeError(f"ranks run different modules at ZeRO stage 3:\n{listing}\n{_REMEDY}", names)
+
+
+def _gathered_at(module: torch.nn.Module, param: torch.nn.Parameter) -> bool:
+    """True if entering `module` makes ZeRO-3 gather `param`: its owner does, or the leaf module that it belongs to."""
+    if not zero.is_partitioned(param) or zero.is_persistent(param):
+        return False
+    leaf = getattr(param, "ds_z3_leaf_module", None)
+    return leaf is module if leaf is not None else any(p is param for p in module.parameters(recurse=False))
 
 
 _REMEDY = (

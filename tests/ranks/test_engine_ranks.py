@@ -11,7 +11,7 @@ import torch
 
 from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError, RanksDisagreeError
-from tests.ranks.tiny import Branched, TinyLM, config, rows, share, whole_weights
+from tests.ranks.tiny import Branched, Nested, TinyLM, config, rows, share, whole_weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,9 +78,8 @@ def test_B50_also_in_bf16_with_offload(rank_pool, stage):
 
 def _stage3_branch(leaf):
     torch.manual_seed(0)
-    engine = Engine(
-        Branched(), ds_config=config(3, bf16=False, micro=4), learning_rate=1e-2, leaf_modules=(Branched,) if leaf else ()
-    )
+    leaves = (Branched,) if leaf else ()
+    engine = Engine(Nested(), ds_config=config(3, bf16=False, micro=4), learning_rate=1e-2, leaf_modules=leaves)
     try:
         for step in range(2):
             engine.backward(engine(_x(engine.rank, step), use_b=engine.rank == 0))
@@ -94,7 +93,11 @@ def _stage3_branch(leaf):
 
 def test_B50_at_stage_3_a_branch_on_one_rank_is_an_error_that_names_the_module(rank_pool):
     for message in rank_pool(2).run(_stage3_branch, False):
-        assert "rank 0 enters module b" in message and "rank 1 enters module c" in message and "leaf_modules" in message
+        assert (
+            "rank 0 enters module middle.b" in message
+            and "rank 1 enters module middle.c" in message
+            and "leaf_modules" in message
+        )
 
 
 def test_B50_at_stage_3_leaf_modules_make_it_right(rank_pool):
@@ -138,7 +141,11 @@ def _run_ranks(body, tmp_path, env=None, timeout=240):
             "MASTER_PORT": str(29600 + os.getpid() % 300), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT), **(env or {}),
         }  # fmt: skip
-        processes.append(subprocess.Popen([sys.executable, str(script)], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(script)], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
     try:
         return [(p.communicate(timeout=timeout)[0], p.returncode) for p in processes]
     finally:

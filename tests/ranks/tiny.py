@@ -67,6 +67,18 @@ class Branched(nn.Module):
         return self.c(h).float().pow(2).mean()
 
 
+class Nested(nn.Module):
+    """A branch in a module of its own, between two layers."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.middle = Branched(width)
+
+    def forward(self, x, use_b=True):
+        return self.middle(self.first(x), use_b)
+
+
 def rows(step: int, n: int = 12, length: int = 12, ragged: bool = True) -> list[dict[str, torch.Tensor]]:
     """`n` samples of step `step`, the same on every rank, with ragged targets."""
     g = torch.Generator().manual_seed(1000 + step)
