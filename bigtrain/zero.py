@@ -58,10 +58,9 @@ def init_distributed(timeout_s: float = 1800.0) -> None:
 
     Sets this rank's CUDA device first, so that nothing is ever allocated on another rank's GPU.
     """
-    from bigtrain import ranks
 
     if torch.cuda.is_available():
-        torch.cuda.set_device(ranks.local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(rank_device())
     if torch.distributed.is_initialized():
         backend = torch.distributed.get_backend()
     else:
@@ -168,9 +167,7 @@ class Partitioner:
     """
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype):
-        from bigtrain import ranks
-
-        os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank()))  # zero.Init reads it without a default
+        os.environ.setdefault("LOCAL_RANK", str(rank_device().index or 0))  # zero.Init reads it without a default
         self._init = deepspeed.zero.Init(config_dict_or_path=_placement_config(config, dtype), dtype=None)
         self._efficient_linear = config.get("zero_optimization", {}).get("memory_efficient_linear", True) is not False
 
@@ -193,7 +190,7 @@ class Partitioner:
             init.param_swapper or init.zero_param_process_group or init.quantized_weights or init.quantized_nontrainable_weights
         )
 
-    def adopt(self, param: torch.nn.Parameter, shape: torch.Size, dtype: torch.dtype, values: torch.Tensor | None) -> None:
+    def adopt(self, param: Any, shape: torch.Size, dtype: torch.dtype, values: torch.Tensor | None) -> None:
         """Make `param` a partitioned parameter of `shape` and `dtype` whose own slice holds `values`.
 
         Args:
@@ -217,18 +214,18 @@ class Partitioner:
         param.ds_tensor.final_location = None
         param.ds_numel_aligned = size * param.ds_zero_partition_world_size
         partition_parameters.free_param(param)
-        param._bigtrain_added = set(param.__dict__) - before  # type: ignore[attr-defined]
+        param._bigtrain_added = set(param.__dict__) - before
 
-    def adopt_whole(self, param: torch.nn.Parameter, dtype: torch.dtype) -> None:
+    def adopt_whole(self, param: Any, dtype: torch.dtype) -> None:
         """Let DeepSpeed cut a parameter whose data is whole (see `must_see_whole`)."""
         before = set(param.__dict__)
         param.data = param.data.to(device=self.local_device, dtype=dtype)
         self._init._convert_to_deepspeed_param(param)
         self._init._partition([param])
-        param._bigtrain_added = set(param.__dict__) - before  # type: ignore[attr-defined]
+        param._bigtrain_added = set(param.__dict__) - before
 
     @staticmethod
-    def release(param: torch.nn.Parameter) -> torch.Tensor:
+    def release(param: Any) -> torch.Tensor:
         """Undo `adopt`: the parameter is plain again (its data is left empty); returns this rank's flat slice."""
         part = param.ds_tensor
         for name in param.__dict__.pop("_bigtrain_added"):
@@ -256,6 +253,20 @@ def _placement_config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, A
     if "aio" in config:
         out["aio"] = config["aio"]
     return out
+
+
+def rank_device() -> torch.device:
+    """This rank's own device: a CUDA device, or the CPU where there is none.
+
+    Without a launcher's local rank, hosts are taken to be filled in rank order, so that two ranks never share device 0.
+    """
+    from bigtrain import ranks
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    known = any(name in os.environ for name in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"))
+    index = ranks.local_rank() if known else ranks.rank()
+    return torch.device("cuda", index % torch.cuda.device_count())
 
 
 def inside_zero_init() -> bool:

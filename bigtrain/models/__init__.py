@@ -8,11 +8,10 @@ from bigtrain.models.checkpointing import (
     export_config,
     wants_activation_checkpointing,
 )
-from bigtrain.models.tables import dtype_table, tied_groups
 from bigtrain.models.frozen import freeze_module, frozen_module
 from bigtrain.models.info import BuildInfo
 from bigtrain.models.moe import set_moe_leaf_modules
-from bigtrain.models.placement import rank_device
+from bigtrain.models.tables import dtype_table, tied_groups
 
 __all__ = [
     "BuildInfo",
@@ -25,7 +24,6 @@ __all__ = [
     "freeze_module",
     "frozen_module",
     "keep_statistics_in_fp32",
-    "rank_device",
     "refuse_batchnorm_micro_batch_1",
     "set_moe_leaf_modules",
     "tied_groups",

@@ -20,13 +20,13 @@ from bigtrain import ranks, zero
 from bigtrain.errors import ModelError
 from bigtrain.models.batchnorm import keep_statistics_in_fp32
 from bigtrain.models.checkpointing import disable_cache
-from bigtrain.models.tables import tied_groups
 from bigtrain.models.frozen import freeze, load_checkpoint
 from bigtrain.models.info import BuildInfo
-from bigtrain.models.placement import rank_device, seeded
 from bigtrain.models.pretrained import initialise_missing, load_weights
+from bigtrain.models.seeding import seeded
 from bigtrain.models.sharding import DtypeRule, dtype_rule, shard, thaw
 from bigtrain.models.source import Source, fetched, resolve, set_config_dtype
+from bigtrain.models.tables import tied_groups
 from bigtrain.models.window import Window
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def _check_ranks(stage: int) -> None:
         zero.init_distributed()
     if ranks.is_distributed() and ranks.world_size() == 1 and launched > 1:
         raise ModelError(
-            f"the launcher started {launched} ranks, but the process group has one: some code created a group of its own before. "
+            f"the launcher started {launched} ranks, but the process group has one: other code made its own before. "
             "Call bigtrain.zero.init_distributed() first in every rank, then build the model."
         )
 
@@ -147,7 +147,7 @@ def _target(
         # fp32 slices take twice the room of the final ones; where the host will hold the fp32 master, it holds them too.
         on_host = any(isinstance(o, Mapping) and o.get("device") in ("cpu", "nvme") for o in offloads)
         shard_device = torch.device("cpu") if on_host else partitioner.partition_device
-    device = rank_device() if init_device is None else torch.device(init_device)
+    device = zero.rank_device() if init_device is None else torch.device(init_device)
     if device.type == "meta":
         raise ModelError("init_device='meta' draws no values; leave it out, the model is never whole on a device anyway.")
     return _Target(stage, seed, device, dtype_rule(dtype, keep_in_fp32), partitioner, shard_device)

@@ -59,8 +59,8 @@ def _refuse(named: list[tuple[str, Parameter]]) -> None:
     bad = [name for name, p in named if not can_be_parked(p)]
     if bad:
         raise ModelError(
-            f"{len(bad)} parameters cannot be partitioned: {', '.join(bad[:10])}. They are lazy (give the layer its input size), "
-            "on the meta device (never given values) or quantized; build the layer with real values.",
+            f"{len(bad)} parameters cannot be partitioned: {', '.join(bad[:10])}. They are lazy (give the layer its input "
+            "size), on the meta device (never given values) or quantized; build the layer with real values.",
             bad,
         )
     owner: dict[int, str] = {}
@@ -85,8 +85,9 @@ def _refuse_different_values(samples: dict[str, int]) -> None:
     different = [name for name in samples if any(s[name] != samples[name] for s in everyone)]
     if different:
         raise ModelError(
-            f"{len(different)} parameters got different values on different ranks: {', '.join(different[:10])}. The constructor "
-            "draws from a generator of its own, or depends on the rank; draw from torch's, numpy's or Python's global one.",
+            f"{len(different)} parameters got different values on different ranks: {', '.join(different[:10])}. The "
+            "constructor draws from a generator of its own, or depends on the rank; draw from torch's, numpy's or Python's "
+            "global one.",
             different,
         )
 

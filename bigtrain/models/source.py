@@ -63,7 +63,7 @@ def resolve(
     overrides = dict(overrides or {})
     if isinstance(source, torch.nn.Module):
         raise ModelError(
-            f"build_model got a built {type(source).__name__}: it is already whole on this rank. Pass a callable that builds it, "
+            f"build_model got a built {type(source).__name__}: it is whole on this rank. Pass a callable that builds it, "
             f"for example build_model(lambda: {type(source).__name__}(...))."
         )
     if callable(source):
@@ -90,8 +90,8 @@ def _config_of(source: Any, trust_remote_code: bool) -> tuple[Any, Path | None, 
     if hasattr(source, "model_type") and hasattr(source, "to_dict"):
         return copy.deepcopy(source), None, type(source).__name__
     raise ModelError(
-        f"cannot build a model from a {type(source).__name__}: give a Hugging Face folder or config, 'preset:NAME', or a callable"
-        " that returns an nn.Module."
+        f"cannot build a model from a {type(source).__name__}: give a Hugging Face folder or config, 'preset:NAME', or a "
+        "callable that returns an nn.Module."
     )
 
 
@@ -113,7 +113,7 @@ def _config_from_folder(folder: Path, trust_remote_code: bool) -> Any:
     except (ValueError, KeyError, OSError) as error:
         if "trust_remote_code" in str(error):
             raise ModelError(
-                f"{folder} brings its own Python code, which would run on every rank. Read it, then pass trust_remote_code=True."
+                f"{folder} brings its own Python code, which would run here. Read it, then pass trust_remote_code=True."
             ) from error
         raise ModelError(f"{folder}/config.json cannot be used: {error}") from error
 

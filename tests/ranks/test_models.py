@@ -92,7 +92,7 @@ def _train(name, ds_config, steps=3):
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "zero_allow_untested_optimizer": True,
         **ds_config,
     }

@@ -11,7 +11,8 @@ from torch import nn
 
 _TEXT = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
 _VISION = {
-    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 8, "patch_size": 4,
+    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 8,
+    "patch_size": 4,
 }  # fmt: skip
 _LLAMA = {**_TEXT, "num_key_value_heads": 2, "pad_token_id": 3}
 
@@ -19,17 +20,19 @@ CONFIGS = {
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **_LLAMA},
     "llama_tied": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **_LLAMA, "tie_word_embeddings": True},
     "qwen2": {"model_type": "qwen2", **_LLAMA},
-    "gpt2": {"model_type": "gpt2", "n_embd": 24, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 32},
+    "gpt2": {"model_type": "gpt2", "n_embd": 24, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 32,
+             "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "opt": {
-        "model_type": "opt", "hidden_size": 24, "ffn_dim": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61,
-        "max_position_embeddings": 32, "word_embed_proj_dim": 16,
+        "model_type": "opt", "hidden_size": 24, "ffn_dim": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 61, "max_position_embeddings": 32, "word_embed_proj_dim": 16,
     },
     "t5": {"model_type": "t5", "d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4, "vocab_size": 61},
     "bert": {"model_type": "bert", "architectures": ["BertForMaskedLM"], **_TEXT, "max_position_embeddings": 32},
     "vit": {"model_type": "vit", "architectures": ["ViTForImageClassification"], **_VISION},
     "mixtral": {"model_type": "mixtral", **_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
-        "model_type": "qwen3_moe", **_LLAMA, "head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+        "model_type": "qwen3_moe", **_LLAMA, "head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
     },
     "llava": {
         "model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "image_token_index": 60,

@@ -1,29 +1,12 @@
-"""Which device a rank uses, and a random state that a build leaves as it found it."""
+"""A random state that a build leaves as it found it."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 from collections.abc import Iterator
 
 import torch
-
-from bigtrain import ranks
-
-_LOCAL_RANK_NAMES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
-
-
-def rank_device() -> torch.device:
-    """This rank's own device: a CUDA device, or the CPU where there is none.
-
-    Without a launcher's local rank, hosts are taken to be filled in rank order, so that two ranks never share device 0.
-    """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    known = any(name in os.environ for name in _LOCAL_RANK_NAMES)
-    index = ranks.local_rank() if known else ranks.rank()
-    return torch.device("cuda", index % torch.cuda.device_count())
 
 
 @contextlib.contextmanager

@@ -1,0 +1,91 @@
+"""What a source is, and how a wrong one is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bigtrain.errors import ModelError
+from bigtrain.models import build_model
+from bigtrain.models.source import resolve
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 31,
+}  # fmt: skip
+
+
+def _llama_config():
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**LLAMA)
+
+
+def test_a_folder_with_only_a_config_a_dict_and_a_config_object_build_the_same(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["LlamaForCausalLM"]}))
+    models = [build_model(s, seed=4) for s in (tmp_path, str(tmp_path), dict(LLAMA), _llama_config())]
+    first = models[0].state_dict()
+    assert all(torch.equal(first[k], v) for m in models[1:] for k, v in m.state_dict().items())
+    assert models[0].config.dtype == torch.bfloat16 and models[0].bigtrain_info.stage == 0
+
+
+def test_a_preset_builds():
+    model = build_model("preset:llama-tiny", num_hidden_layers=1)
+    assert len(model.model.layers) == 1 and model.bigtrain_info.source == "preset:llama-tiny"
+    assert model.bigtrain_info.tied == (("model.embed_tokens.weight", "lm_head.weight"),)
+
+
+def test_the_callers_config_object_is_not_changed():
+    config = _llama_config()
+    before = config.to_dict()
+    model = build_model(config, num_hidden_layers=2)
+    assert config.to_dict() == before and len(model.model.layers) == 2
+
+
+def test_nested_settings_of_a_composite_config():
+    source = resolve(
+        {
+            "model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": LLAMA,
+            "vision_config": {"model_type": "clip_vision_model", "num_hidden_layers": 2},
+        },
+        overrides={"text_config": {"num_hidden_layers": 3}},
+    )  # fmt: skip
+    assert source.config.text_config.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "says"),
+    [
+        ("/nowhere/at/all", {}, "there is no folder"),
+        (Path("nowhere"), {}, "there is no folder"),
+        ({"model_type": "lama"}, {}, "knows no model_type 'lama'"),
+        (LLAMA, {"hiden_size": 3}, "nearest: hidden_size"),
+        (torch.nn.Linear(2, 2), {}, "Pass a callable"),
+        (lambda: 3, {}, "returned a int, not an nn.Module"),
+        (5, {}, "cannot build a model from a int"),
+        (LLAMA, {"init_device": "meta"}, "draws no values"),
+        (LLAMA, {"ds_config": {"zero_optimization": {"stage": "auto"}}}, "stage is 'auto'"),
+        (LLAMA, {"freeze": ("model.embed_token",)}, "model.embed_tokens"),
+        (LLAMA, {"freeze": ("model", "lm_head")}, "leaves no parameter to train"),
+        (torch.nn.Identity, {"resize_vocab_to": 9}, "has no resize_token_embeddings"),
+    ],
+)
+def test_bad_sources_are_refused_with_a_remedy(source, more, says):
+    with pytest.raises(ModelError, match=says):
+        build_model(source, **more)
+
+
+def test_a_folder_without_a_config(tmp_path):
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        build_model(tmp_path)
+
+
+def test_a_folder_with_its_own_code_is_not_run(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}})
+    )
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(ModelError, match="trust_remote_code=True"):
+        build_model(tmp_path)
+    assert not (tmp_path / "ran").exists()
