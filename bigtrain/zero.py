@@ -2,7 +2,8 @@
 
 Public symbols used:   deepspeed.initialize, init_distributed, zero.Init, zero.GatheredParameters, ops.adam.DeepSpeedCPUAdam
 Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__,
-                       ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops; torch.utils.cpp_extension._get_build_directory
+                       ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops
+                       (and torch.utils.cpp_extension._get_build_directory)
                        of a ZeRO optimizer: fp32_partitioned_groups_flat, fp16_partitioned_groups_flat, real_dp_process_group,
                        parallel_partitioned_bit16_groups, single_partition_of_fp32_groups, averaged_gradients, loss_scale,
                        clip_grad, unscale_and_clip_grads, _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition,
