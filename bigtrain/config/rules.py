@@ -6,6 +6,7 @@ repeats are those of 0.19.8.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,12 @@ class Context:
     def number(self, path: str) -> float | None:
         """The number at a path; None when there is none, or "auto", or something else."""
         value = self.get(path)
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+        plain = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return value if plain else None
+
+    def on(self, path: str) -> bool:
+        """true is written at a path; 1 counts, as it does for DeepSpeed."""
+        return self.get(path) in (True, 1) and not isinstance(self.get(path), list)
 
     @property
     def stage(self) -> int:
@@ -56,7 +62,7 @@ class Context:
         if device in ("cpu", "nvme"):
             return device
         old = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}[what]
-        return "cpu" if self.get(f"{Z}.{old}") is True else "none"
+        return "cpu" if self.on(f"{Z}.{old}") else "none"
 
     @property
     def bf16(self) -> bool:
@@ -66,7 +72,7 @@ class Context:
 
     @property
     def fp16(self) -> bool:
-        return self.get("fp16.enabled") is True
+        return self.on("fp16.enabled")
 
     @property
     def optimizer_type(self) -> str:
@@ -88,13 +94,13 @@ CONDITIONS: dict[str, Callable[[Context], bool]] = {
     "offload_optimizer on nvme": lambda c: c.offload("offload_optimizer") == "nvme",
     "offload_param on nvme": lambda c: c.offload("offload_param") == "nvme",
     "offload on nvme": lambda c: "nvme" in (c.offload("offload_optimizer"), c.offload("offload_param")),
-    "super_offload": lambda c: c.get(f"{Z}.offload_optimizer.super_offload") is True,
+    "super_offload": lambda c: c.on(f"{Z}.offload_optimizer.super_offload"),
     "muon": lambda c: c.optimizer_type == "muon" or bool(c.run and c.run.optim == "muon"),
     "bf16 enabled": lambda c: c.bf16,
     "fp16 enabled": lambda c: c.fp16,
-    "torch_adam": lambda c: c.get("optimizer.params.torch_adam") is True,
-    "flops_profiler enabled": lambda c: c.get("flops_profiler.enabled") is True,
-    "deepcompile": lambda c: c.get("compile.deepcompile") is True,
+    "torch_adam": lambda c: c.on("optimizer.params.torch_adam"),
+    "flops_profiler enabled": lambda c: c.on("flops_profiler.enabled"),
+    "deepcompile": lambda c: c.on("compile.deepcompile"),
 }
 """Conditions a key may need (`Key.needs`); the name is what the message says."""
 

@@ -69,14 +69,14 @@ def master_weights(ctx: Context) -> Iterator[Problem]:
     """bf16 master weights and states (base_optimizer.py:_configure_master_weights)."""
     for kind in ("bf16", "fp16"):
         path = f"{kind}.{kind}_master_weights_and_grads"
-        if ctx.get(path) is not True:
+        if not ctx.on(path):
             continue
         if ctx.stage == 0:
             yield Problem(path, True, "error", "needs ZeRO stage 1, 2 or 3", "write zero_optimization.stage, or false")
-        elif ctx.get("bf16.bf16_optimizer_states") is not True and ctx.offload("offload_optimizer") == "none":
+        elif not ctx.on("bf16.bf16_optimizer_states") and ctx.offload("offload_optimizer") == "none":
             yield Problem(path, True, "error", "needs optimizer offload, or bf16_optimizer_states",
                           "write offload_optimizer, or remove it")  # fmt: skip
-    if ctx.get("bf16.bf16_optimizer_states") is True and ctx.get("bf16.bf16_master_weights_and_grads") is not True:
+    if ctx.on("bf16.bf16_optimizer_states") and not ctx.on("bf16.bf16_master_weights_and_grads"):
         yield Problem("bf16.bf16_optimizer_states", True, "error", "needs bf16_master_weights_and_grads",
                       "write bf16.bf16_master_weights_and_grads true as well, or remove it")  # fmt: skip
 
@@ -121,14 +121,14 @@ def optimizer_values(ctx: Context) -> Iterator[Problem]:
     elif lr is not None and lr >= 1 and ctx.optimizer_type in ("adam", "adamw", "lion", "lamb"):
         yield Problem("optimizer.params.lr", lr, "warning", f"far too large for {ctx.get('optimizer.type')}",
                       "write something like 1e-4")  # fmt: skip
-    if ctx.get("optimizer.params.amsgrad") is True:
+    if ctx.on("optimizer.params.amsgrad"):
         yield Problem("optimizer.params.amsgrad", True, "error", "DeepSpeed's optimizers have no AMSGrad variant",
                       "remove it")  # fmt: skip
     offloaded = ctx.offload("offload_optimizer") != "none"
     if offloaded and ctx.optimizer_type == "lamb":
         yield Problem("optimizer.type", ctx.get("optimizer.type"), "error", "Lamb has no CPU version to offload to",
                       "write AdamW, or remove offload_optimizer")  # fmt: skip
-    if offloaded and ctx.get("optimizer.params.torch_adam") is True:
+    if offloaded and ctx.on("optimizer.params.torch_adam"):
         yield Problem("optimizer.params.torch_adam", True, "note", "the offloaded step runs torch's Adam on the CPU, "
                       "several times slower than DeepSpeedCPUAdam", "remove torch_adam")  # fmt: skip
     if ctx.condition("muon") and ctx.stage == 3 and ctx.get("zero_optimization.reduce_scatter", True) is True:
@@ -170,7 +170,7 @@ def clipping(ctx: Context) -> Iterator[Problem]:
 
 def checkpoints(ctx: Context) -> Iterator[Problem]:
     """Flags that break saving."""
-    if ctx.get("checkpoint.load_universal") is True:
+    if ctx.on("checkpoint.load_universal"):
         yield Problem("checkpoint.load_universal", True, "warning",
                       "left on, stage 3 saves the model state of rank 0 only, and a plain checkpoint cannot be loaded",
                       "remove it; bigtrain resumes on any number of ranks without it")  # fmt: skip

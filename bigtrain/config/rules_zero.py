@@ -22,7 +22,7 @@ def stage(ctx: Context) -> Iterator[Problem]:
                       "write stage 1, 2 or 3 (or 0 when that is meant)")  # fmt: skip
     if ctx.get(f"{Z}.stage") == "auto":
         yield Problem(f"{Z}.stage", "auto", "error", 'DeepSpeed reads "auto" as stage 0', "write 1, 2 or 3")
-    if ctx.get(f"{Z}.legacy_stage1") is True:
+    if ctx.on(f"{Z}.legacy_stage1"):
         yield Problem(f"{Z}.legacy_stage1", True, "error", "DeepSpeed stops on it since 0.5.9", "remove it")
 
 
@@ -71,7 +71,7 @@ def _partial(ctx: Context) -> Iterator[Problem]:
     ratio = ctx.number(f"{path}.ratio")
     if ratio is not None and ratio < 1 and ctx.stage != 3:
         yield Problem(f"{path}.ratio", ratio, "error", "partial offload works at stage 3 only", "write 1.0, or stage 3")
-    if ctx.get(f"{path}.super_offload") is True and ctx.stage != 3:
+    if ctx.on(f"{path}.super_offload") and ctx.stage != 3:
         yield Problem(f"{path}.super_offload", True, "warning", "SuperOffload works at stage 3 only",
                       "write stage 3, or false")  # fmt: skip
     if ctx.get(f"{Z}.zenflow") is not None and ctx.offload("offload_optimizer") == "none":
@@ -86,7 +86,7 @@ def reduction(ctx: Context) -> Iterator[Problem]:
     if scattered and factor not in (None, 1):
         yield Problem("gradient_predivide_factor", factor, "error", "not possible with reduce_scatter at stage 2 or 3",
                       f"write 1.0, or {Z}.reduce_scatter false")  # fmt: skip
-    if scattered and ctx.get("prescale_gradients") is True:
+    if scattered and ctx.on("prescale_gradients"):
         yield Problem("prescale_gradients", True, "error", "not possible with reduce_scatter at stage 2 or 3",
                       f"write false, or {Z}.reduce_scatter false")  # fmt: skip
     if str(ctx.get("gradient_allreduce_op", "mean")).lower() == "sum":
@@ -97,7 +97,7 @@ def reduction(ctx: Context) -> Iterator[Problem]:
     bucket = ctx.number(f"{Z}.allgather_bucket_size")
     if bucket is not None and bucket % 2 and ctx.stage in (1, 2):
         yield Problem(f"{Z}.allgather_bucket_size", bucket, "error", "must be even", f"write {int(bucket) + 1}")
-    if ctx.get(f"{Z}.zero_quantized_gradients") is True and ctx.get(f"{Z}.reduce_scatter") is False:
+    if ctx.on(f"{Z}.zero_quantized_gradients") and ctx.get(f"{Z}.reduce_scatter") is False:
         yield Problem(f"{Z}.zero_quantized_gradients", True, "error", "needs reduce_scatter",
                       "write reduce_scatter true")  # fmt: skip
     yield from _gradient_norm(ctx)

@@ -20,7 +20,9 @@ class Key:
     """What may stand at one key.
 
     Attributes:
-        kind: bool, int, float, str, list, dict, any, or section (then `keys` describes the inside).
+        kind: bool, int, float, lr (a rate or a list of them), betas, str, strings (a list of them), names (one or a
+            list of them), list, any, or section
+            (then `keys` describes the inside).
         default: what DeepSpeed uses when the key is absent.
         least, above, most, below: bounds; `least` and `most` belong to the allowed range, `above` and `below` do not.
         values: the allowed values, compared without regard to case when `any_case`.

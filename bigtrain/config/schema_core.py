@@ -6,10 +6,10 @@ own signatures under ops/, runtime/engine.py:_configure_basic_optimizer.
 
 from __future__ import annotations
 
-from bigtrain.config.schema import Key, anything, choice, flag, integer, listing, number, section, text
+from bigtrain.config.schema import Key, choice, flag, integer, number, section, text
 
 _REMOVED = "removed from DeepSpeed 0.19, which stops when it sees the key; "
-_BF16_NOTE = "fp16 enabled"
+_FP16_ON = "fp16 enabled"
 
 BF16 = {
     "enabled": flag(),
@@ -20,14 +20,14 @@ BF16 = {
 }
 FP16 = {
     "enabled": flag(),
-    "auto_cast": flag(needs=(_BF16_NOTE,)),
-    "loss_scale": number(0, least=0, needs=(_BF16_NOTE,)),
-    "initial_scale_power": integer(16, least=0, needs=(_BF16_NOTE,)),
-    "loss_scale_window": integer(1000, above=0, needs=(_BF16_NOTE,)),
-    "hysteresis": integer(2, least=0, needs=(_BF16_NOTE,)),
-    "consecutive_hysteresis": flag(needs=(_BF16_NOTE,)),
-    "min_loss_scale": integer(1, above=0, needs=(_BF16_NOTE,)),
-    "fp16_master_weights_and_grads": flag(needs=(_BF16_NOTE,)),
+    "auto_cast": flag(needs=(_FP16_ON,)),
+    "loss_scale": number(0, least=0, needs=(_FP16_ON,)),
+    "initial_scale_power": integer(16, least=0, needs=(_FP16_ON,)),
+    "loss_scale_window": integer(1000, above=0, needs=(_FP16_ON,)),
+    "hysteresis": integer(2, least=0, needs=(_FP16_ON,)),
+    "consecutive_hysteresis": flag(needs=(_FP16_ON,)),
+    "min_loss_scale": integer(1, above=0, needs=(_FP16_ON,)),
+    "fp16_master_weights_and_grads": flag(needs=(_FP16_ON,)),
 }
 DTYPES = ("fp32", "fp16", "bf16", "float32", "float16", "bfloat16", "float", "half",
           "torch.float32", "torch.float16", "torch.bfloat16")  # fmt: skip
@@ -35,12 +35,12 @@ DATA_TYPES = {
     "grad_accum_dtype": choice(None, *DTYPES, None),
     "param_dtype": choice(None, *DTYPES, None),
     "buffer_dtype": choice(None, *DTYPES, None),
-    "keep_in_fp32_modules": anything("auto", auto="native"),
+    "keep_in_fp32_modules": Key(kind="strings", default="auto", auto="native"),
 }
 AUTOCAST = {
     "enabled": flag(),
-    "dtype": choice(None, *DTYPES, None),
-    "lower_precision_safe_modules": listing(None),
+    "dtype": Key(kind="str", default=None, values=DTYPES),
+    "lower_precision_safe_modules": Key(kind="strings", default=None),
 }
 
 # One row per optimizer argument; which optimizer takes which is OPTIMIZERS below.

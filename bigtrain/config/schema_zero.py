@@ -34,8 +34,8 @@ OFFLOAD_OPTIMIZER = {
 ZENFLOW = {
     "topk_ratio": number(0.1, above=0, below=1),
     "select_strategy": choice("auto", "auto", "step", "epoch", auto="native"),
-    "select_interval": Key(kind="any", default="auto", auto="native"),
-    "update_interval": Key(kind="any", default="auto", auto="native"),
+    "select_interval": integer("auto", least=0, auto="native"),
+    "update_interval": integer("auto", least=1, auto="native"),
     "overlap_step": flag(),
     "offload": flag(),
     "auto_ratio": number(0.99, least=0, most=1),
@@ -44,7 +44,7 @@ ZENFLOW = {
     "steps_per_epoch": integer(None, deprecated="DeepSpeed sets it itself while running; remove it"),
 }
 # Each may also be one string, which DeepSpeed turns into a list.
-LEAF_MODULE = {name: Key(kind="any") for name in ("classes", "names", "name_suffixes")}
+LEAF_MODULE = {name: Key(kind="names") for name in ("classes", "names", "name_suffixes")}
 
 _CPU_OFFLOAD = 'write "%s": {"device": "cpu"}'
 ZERO_KEYS: dict[str, Key] = {

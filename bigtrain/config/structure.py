@@ -163,7 +163,8 @@ def _wanted(key: Key) -> str:
     if key.values:
         return " or ".join(shorten(v) for v in key.values if v is not None)
     names = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a string",
-             "list": "a list", "section": "an object {...}", "betas": "two numbers such as [0.9, 0.999]",
+             "list": "a list", "strings": "a list of strings", "names": "a list of strings",
+             "section": "an object {...}", "betas": "two numbers such as [0.9, 0.999]",
              "lr": "a number", "any": "a value"}  # fmt: skip
     return names[key.kind] + _range_text(key)
 
@@ -192,6 +193,11 @@ def _wrong_type(value: Any, key: Key) -> tuple[str, str, str] | None:
         return None if _is_number(value) else ("error", f"{_called(value)} where a number is wanted", _write(key))
     if kind == "betas":
         return _not_betas(value)
+    if kind in ("strings", "names"):
+        good = (kind == "names" and isinstance(value, str)) or (
+            isinstance(value, list) and all(isinstance(v, str) for v in value)
+        )
+        return None if good else ("error", "a list of strings is wanted", _write(key))
     python = {"str": str, "list": list, "section": Mapping, "lr": list}[kind]
     return None if isinstance(value, python) else ("error", f"{_called(value)} is the wrong type", _write(key))
 
@@ -244,7 +250,7 @@ def _not_betas(value: Any) -> tuple[str, str, str] | None:
 
 
 def _out_of_range(value: Any, key: Key) -> tuple[str, str, str] | None:
-    if key.values and not _among(value, key):
+    if key.values and not all(_among(v, key) for v in (value if key.kind == "strings" else [value])):
         fix = f"write {_wanted(key)}"
         if isinstance(value, str) and (near := nearest(value, [v for v in key.values if isinstance(v, str)], 0.5)):
             fix = f'write "{near}" (allowed: {_wanted(key)})'
