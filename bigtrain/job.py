@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from bigtrain import config as ds
-from bigtrain import data, models, plan, ranks, zero
+from bigtrain import data, models, optim, plan, ranks, settings, zero
 from bigtrain.arguments import TrainArguments
 from bigtrain.config import ModelShape, Resolved, RunValues
 from bigtrain.diagnostics.metrics import FlopsFormula
 from bigtrain.errors import DoesNotFitError, ModelError, UsageError
+from bigtrain.kernels.attach import use_liger
 from bigtrain.plan.machine import host_memory
 from bigtrain.plan.show import plan_text
 from bigtrain.plan.states import layout_name
@@ -229,6 +230,48 @@ def load_rows(args: TrainArguments, tokenizer: Any, model_config: Any, seq_len: 
     return pack(source, "training"), None if held_out is None else pack(held_out, "evaluation")
 
 
+# ---------------------------------------------------------------- the engine
+
+
+def engine_settings(job: Job) -> dict[str, Any]:
+    """The Engine's arguments: every number from the resolved config, so that it and the Engine cannot differ."""
+    return {
+        **_settled(job),
+        "ds_config": job.resolved.engine_config(),
+        "seed": job.args.seed,
+        "keep_in_fp32": job.args.keep_in_fp32,
+        "nonfinite_limit": job.args.nonfinite_limit,
+    }
+
+
+def _settled(job: Job) -> dict[str, Any]:
+    run = job.resolved.run
+    assert run.adam_beta1 is not None and run.adam_beta2 is not None
+    return {
+        "optimizer": run.optim,
+        "learning_rate": run.learning_rate,
+        "betas": (run.adam_beta1, run.adam_beta2),
+        "eps": run.adam_epsilon,
+        "weight_decay": run.weight_decay,
+        "lr_scheduler": run.lr_scheduler_type,
+        "warmup_steps": run.warmup_steps,
+        "total_steps": job.steps.steps,
+        "max_grad_norm": run.max_grad_norm,
+        "micro_batch": job.steps.micro_batch,
+        "accumulation": job.steps.accumulation,
+    }
+
+
+def check_engine(job: Job) -> None:
+    """Everything that the Engine would refuse about optimizer, schedule and batch, before the model is built.
+
+    Raises:
+        UsageError, ConfigError: as the Engine would.
+    """
+    found = settings.settle(settings.read(job.resolved.engine_config()), world_size=ranks.world_size(), **_settled(job))
+    optim.schedule(found.scheduler, warmup_steps=found.warmup_steps, total_steps=found.total_steps)
+
+
 # ---------------------------------------------------------------- does it fit
 
 
@@ -310,28 +353,12 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
     isolation = data.prepare_isolation(model, args.packing)
     models.disable_cache(model)
     if args.use_liger_kernel:
-        use_liger(model)
+        logger.info("kernels: %s", use_liger(model).why)
     if run.gradient_checkpointing:
         blocks = models.enable_activation_checkpointing(model)
         logger.info("activation checkpointing: %d blocks are recomputed in backward", blocks)
     models.set_moe_leaf_modules(model)
     return model, isolation
-
-
-def use_liger(model: torch.nn.Module) -> None:
-    """Fused kernels in place of the model's own; on a CPU they are left out with a note.
-
-    Raises:
-        UsageError: the package is not installed.
-    """
-    if not torch.cuda.is_available():
-        logger.warning("use_liger_kernel: the kernels need a GPU and are left out on this machine")
-        return
-    try:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-    except ImportError as error:
-        raise UsageError("use_liger_kernel: the package is not installed; run: pip install 'bigtrain[gpu]'") from error
-    _apply_liger_kernel_to_instance(model=model)
 
 
 def flops_formula(model: torch.nn.Module, seq_len: int) -> FlopsFormula:

@@ -60,12 +60,13 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     )
     resume = ranks.main_decides(lambda: folder.resume_point(args.resume_from_checkpoint), "looking for a checkpoint")
     job = jobs.prepare(args, config)
+    jobs.check_engine(job)
     planned = None if args.no_plan else jobs.check_fit(job)
     ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
     if ranks.is_main():
         announce(job, folder, places, planned)
     model, isolation = jobs.build(job)
-    engine = Engine(model, **engine_settings(job))
+    engine = Engine(model, **jobs.engine_settings(job))
     if resume is not None:
         engine.load_checkpoint(resume.parent, tag=resume.name)
         logger.info("resumed from %s at step %d", resume, engine.global_step)
@@ -78,28 +79,6 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     finally:
         run.close()
         engine.close()
-
-
-def engine_settings(job: Any) -> dict[str, Any]:
-    """The Engine's arguments: every number from the resolved config, so that it and the Engine cannot differ."""
-    run = job.resolved.run
-    return {
-        "ds_config": job.resolved.engine_config(),
-        "optimizer": run.optim,
-        "learning_rate": run.learning_rate,
-        "betas": (run.adam_beta1, run.adam_beta2),
-        "eps": run.adam_epsilon,
-        "weight_decay": run.weight_decay,
-        "lr_scheduler": run.lr_scheduler_type,
-        "warmup_steps": run.warmup_steps,
-        "total_steps": job.steps.steps,
-        "max_grad_norm": run.max_grad_norm,
-        "micro_batch": job.steps.micro_batch,
-        "accumulation": job.steps.accumulation,
-        "seed": job.args.seed,
-        "keep_in_fp32": job.args.keep_in_fp32,
-        "nonfinite_limit": job.args.nonfinite_limit,
-    }
 
 
 class Run:

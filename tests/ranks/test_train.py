@@ -184,6 +184,11 @@ def test_too_little_data(demo, tmp_path):
     assert "too little data for one step" in said
 
 
+def test_a_schedule_that_cannot_be_is_said_before_anything_is_built(demo, tmp_path):
+    said = run([*ALONE, *flags(demo, tmp_path / "out", warmup_steps=5)], expect=2)
+    assert "warmup_steps is 5, more than the run's 4 updates" in said and not (tmp_path / "out").exists()
+
+
 def test_does_not_fit_is_said_before_anything_is_built(demo, tmp_path):
     out = tmp_path / "out"
     said = run([*ALONE, *flags(demo, out, model_name_or_path="preset:llama-70b")], expect=DoesNotFitError.exit_code)
@@ -308,9 +313,9 @@ def test_make_train_says_what_the_readme_says(tmp_path):
         if (BIN.parent / part).exists():
             (tmp_path / "venv" / part).symlink_to(BIN.parent / part)
     (tmp_path / "venv" / ".installed").touch()
-    where = [f"VENV={tmp_path}/venv", f"OUT={tmp_path}/out", f"DATA={tmp_path}/data", "STEPS=3"]
+    where = [f"VENV={tmp_path}/venv", f"OUT={tmp_path}/out", f"DATA={tmp_path}/data", "STEPS=12"]
     said = run(["make", "train", *where])
-    check_output_folder(tmp_path / "out", 3)
+    check_output_folder(tmp_path / "out", 12)
     assert "report.html" in said
 
 
