@@ -185,12 +185,19 @@ def open_deepspeed(path: str | Path, tag: str | None = None) -> DeepSpeedFolder:
     folder = DeepSpeedFolder(root, stage, world)
     _find_trained(folder, first, shards)
     _find_frozen(folder, [first] + [unpickle(file) for file in (models[1:] if stage == 3 else [])])
-    module = first.get("module") or {}
-    for name in first.get("buffer_names") or ():
-        if name in module:
-            _add(folder, name, tuple(module[name].shape), [Piece(0, module[name].reshape(-1))])
+    _find_whole(folder, first)
     folder.tied = {new: old for new, old in dict(first.get("shared_params") or {}).items() if old in folder.shapes}
     return folder
+
+
+def _find_whole(folder: DeepSpeedFolder, first: dict[str, Any]) -> None:
+    """Buffers, and at stages 1 and 2 the frozen parameters, which the module's own state dict holds whole."""
+    module = first.get("module") or {}
+    buffers, tied = set(first.get("buffer_names") or ()), dict(first.get("shared_params") or {})
+    for name, value in module.items():
+        wanted = name in buffers or (folder.stage < 3 and name not in tied)
+        if wanted and name not in folder.shapes and isinstance(value, torch.Tensor):
+            _add(folder, name, tuple(value.shape), [Piece(0, value.reshape(-1))])
 
 
 def _numbered(root: str, pattern: str) -> list[str]:

@@ -28,7 +28,6 @@ from bigtrain.weights.write import WriteOp, Writer, create, fsync_folder
 
 logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
-WAIT_S = 24 * 3600.0  # the other ranks wait this long for the slowest writer; a rank that died is noticed by its launcher
 SMALL_FILES_BYTES = 64 << 20  # allowance for config and tokenizer when the free space is checked
 
 
@@ -91,8 +90,7 @@ def export_model(
         layout = plan_layout(model, slots, wanted, max_shard_bytes)
     ranks.agree([(s.name, s.size, len(s.parts)) for s in layout.shards], "what the export will write")
     temporary = ranks.main_decides(lambda: prepare(model, slots, layout, str(out_dir), wanted, tokenizer, config), "export")
-    written, problem = _write_weights(layout, temporary, _one_host() if ranges is None else ranges)
-    wait_for_all(problem, temporary)
+    written = _write_weights(layout, temporary, _one_host() if ranges is None else ranges)
     finish(layout, temporary, str(out_dir))
     report = ExportReport(
         str(out_dir), [shard.name for shard in layout.shards], len(layout.dtypes), layout.total_bytes, written,
@@ -150,45 +148,46 @@ def _refuse_foreign(out_dir: str) -> None:
         )
 
 
-def _write_weights(layout: Layout, temporary: str, ranges: bool) -> tuple[int, Exception | None]:
-    """All ranks write; returns the bytes of this rank and what went wrong here, if anything."""
+def _write_weights(layout: Layout, temporary: str, ranges: bool) -> int:
+    """All ranks write; returns the bytes of this rank. Writing goes on behind the gathering."""
     problem: Exception | None = None
-    written = 0
     writer = Writer()
-    try:
-        if ranges:
-            written += writer.run(range_ops(layout, temporary, own_pieces(layout)))
-    except Exception as error:
-        problem = error
-    pending: Future[int] | None = None
     with ThreadPoolExecutor(1, "write") as behind:
+        writes = [behind.submit(writer.run, range_ops(layout, temporary, own_pieces(layout)) if ranges else [])]
         for job in _gathered_jobs(layout, ranges):
             # collective: gathering goes on after a failure, because the other ranks take part
             with _whole(job, layout) as sources:
                 mine = [place for place in job if place.writer == ranks.rank()]
-                if not mine or problem is not None:
-                    continue
-                try:
-                    ops = _gathered_ops(layout, mine, sources, temporary)
-                    written += pending.result() if pending is not None else 0
-                    pending = behind.submit(writer.run, ops)
-                except Exception as error:
-                    problem = error
-        try:
-            written += pending.result() if pending is not None else 0
-            writer.close()
-        except Exception as error:
-            problem = problem or error
-    return written, problem
+                if mine and problem is None:
+                    try:
+                        ops = _gathered_ops(layout, mine, sources, temporary)
+                        writes[-1].result()  # one gathering at a time is held
+                        writes.append(behind.submit(writer.run, ops))
+                    except Exception as error:
+                        problem = error
+        closed = behind.submit(writer.close)
+        wait_for_all(closed, temporary, problem, writes)
+    return sum(write.result() for write in writes)
 
 
-def wait_for_all(problem: Exception | None, temporary: str) -> None:
-    """Wait for the slowest writer, however long it takes; then every rank raises if one had a problem."""
+def wait_for_all(
+    last: Future[Any], temporary: str, problem: Exception | None = None, writes: Sequence[Future[int]] = ()
+) -> None:
+    """Wait for the slowest writer, however long it takes; then every rank raises if one had a problem.
+
+    The ranks ask each other again and again instead of waiting in one collective: that one would end with the timeout of
+    its group, while a dead rank ends this at once.
+    """
     try:
-        ranks.barrier("waiting for every rank to finish writing the export", timeout_s=WAIT_S)
+        pause_s = 0.01
+        while ranks.sum_across(int(last.done())) < ranks.world_size():
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1.0)
         with ranks.together("writing the export"):
             if problem is not None:
                 raise problem
+            for write in (*writes, last):
+                write.result()
     except BaseException:
         if ranks.is_main():
             shutil.rmtree(temporary, ignore_errors=True)
