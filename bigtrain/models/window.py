@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
 from bigtrain import ranks
@@ -56,7 +57,7 @@ _FILL_INITS = ("uniform_", "normal_", "constant_", "kaiming_uniform_")
 def _metadata() -> set[Any]:
     """Everything that reads or sets what a parked parameter still has: answered without gathering."""
     getters = {getattr(Tensor, n).__get__ for n in _PROPERTIES if hasattr(Tensor, n)}
-    setters = {Tensor.requires_grad.__set__, Tensor.grad.__set__}  # type: ignore[attr-defined]
+    setters = {Tensor.requires_grad.__set__, Tensor.grad.__set__}  # type: ignore[attr-defined, union-attr]
     methods = {getattr(Tensor, n) for n in _METHODS if hasattr(Tensor, n)}
     return getters | setters | methods | {torch.is_floating_point, torch.is_complex, torch.numel}
 
@@ -168,7 +169,7 @@ class Window(TorchFunctionMode):
                 self._fetch(data, values=True)
             return new.__func__(cls, data, *args, **kwargs)
 
-        Parameter.__deepcopy__ = deepcopy_into_window  # type: ignore[method-assign]
+        Parameter.__deepcopy__ = deepcopy_into_window  # type: ignore[method-assign, assignment]
         Parameter.__new__ = new_from_whole  # type: ignore[method-assign,assignment]
         try:
             yield
@@ -329,7 +330,7 @@ class Window(TorchFunctionMode):
 def can_be_parked(param: Parameter) -> bool:
     """Plain dense parameters; not lazy, quantized or meta ones, nor those that ZeRO-3 already owns."""
     with torch._C.DisableTorchFunction():
-        lazy = isinstance(param, torch.nn.parameter.UninitializedTensorMixin)
+        lazy = isinstance(param, UninitializedTensorMixin)
         return not (lazy or hasattr(param, "ds_id") or param.is_meta or param.is_sparse or param.is_quantized)
 
 

@@ -103,7 +103,11 @@ class Choice:
 
         def one(c: Candidate) -> dict[str, Any]:
             numbers = {"seconds_per_step": c.time.total_s, "tokens_per_s": c.time.tokens_per_s, "mfu": c.time.mfu}
-            need = {"gpu_need_bytes": c.plan.gpu_need_bytes(), "host_need_bytes": c.plan.host_need_bytes()} if c.plan else {}
+            need = (
+                {"gpu_need_bytes": c.plan.gpu_need_bytes(), "host_need_bytes": c.plan.host_need_bytes()}
+                if c.plan
+                else {}
+            )
             return {**c.options, "fits": c.fits, "why": c.why, **numbers, **need}
 
         return {
@@ -246,7 +250,12 @@ def choose(
     for family in _families(base, optimizers):
         for micro in _micro_batches(batch // world):
             settings = family.but(micro_batch=micro, accumulation=batch // world // micro)
-            candidate = _first_fitting(settings, gpu_memory_bytes, host_memory_bytes, rates)
+            candidate = judge(settings, gpu_memory_bytes, host_memory_bytes, rates)
+            if not candidate.fits and candidate.gpu_short_bytes and not candidate.host_short_bytes and candidate.plan:
+                small = settings.but(reduce_bucket_elems=min(SMALL_BUCKET_ELEMS, settings.settings.reduce_bucket_elems))
+                candidate = max(
+                    candidate, judge(small, gpu_memory_bytes, host_memory_bytes, rates), key=lambda c: c.fits
+                )
             (fitting if candidate.fits else rejected).append(candidate)
             if not candidate.fits and candidate.gpu_short_bytes:
                 break  # a larger micro batch holds more
