@@ -63,14 +63,15 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     jobs.check_engine(job)
     planned = None if args.no_plan else jobs.check_fit(job)
     ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
-    if ranks.is_main():
-        announce(job, folder, places, planned)
+    ranks.main_decides(lambda: announce(job, folder, places, planned), "writing run.json")
     model, isolation = jobs.build(job)
     engine = Engine(model, **jobs.engine_settings(job))
     if resume is not None:
         engine.load_checkpoint(resume.parent, tag=resume.name)
         logger.info("resumed from %s at step %d", resume, engine.global_step)
-    run = Run(job, engine, folder, stop, jobs.flops_formula(model, job.seq_len), places, isolation.document_bounds)
+    flops = jobs.flops_formula(model, job.seq_len)
+    with ranks.together("opening loaders and trackers"):
+        run = Run(job, engine, folder, stop, flops, places, isolation.document_bounds)
     try:
         return run.finish(run.loop())
     except Exception as error:
@@ -108,7 +109,8 @@ class Run:
         self.clock, self.memory = StepClock(), HostMemory()
         self.main = ranks.is_main()
         self.saved_step = self.evaluated_step = start if start else -1
-        self.trackers = []
+        self.trackers: list[Any] = []
+        self.ended = False
         if self.main:
             self.rows = RowLog(folder.root / "metrics.jsonl", keep_to_step=start)
             self.evals = RowLog(folder.root / "eval.jsonl", keep_to_step=start)
@@ -232,7 +234,7 @@ class Run:
         """Write down how it ended; `python -m bigtrain.diagnostics.report OUT` shows what there is."""
         from bigtrain.runfolder import now
 
-        if self.main and not isinstance(error, StoppedError):
+        if self.main and not self.ended:
             self.folder.update_run(
                 outcome=f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", ended=now()
             )
@@ -245,6 +247,7 @@ class Run:
         rows = read_rows(self.folder.root / "metrics.jsonl")
         summary = summarise(rows, self.clock.totals_s)
         self.folder.update_run(summary=summary, outcome=outcome, ended=now())
+        self.ended = True
         if rows:
             page = write_report(self.folder.root)
             logger.info("%s\nreport: %s", "\n".join(f"  {k}: {v}" for k, v in flatten(summary)), page)
