@@ -332,7 +332,7 @@ def cpu_adam(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, flo
     with ranks.main_first("compiling DeepSpeed's CPU Adam"):
         why = why_no_cpu_adam()
     reasons = {r: w for r, w in enumerate(ranks.all_gather_object(why)) if w}
-    settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     if not reasons:
         return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
     first = min(reasons)

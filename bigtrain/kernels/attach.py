@@ -65,7 +65,8 @@ def use_chunked_loss(model: torch.nn.Module) -> LossPath:
 def why_not_chunked(model: torch.nn.Module) -> str | None:
     """Why the chunked loss cannot replace the model's own, or None."""
     name = type(model).__name__
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    find: Any = getattr(model, "get_output_embeddings", None)
+    head = find() if find is not None else None
     if not isinstance(head, torch.nn.Linear):
         return f"{name} has no plain linear output head ({type(head).__name__})"
     if head is not getattr(model, "lm_head", None):

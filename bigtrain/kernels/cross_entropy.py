@@ -77,10 +77,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight += grad_logits.t() @ hidden[rows]
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=torch.float32)
-        kept = [
-            g if g is None else g.to(t.dtype) for g, t in zip((grad_hidden, grad_weight, grad_bias), (hidden, weight, bias))
-        ]
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+        )
         return total / divisor
 
     @staticmethod

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from bigtrain.errors import BuildError
-
-try:
-    import bitsandbytes.functional as bnb
-except ImportError as error:  # an optional part of the installation
-    bnb = None
-    _why = str(error)
-
+from bigtrain.errors import BuildError, UsageError
 from bigtrain.optim.state import load_keeping_dtypes
 from bigtrain.optim.table import BLOCK_ELEMS, MIN_8BIT_ELEMS
+
+bnb: Any
+try:
+    import bitsandbytes.functional as bnb
+    from bitsandbytes.optim import GlobalOptimManager
+except ImportError as error:  # an optional part of the installation
+    bnb, _why = None, str(error)
 
 # bitsandbytes' kernels count elements in a signed 32-bit integer; a chunk must also end on a block of 8-bit state.
 MAX_CHUNK_ELEMS = (2**31 - 1) // BLOCK_ELEMS * BLOCK_ELEMS
@@ -27,8 +27,8 @@ class AdamW8bit(torch.optim.Optimizer):
     Differs from `bitsandbytes.optim.AdamW8bit` in two points: a tensor above 2^31-1 elements is updated in chunks of whole
     256-element blocks, with the same result, where bitsandbytes fails with "invalid argument ... ops.cu"; and the learning
     rate, betas and so on are read from the group alone. Moments are uint8 with one fp32 scale a block; tensors below
-    `MIN_8BIT_ELEMS` elements keep fp32 moments. Per-parameter overrides of bitsandbytes' GlobalOptimManager have no effect:
-    ZeRO hands over flat partitions, in which parameters have no names.
+    `MIN_8BIT_ELEMS` elements keep fp32 moments. Per-parameter overrides of bitsandbytes' GlobalOptimManager are refused: ZeRO
+    hands over flat partitions, in which parameters have no names.
 
     Args:
         params: parameters or groups.
@@ -40,6 +40,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     Raises:
         BuildError: if bitsandbytes is not installed.
+        UsageError: if GlobalOptimManager holds overrides.
     """
 
     def __init__(
@@ -53,6 +54,12 @@ class AdamW8bit(torch.optim.Optimizer):
     ):
         if bnb is None:
             raise BuildError(f"optimizer adamw_8bit needs bitsandbytes ({_why}): pip install 'bitsandbytes>=0.50'")
+        manager = GlobalOptimManager.get_instance()
+        if manager.pid2config or manager.module_weight_config_triple:
+            raise UsageError(
+                "bitsandbytes' GlobalOptimManager holds per-parameter overrides (override_config, register_module_override); "
+                "under ZeRO partitions they would be lost. Remove them, or use optimizer adamw for 32-bit states everywhere."
+            )
         if max_chunk_elems % BLOCK_ELEMS:
             raise ValueError(f"max_chunk_elems is {max_chunk_elems}, which is no multiple of {BLOCK_ELEMS}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})

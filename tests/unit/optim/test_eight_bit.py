@@ -4,6 +4,7 @@ import bitsandbytes
 import pytest
 import torch
 
+from bigtrain.errors import UsageError
 from bigtrain.optim.eight_bit import MAX_CHUNK_ELEMS, AdamW8bit
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -50,3 +51,14 @@ def test_state_keeps_its_dtypes_through_a_checkpoint(dtype, tmp_path):
     _run(optimizer, straight, 3, seed=5)
     _run(other, resumed, 3, seed=5)
     assert torch.equal(straight, resumed)
+
+
+def test_B69_per_parameter_overrides_are_refused():
+    param = torch.nn.Parameter(torch.zeros(5000))
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.override_config(param, "optim_bits", 32)
+    try:
+        with pytest.raises(UsageError, match="GlobalOptimManager"):
+            AdamW8bit([param])
+    finally:
+        manager.pid2config.clear()
