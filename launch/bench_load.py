@@ -78,7 +78,21 @@ def _io() -> dict[str, int]:
         return {key: int(value) for key, value in (line.split(": ") for line in file)}
 
 
-def worker(way: str, folder: str, out: str) -> None:
+def measure_export(model: Any, out: str) -> dict[str, Any]:
+    """Seconds and extra memory of writing the model again, and the predicted beside the real size."""
+    from bigtrain import ranks
+    from bigtrain.weights import export_model
+
+    ranks.barrier("before the export")
+    Path("/proc/self/clear_refs").write_text("5")  # start VmHWM anew
+    before, begin = _status("VmRSS"), time.perf_counter()
+    report = export_model(model, out, dtype="bfloat16")
+    seconds, grown = time.perf_counter() - begin, _status("VmHWM") - before
+    actual = sum(os.path.getsize(f"{out}/{name}") for name in report.files)
+    return {"export_s": seconds, "export_grown": grown, "predicted": report.bytes, "actual": actual}
+
+
+def worker(way: str, folder: str, out: str, export: bool) -> None:
     """One rank of one cell; writes what it measured as JSON."""
     import torch
     import torch.distributed as dist
@@ -118,12 +132,14 @@ def worker(way: str, folder: str, out: str) -> None:
         "asked": after["rchar"] - before["rchar"], "disk": after["read_bytes"] - before["read_bytes"],
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
     }  # fmt: skip
+    if export:
+        measured |= measure_export(model, f"{out}.model")
     Path(f"{out}.{ranks.rank()}").write_text(json.dumps(measured))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_cell(way: str, folder: Path, world: int) -> list[dict[str, Any]]:
+def run_cell(way: str, folder: Path, world: int, export: bool = False) -> list[dict[str, Any]]:
     """Start `world` ranks, wait for them, and return what each measured."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -131,6 +147,7 @@ def run_cell(way: str, folder: Path, world: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as scratch:
         out = f"{scratch}/cell"
         command = [sys.executable, __file__, "--worker", way, "--folder", str(folder), "--out", out]
+        command += ["--export"] if export else []
         common = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
                   "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}  # fmt: skip
         processes = [
@@ -188,11 +205,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--beside", type=int, nargs="*", default=[2], help="numbers of ranks for from_pretrained too")
     parser.add_argument("--cold", action="store_true", help="also with the files dropped from the page cache")
+    parser.add_argument("--export", action="store_true", help="also measure writing the model again")
     parser.add_argument("--worker", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        worker(arguments.worker, str(arguments.folder), arguments.out)
+        worker(arguments.worker, str(arguments.folder), arguments.out, arguments.export)
         return
     make_checkpoint(arguments.folder, arguments.layers, arguments.hidden, arguments.shards)
     total = sum(file.stat().st_size for file in arguments.folder.glob("*.safetensors"))
@@ -224,6 +242,12 @@ def main() -> None:
             print(
                 f"| **from_pretrained / bigtrain** | warm | {world} | **{medians[WAYS[1]] / medians[WAYS[0]]:.1f}x** | | | | |"
             )
+    if arguments.export:
+        print("\n| export, ranks | s | memory above the state per rank, MiB | predicted / written bytes |\n|---|---|---|---|")
+    for world in arguments.ranks if arguments.export else ():
+        cell = run_cell(WAYS[0], arguments.folder, world, export=True)
+        grown = " / ".join(f"{rank['export_grown'] / 2**20:.0f}" for rank in cell)
+        print(f"| {world} | {cell[0]['export_s']:.2f} | {grown} | {cell[0]['predicted']} / {cell[0]['actual']} |", flush=True)
 
 
 if __name__ == "__main__":

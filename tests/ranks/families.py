@@ -78,7 +78,9 @@ FAMILIES: dict[str, Any] = {
             qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=12, n_shared_experts=1,
         )
     ),
-    "gpt_oss": lambda t: t.GptOssForCausalLM(t.GptOssConfig(**SMALL, num_local_experts=3, num_experts_per_tok=2, layer_types=["full_attention"] * 2)),
+    "gpt_oss": lambda t: t.GptOssForCausalLM(
+        t.GptOssConfig(**SMALL, num_local_experts=3, num_experts_per_tok=2, layer_types=["full_attention"] * 2)
+    ),
     "qwen2_vl": lambda t: _qwen2_vl(),
     "llava": lambda t: _llava(),
     "ernie_vl_moe": lambda t: _ernie_vl_moe(),

@@ -15,7 +15,7 @@ from tests.ranks.test_weights_load import partition
 def train_and_save(family, root, stage, freeze):
     """A few real steps, DeepSpeed's own save, and the fp32 masters by DeepSpeed's own accessor as reference."""
     import torch.distributed as dist
-    from deepspeed.utils import safe_get_full_fp32_param
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     from bigtrain import zero
 
@@ -38,15 +38,18 @@ def train_and_save(family, root, stage, freeze):
         engine.backward(loss)
         engine.step()
     engine.save_checkpoint(f"{root}/ckpt", tag="step2")
-    reference = {}
+    reference, moments = {}, {}
     for name, param in model.named_parameters():
         master = safe_get_full_fp32_param(param) if param.requires_grad else None
+        if master is not None:
+            moments[name] = safe_get_full_optimizer_state(param, "exp_avg_sq").detach().clone().reshape(-1)
         if master is None:
             with zero.gathered([param]):
                 master = param.detach().float()
         reference[name] = master.detach().float().clone().reshape(zero.full_shape(param))
     if dist.get_rank() == 0:
         torch.save(reference, f"{root}/reference.pt")
+        torch.save(moments, f"{root}/moments.pt")
         model.config.save_pretrained(f"{root}/model")
 
 
@@ -66,6 +69,18 @@ def test_deepspeed_checkpoints_become_folders(rank_pool, tmp_path, world, stage,
     root = str(tmp_path)
     rank_pool(world).run(train_and_save, family, root, stage, freeze)
     reference = torch.load(f"{root}/reference.pt", weights_only=True)
+    from bigtrain.weights.deepspeed_folder import open_deepspeed
+
+    folder = open_deepspeed(f"{root}/ckpt")
+    moments = torch.load(f"{root}/moments.pt", weights_only=True)
+    assert (
+        folder.steps == 2
+        and set(folder.moments) == {"exp_avg", "exp_avg_sq"}
+        and set(moments) == set(folder.moments["exp_avg"])
+    )
+    for name, value in moments.items():
+        pieces = folder.moments["exp_avg_sq"][name]
+        assert torch.equal(torch.cat([piece.flat for piece in pieces]), value), name
     for readers, dtype in [(2, "float32"), (world, "bfloat16")]:
         out = f"{root}/out.{readers}.{dtype}"
         written = rank_pool(readers).run(convert, root, out, dtype)

@@ -92,8 +92,10 @@ def train_export_reload(todo, root, stage):
             partition(model, config)
         engine = zero.initialize(model, config, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
         batch = families.inputs(family, model)
-        labels = torch.zeros(2, dtype=torch.long) if family in ("vit", "resnet") else batch.get("decoder_input_ids")
-        labels = labels if labels is not None else batch["input_ids"]
+        labels = (
+            torch.zeros(2, dtype=torch.long) if family in ("vit", "resnet") else batch.get("decoder_input_ids")
+        )  # None but for T5
+        labels = (labels if labels is not None else batch["input_ids"]).contiguous()
         before = engine(**batch, labels=labels)
         engine.backward(before.loss)
         engine.step()
