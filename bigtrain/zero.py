@@ -58,9 +58,10 @@ def init_distributed(timeout_s: float = 1800.0) -> None:
 
     Sets this rank's CUDA device first, so that nothing is ever allocated on another rank's GPU.
     """
-
     if torch.cuda.is_available():
-        torch.cuda.set_device(rank_device())
+        device = rank_device()
+        torch.cuda.set_device(device)
+        os.environ.setdefault("LOCAL_RANK", str(device.index))  # DeepSpeed binds NCCL to it, and takes 0 without it
     if torch.distributed.is_initialized():
         backend = torch.distributed.get_backend()
     else:

@@ -9,15 +9,13 @@ from bigtrain.models.checkpointing import (
     wants_activation_checkpointing,
 )
 from bigtrain.models.frozen import freeze_module, frozen_module
-from bigtrain.models.info import BuildInfo
+from bigtrain.models.info import BuildInfo, tied_groups
 from bigtrain.models.moe import set_moe_leaf_modules
-from bigtrain.models.tables import dtype_table, tied_groups
 
 __all__ = [
     "BuildInfo",
     "build_model",
     "disable_cache",
-    "dtype_table",
     "edit_model",
     "enable_activation_checkpointing",
     "export_config",

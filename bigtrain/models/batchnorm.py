@@ -24,7 +24,7 @@ def keep_statistics_in_fp32(model: torch.nn.Module) -> int:
     layers = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase) and m.running_mean is not None]
     for layer in layers:
         if "forward" not in layer.__dict__:
-            layer.forward = types.MethodType(_forward_in_fp32, layer)  # type: ignore[method-assign]
+            layer.forward = types.MethodType(_forward_in_fp32, layer)
     return len(layers)
 
 
@@ -36,7 +36,7 @@ def _forward_in_fp32(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def _raised(layer: torch.nn.Module) -> Iterator[None]:
     """An instance attribute hides the parameter of the same name, without touching it."""
-    dtype = layer.running_mean.dtype  # type: ignore[union-attr]
+    dtype = layer.running_mean.dtype
     names = [n for n in ("weight", "bias") if layer._parameters.get(n) is not None]
     for name in names:
         layer.__dict__[name] = layer._parameters[name].to(dtype)  # type: ignore[union-attr, arg-type]

@@ -21,12 +21,11 @@ from bigtrain.errors import ModelError
 from bigtrain.models.batchnorm import keep_statistics_in_fp32
 from bigtrain.models.checkpointing import disable_cache
 from bigtrain.models.frozen import freeze, load_checkpoint
-from bigtrain.models.info import BuildInfo
+from bigtrain.models.info import BuildInfo, tied_groups
 from bigtrain.models.pretrained import initialise_missing, load_weights
 from bigtrain.models.seeding import seeded
 from bigtrain.models.sharding import DtypeRule, dtype_rule, shard, thaw
 from bigtrain.models.source import Source, fetched, resolve, set_config_dtype
-from bigtrain.models.tables import tied_groups
 from bigtrain.models.window import Window
 
 logger = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ def build_model(
         attn_implementation: for transformers models.
         resize_vocab_to: new number of token embeddings (transformers' resize_token_embeddings).
         trust_remote_code: allow a folder's own Python code to run.
-        keep_in_fp32: name patterns (`*` is a wildcard) of parameters that are not rounded.
+        keep_in_fp32: name patterns (`*` is a wildcard) of parameters that are not rounded; stage 0 only.
         **config_overrides: settings of the transformers config, or keyword arguments of the callable.
 
     Returns:
@@ -88,6 +87,11 @@ def build_model(
     """
     config = _config(ds_config)
     stage = _stage(config)
+    if keep_in_fp32 and stage > 0:
+        raise ModelError(
+            f"keep_in_fp32 needs stage 0: at stage {stage} DeepSpeed lays all parameters into buffers of one dtype, and its "
+            "fp32 master copy keeps the precision of updates anyway. Leave keep_in_fp32 out, or train with dtype=torch.float32."
+        )
     _check_ranks(stage)
     source = fetched(source)
     with ranks.together("reading the model's config"):
@@ -284,13 +288,15 @@ def _settle(model: torch.nn.Module, info: BuildInfo, target: _Target, frozen: Se
         disable_cache(model)
     if info.dtype != torch.float32:
         keep_statistics_in_fp32(model)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.__dict__.pop("_is_hf_initialized", None)  # a mark of the build, not of the model
     freeze(model, frozen)
     info.frozen = tuple(n for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad)
     info.tied = tied_groups(model)
     info.fp32_wanted = tuple(sorted(getattr(model, "_keep_in_fp32_modules_strict", None) or ()))
     if info.fp32_wanted and info.dtype != torch.float32 and not info.keep_in_fp32:
         logger.warning(
-            "%s wants these in fp32: %s. They are %s now; keep_in_fp32=[...] leaves their parameters unrounded.",
+            "%s wants these in fp32: %s. Their parameters are %s in forward; DeepSpeed's master copy of them is fp32.",
             info.source, ", ".join(info.fp32_wanted), str(info.dtype).removeprefix("torch."),
         )  # fmt: skip
     if target.partitioner is not None:

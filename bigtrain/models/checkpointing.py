@@ -94,7 +94,7 @@ def _wrap_blocks(model: torch.nn.Module, classes: list[type | str]) -> int:
     for block in blocks:
         if "_bigtrain_inner_forward" not in block.__dict__:
             block._bigtrain_inner_forward = block.__dict__.get("forward")  # type: ignore[assignment]
-            block.forward = types.MethodType(_checkpointed_forward, block)  # type: ignore[method-assign]
+            block.forward = types.MethodType(_checkpointed_forward, block)
     return len(blocks)
 
 

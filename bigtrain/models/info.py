@@ -40,3 +40,11 @@ class BuildInfo:
     peak_whole_bytes: int = 0
     ds_config: dict[str, Any] = field(default_factory=dict, repr=False)
     keep_in_fp32: tuple[str, ...] = ()
+
+
+def tied_groups(model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Names that share one parameter, group by group."""
+    by_id: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(p), []).append(name)
+    return tuple(tuple(names) for names in by_id.values() if len(names) > 1)

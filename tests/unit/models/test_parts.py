@@ -11,7 +11,6 @@ from bigtrain import zero
 from bigtrain.errors import ModelError, WeightsError
 from bigtrain.models import (
     build_model,
-    dtype_table,
     enable_activation_checkpointing,
     export_config,
     frozen_module,
@@ -206,7 +205,9 @@ def test_batchnorm_computes_with_fp32_statistics_in_a_bf16_model():
     assert model.weight.grad.dtype == torch.bfloat16 and [n for n, _ in model.named_parameters()] == ["weight", "bias"]
 
 
-def test_B40_named_parameters_stay_in_fp32_and_the_table_shows_it():
+def test_B40_named_parameters_stay_in_fp32_and_stages_that_cannot_are_refused():
     model = build_model(Net, keep_in_fp32=("tower.*.weight",))
     assert model.tower[0].weight.dtype == torch.float32 and model.body[0].weight.dtype == torch.bfloat16
-    assert dtype_table(model) == {"parameter float32": 2, "parameter bfloat16": 6, "buffer float32": 4, "buffer int64": 2}
+    assert {b.dtype for b in model.buffers()} == {torch.float32, torch.int64}
+    with pytest.raises(ModelError, match="keep_in_fp32 needs stage 0"):
+        build_model(Net, keep_in_fp32=("tower.*",), ds_config={"zero_optimization": {"stage": 2}})
