@@ -27,7 +27,7 @@ from bigtrain.optim import schedule
 from bigtrain.precision import dtype_table, keep_parameters_in_fp32
 from bigtrain.reduction import Reduction
 from bigtrain.steps import Batch, EvalResult, StepResult
-from bigtrain.watch import Watcher, Whereabouts
+from bigtrain.watch import REMEDY, Watcher, Whereabouts
 
 log = logging.getLogger(__name__)
 _COUNTERS = ("global_step", "updates", "tokens", "data_position", "seed")
@@ -134,7 +134,6 @@ class Engine:
         self._inside_forward = False
         self._inside_backward = False
         self._reduction = Reduction(self._ds, self._parts.params)
-        self._reduction.gather_persistent()
         self._flags = self._parts.flags
         self._flags.check = self._check_inside
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # this rank's share of the loss, and of the tokens
@@ -248,14 +247,11 @@ class Engine:
         everyone = ranks.all_gather_object(used)
         names = [n for i, n in enumerate(self._names) if len({u[i] for u in everyone}) > 1]
         if self._settings.stage == 3:
-            gathered = [n for n in names if not zero.is_persistent(self._parts.params[self._names.index(n)])]
-            if gathered:
-                raise RanksDisagreeError(
-                    f"step {self.global_step + 1}: ranks used different parameters at ZeRO stage 3: {guards.listing(gathered)}. Their "
-                    "gathers in forward did not match. Run the branch on every rank and multiply its result by zero where it is "
-                    "not wanted, or pass leaf_modules=(the class of the module that contains it,), or use stage 2.",
-                    {r: [n for n, yes in zip(self._names, u) if yes and n in gathered] for r, u in enumerate(everyone)},
-                )
+            raise RanksDisagreeError(
+                f"step {self.global_step + 1}: ranks used different parameters at ZeRO stage 3: {guards.listing(names)}. Their gathers "
+                f"do not match. {REMEDY}",
+                {r: [n for n, yes in zip(self._names, u) if yes and n in names] for r, u in enumerate(everyone)},
+            )
         log.debug("step %d: parameters used on some ranks only count as zero elsewhere: %s", self.global_step, names)
         self._reduction.defer()
 
@@ -443,7 +439,6 @@ class Engine:
         for name in _COUNTERS:
             setattr(self, name, run[name])
         self._nonfinite.total, self._nonfinite.in_a_row = run["skipped"], run["skipped_in_a_row"]
-        self._reduction.gather_persistent()
 
     # ------------------------------------------------------------ small things
 

@@ -10,7 +10,7 @@ Attributes of DeepSpeed 0.19.8's objects used, on instances only:
   zero12     averaged_gradients, bit16_groups, setup_buckets, reduce_ready_partitions_and_remove_grads, reduce_gradients, partition_gradients,
              overlapping_partition_gradients_reduce_epilogue, scaled_global_norm, use_grad_accum_attribute,
              gradient_accumulation_dtype, single_partition_of_fp32_groups
-  zero3      persistent_parameters, fp16_groups, reduce_ready_partitions_and_remove_grads, overlapping_partition_gradients_reduce_epilogue,
+  zero3      fp16_groups, reduce_ready_partitions_and_remove_grads, overlapping_partition_gradients_reduce_epilogue,
              _get_norm_groups, fp32_partitioned_groups_flat
   bf16       fp32_groups_has_gradients, get_grads_for_norm, fp32_groups_flat_partition
 """
@@ -94,11 +94,10 @@ class Reduction:
             self._refuse = False
             self.optimizer.__dict__.pop("get_grads_for_norm", None)
         self.order_hash = 0
-        if hasattr(self.optimizer, "local_overflow"):
-            self.optimizer.local_overflow = (
-                False  # stages 1, 2 with offload never take it back: every later step would be skipped
-            )
         applied = bool(self.ds.was_step_applied())
+        if not applied and self.kind == "zero12":
+            # With offload DeepSpeed keeps the fp32 accumulators of a discarded step: its NaN would stay in them for ever.
+            self.optimizer.averaged_gradients.update(dict.fromkeys(self.optimizer.averaged_gradients))
         norm = self._norm if self._norm is not None else float(self.optimizer._global_grad_norm)
         return applied, norm if applied and norm >= 0.0 else math.nan
 
@@ -189,17 +188,6 @@ class Reduction:
         values = torch.stack([torch.as_tensor(n).float().reshape(()) for n in norms]).tolist()
         self._norm = math.sqrt(math.fsum(v * v for v in values)) if min(values) >= 0.0 else math.nan
         return norms
-
-    def gather_persistent(self) -> None:
-        """Stage 3: make the small, persistent parameters whole now, on all ranks together.
-
-        DeepSpeed gathers each at its first use, which hangs if a rank does not use it; after an update it gathers them all.
-        """
-        if self.kind != "zero3":
-            return
-        partitioned = [p for p in self.optimizer.persistent_parameters if not zero.is_available(p)]
-        if partitioned:
-            partitioned[0].all_gather(partitioned)
 
     def masters(self) -> list[torch.Tensor]:
         """This rank's master weights: whole at stage 0, its partitions otherwise."""

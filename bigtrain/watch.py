@@ -68,22 +68,22 @@ class Whereabouts:
         try:
             told = meeting.meet(meeting.Point.FORWARD, self._step(), 0, (index,))
         except RanksDisagreeError as error:
-            raise RanksDisagreeError(f"{error}\nThis rank was about to enter module {self._names[index]}. {_REMEDY}") from error
+            raise RanksDisagreeError(f"{error}\nThis rank was about to enter module {self._names[index]}. {REMEDY}") from error
         names = {r: f"enters module {self._names[row[0]]}" for r, row in enumerate(told)}
         if len(set(names.values())) > 1:
             listing = "\n".join(f"  rank {r} {text}" for r, text in names.items())
-            raise RanksDisagreeError(f"ranks run different modules at ZeRO stage 3:\n{listing}\n{_REMEDY}", names)
+            raise RanksDisagreeError(f"ranks run different modules at ZeRO stage 3:\n{listing}\n{REMEDY}", names)
 
 
 def _gathered_at(module: torch.nn.Module, param: torch.nn.Parameter) -> bool:
     """True if entering `module` makes ZeRO-3 gather `param`: its owner does, or the leaf module that it belongs to."""
-    if not zero.is_partitioned(param) or zero.is_persistent(param):
+    if not zero.is_partitioned(param):  # persistent ones too: DeepSpeed gathers them until it has seen a whole pass
         return False
     leaf = getattr(param, "ds_z3_leaf_module", None)
     return leaf is module if leaf is not None else any(p is param for p in module.parameters(recurse=False))
 
 
-_REMEDY = (
+REMEDY = (
     "At stage 3 every rank must run the same modules: run the branch on every rank and multiply its result by zero where it is "
     "not wanted, or pass leaf_modules=(the class of the module that contains the branch,) to the Engine, or use stage 2."
 )
@@ -125,16 +125,23 @@ class Watcher(threading.Thread):
 
     def _look(self, idle_s: float) -> None:
         """All ranks idle and one waiting: report and end."""
-        assert self._store is not None
-        world = ranks.world_size()
-        if not all(self._store.check([str(r)]) for r in range(world)):
-            return
-        places = {r: self._store.get(str(r)).decode() for r in range(world)}
-        if not any(text.startswith("waits") for text in places.values()):
+        try:
+            places = self._places()
+        except RuntimeError:  # the store went away with its host: that rank has ended for the same reason
+            places = {ranks.rank(): f"waits: {self._where.place}"}
+        if len(places) == 0 or not any(text.startswith("waits") for text in places.values()):
             return
         listing = "\n".join(f"  rank {r} {text}" for r, text in places.items())
         different = len(set(places.values())) > 1
-        hint = _REMEDY if different else "All are at the same place: a collective is stuck, look at the network and the GPUs."
+        hint = REMEDY if different else "All are at the same place: a collective is stuck, look at the network and the GPUs."
         print(f"bigtrain: no rank has moved for {idle_s:.0f} s:\n{listing}\n{hint}", file=sys.stderr, flush=True)
         time.sleep(1.0)  # let every rank see the report before the store's host goes away
         self._end(EXIT_HANG)
+
+    def _places(self) -> dict[int, str]:
+        """Where each rank is; empty while some rank still moves."""
+        assert self._store is not None
+        world = range(ranks.world_size())
+        if not all(self._store.check([str(r)]) for r in world):
+            return {}
+        return {r: self._store.get(str(r)).decode() for r in world}

@@ -26,7 +26,7 @@ EXACT_BOUND = 2e-5  # engine in fp32 against torch in fp32: the same sums in ano
 
 
 def _samples(step):
-    return rows(step, n=12, length=10)
+    return rows(step, n=24, length=10)
 
 
 def _train(stage, accumulation, bf16, seed=0):
@@ -134,7 +134,7 @@ def _plain_fp32():
 def test_write_the_table(grid):
     torch_curve, base = plain_torch(), grid[1, 0, 1][0]
     lines = [
-        f"Ten steps of one global batch of 12 ragged sequences, bf16, AdamW, clipping at 0.5. Bounds over all 10 steps: against stage 0 "
+        f"Ten steps of one global batch of 24 ragged sequences, bf16, AdamW, clipping at 0.5. Bounds over all 10 steps: against stage 0 "
         f"on one rank {LOSS_BOUND:.1%} (loss) and {NORM_BOUND:.1%} (norm); against plain torch in fp32 {FP32_LOSS_BOUND:.1%} and "
         f"{FP32_NORM_BOUND:.1%}. Plain torch: first loss {torch_curve[0][0]:.6f}, last {torch_curve[-1][0]:.6f}.",
         "",
