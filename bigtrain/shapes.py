@@ -96,9 +96,7 @@ def _qwen3(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, *, tie
     }
 
 
-def _mixtral(
-    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, experts: int, active: int
-) -> dict[str, Any]:
+def _mixtral(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, experts: int, active: int) -> dict[str, Any]:
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",

@@ -103,11 +103,7 @@ class Choice:
 
         def one(c: Candidate) -> dict[str, Any]:
             numbers = {"seconds_per_step": c.time.total_s, "tokens_per_s": c.time.tokens_per_s, "mfu": c.time.mfu}
-            need = (
-                {"gpu_need_bytes": c.plan.gpu_need_bytes(), "host_need_bytes": c.plan.host_need_bytes()}
-                if c.plan
-                else {}
-            )
+            need = {"gpu_need_bytes": c.plan.gpu_need_bytes(), "host_need_bytes": c.plan.host_need_bytes()} if c.plan else {}
             return {**c.options, "fits": c.fits, "why": c.why, **numbers, **need}
 
         return {

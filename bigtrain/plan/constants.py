@@ -20,6 +20,10 @@ NCCL_RANKS_THAT_GROW_IT = 8
 # everything on the GPU), CPU-only torch + transformers + deepspeed 379 MiB (measured at import).
 HOST_PROCESS_BYTES = {"cuda": 2_050_000_000, "cpu": 379 * _MIB}
 
+# glibc gives blocks below its largest mmap threshold (32 MiB on 64 bit) back to its heap, not to the system: on a CPU the
+# slices of ZeRO-3's build stay resident after they are freed (malloc_trim after start-up returned just these bytes).
+MALLOC_MMAP_BYTES = 32 * _MIB
+
 # Reading weights: rank-local byte ranges through one buffer. Saving: two staging buffers of the writer.
 READ_BUFFER_BYTES = 64 * _MIB
 SAVE_BUFFER_BYTES = 512 * _MIB

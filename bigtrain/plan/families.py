@@ -86,9 +86,7 @@ def _tie(items: list[Parameter], kind: str, tied: bool) -> ModelParameters:
     first = next(
         p.name
         for p in items
-        if p.name.endswith(
-            ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight")
-        )
+        if p.name.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight"))
     )
     return ModelParameters(tuple(p for p in items if p.name != head), ((head, first),), kind)
 

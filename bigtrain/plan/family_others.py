@@ -77,9 +77,7 @@ def _opt(c: Values) -> list[Parameter]:
     if before and not c.flag("_remove_final_layer_norm"):
         items += ln("final_layer_norm", d)
     for i in range(c["num_hidden_layers"]):
-        block = [
-            p for name in ("k_proj", "v_proj", "q_proj", "out_proj") for p in linear(f"self_attn.{name}", d, d, bias)
-        ]
+        block = [p for name in ("k_proj", "v_proj", "q_proj", "out_proj") for p in linear(f"self_attn.{name}", d, d, bias)]
         block += ln("self_attn_layer_norm", d) + linear("fc1", f, d, bias) + linear("fc2", d, f, bias)
         items += under(f"layers.{i}", block + ln("final_layer_norm", d), block=i)
     return under("model.decoder", items) + linear("lm_head", c["vocab_size"], word)
@@ -125,12 +123,7 @@ def _bert_layer(c: Values) -> list[Parameter]:
     d, f = c["hidden_size"], c["intermediate_size"]
     block = [p for name in ("query", "key", "value") for p in linear(f"attention.self.{name}", d, d, True)]
     block += linear("attention.output.dense", d, d, True) + _ln("attention.output.LayerNorm", d)
-    return (
-        block
-        + linear("intermediate.dense", f, d, True)
-        + linear("output.dense", d, f, True)
-        + _ln("output.LayerNorm", d)
-    )
+    return block + linear("intermediate.dense", f, d, True) + linear("output.dense", d, f, True) + _ln("output.LayerNorm", d)
 
 
 def _bert_body(c: Values, embedding_order: tuple[str, ...]) -> list[Parameter]:
@@ -233,9 +226,7 @@ def _siglip_vision(c: Values) -> list[Parameter]:
     items += _ln("post_layernorm", d)
     if not c.flag("vision_use_head", True):
         return items
-    head = (
-        plain("probe", 1, 1, d) + plain("attention.in_proj_weight", 3 * d, d) + plain("attention.in_proj_bias", 3 * d)
-    )
+    head = plain("probe", 1, 1, d) + plain("attention.in_proj_weight", 3 * d, d) + plain("attention.in_proj_bias", 3 * d)
     head += linear("attention.out_proj", d, d, True) + _ln("layernorm", d)
     return items + under("head", head + linear("mlp.fc1", f, d, True) + linear("mlp.fc2", d, f, True))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from bigtrain.plan.constants import HOST_PROCESS_BYTES, READ_BUFFER_BYTES, SAVE_BUFFER_BYTES
+from bigtrain.plan.constants import HOST_PROCESS_BYTES, MALLOC_MMAP_BYTES, READ_BUFFER_BYTES, SAVE_BUFFER_BYTES
 from bigtrain.plan.flat import flat_group, heaviest_rank, slice_elems, split_groups, sub_groups
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
@@ -166,6 +166,9 @@ def _simulate(plan: PlanInput) -> _Host:
     elif zero.stage == 3:
         local = sum(slice_elems(p.elems, plan.world_size) for p in plan.parameters.items)
         tape.touch(2 * local, "host copies in passing")
+    if plan.device == "cpu" and zero.stage == 3:
+        slices = [2 * slice_elems(p.elems, plan.world_size) for p in plan.parameters.items]
+        tape.hold("heap", sum(size for size in slices if size < MALLOC_MMAP_BYTES), "heap that malloc keeps")
     for _ in range(2):
         if isinstance(host, _FlatHost | _SlicedHost):
             tape.phase("backward")

@@ -66,6 +66,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "batch": ("3 x 8 t", "input_ids, labels, position_ids in int64"),
     "muon staging": ("momentum of a group once more", f"{_S2} _muon_staging_momentum"),
     "export, one whole parameter": ("2 L", "one parameter is gathered at a time"),
+    "heap that malloc keeps": ("2 n / N of every slice below 32 MiB", "plan/constants.py MALLOC_MMAP_BYTES; CPU only"),
     "process": ("constant", "plan/constants.py HOST_PROCESS_BYTES"),
     "master, host": ("remainder bytes x p", f"{_S2} pin_memory(weights_partition); {_S3} pageable clone"),
     "moments, host": ("moment bytes x p, pageable", "DeepSpeedCPUAdam: zeros_like at the first step"),

@@ -113,11 +113,7 @@ class SlicedSharding:
         """After a module: its weights go, unless the recorded trace needs them again within the reuse distance."""
         self.tape.drop(("window", key), ("ahead", key))
         block = key[1:]
-        if (
-            key[0] == "f"
-            and self.steady
-            and self.reuse.get(block, self.zero.max_reuse_elems) < self.zero.max_reuse_elems
-        ):
+        if key[0] == "f" and self.steady and self.reuse.get(block, self.zero.max_reuse_elems) < self.zero.max_reuse_elems:
             row = "weights, gathered" if self.world > 1 else "weights, copied to the GPU"
             self.tape.hold(("stays", block), 2 * self.block_elems[block], row, self.gather)
             self.staying += self.block_elems[block]

@@ -8,9 +8,7 @@ BASE = dict(
     num_key_value_heads=2,
     vocab_size=131,
 )
-VISION = dict(
-    hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=3, image_size=28, patch_size=7
-)
+VISION = dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=3, image_size=28, patch_size=7)
 
 
 def _of(model_type, *drop, **more):
@@ -102,9 +100,7 @@ CAUSAL = {
         do_layer_norm_before=False,
     ),
     "falcon": _of("falcon", "intermediate_size", "num_key_value_heads"),
-    "falcon-40b-like": _of(
-        "falcon", "intermediate_size", "num_key_value_heads", new_decoder_architecture=True, num_kv_heads=2
-    ),
+    "falcon-40b-like": _of("falcon", "intermediate_size", "num_key_value_heads", new_decoder_architecture=True, num_kv_heads=2),
     "falcon-rw-like": _of(
         "falcon", "intermediate_size", "num_key_value_heads", multi_query=False, parallel_attn=False, bias=True
     ),

@@ -11,9 +11,7 @@ from bigtrain.plan import PlanInput, ZeroSettings, plan_input
 HOST_UNIT = 1_024_000_000
 
 
-def row(
-    name: str, stage: int, *, offload: bool = False, ranks: int = 1, micro: int, checkpointing: str = "full"
-) -> PlanInput:
+def row(name: str, stage: int, *, offload: bool = False, ranks: int = 1, micro: int, checkpointing: str = "full") -> PlanInput:
     """The plan's input of one measured run."""
     return plan_input(
         shapes.config_dict(name),

@@ -65,9 +65,7 @@ def test_reserved_is_never_less_than_allocated(seed):
         if held and rng.random() < 0.45:
             tape.drop(held.pop(rng.randrange(len(held))))
         else:
-            tape.hold(
-                i, rng.choice([100, 5000, 10**6, 3 * 10**6, 4 * 10**7]) * rng.randint(1, 4), "x", rng.randint(0, 1)
-            )
+            tape.hold(i, rng.choice([100, 5000, 10**6, 3 * 10**6, 4 * 10**7]) * rng.randint(1, 4), "x", rng.randint(0, 1))
             held.append(i)
     ledger = tape.ledger()
     assert reserved_bytes(tape)[0] >= ledger.peak_bytes

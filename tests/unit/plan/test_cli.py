@@ -77,10 +77,7 @@ def test_auto_prints_the_ladder_and_the_plan(capsys):
 
 
 def test_global_batch_becomes_accumulation(capsys):
-    assert (
-        run("--model", "preset:llama-tiny", "--gpus", 2, "--micro_batch", 2, "--global_batch", 16, "--json", *LIMITS)
-        == 0
-    )
+    assert run("--model", "preset:llama-tiny", "--gpus", 2, "--micro_batch", 2, "--global_batch", 16, "--json", *LIMITS) == 0
     assert json.loads(capsys.readouterr().out)["accumulation"] == 4
     with pytest.raises(UsageError, match="--global_batch 15"):
         run("--model", "preset:llama-tiny", "--gpus", 2, "--micro_batch", 2, "--global_batch", 15, *LIMITS)

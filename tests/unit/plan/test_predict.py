@@ -134,9 +134,7 @@ def test_states_of_every_optimizer_are_their_bytes_per_parameter(name):
 
 
 def test_split_master_saves_what_it_says():
-    kept = {
-        name: LAYOUTS[name].remainder + LAYOUTS[name].moments for name in ("adamw", "adamw_split", "adamw_split_8bit")
-    }
+    kept = {name: LAYOUTS[name].remainder + LAYOUTS[name].moments for name in ("adamw", "adamw_split", "adamw_split_8bit")}
     assert kept == {"adamw": 12, "adamw_split": 10, "adamw_split_8bit": pytest.approx(4.03125)}
 
 
@@ -149,9 +147,7 @@ def test_B46_pinned_blocks_are_rounded_to_powers_of_two():
 def test_fp32_accumulation_under_offload_stays_on_the_gpu_at_stage_2():
     rows = {}
     for grad in (2, 4):
-        plan = predict(
-            tiny("llama-50m", stage=2, offload="optimizer", accumulation=4, grad_bytes=grad, decay_groups=False)
-        )
+        plan = predict(tiny("llama-50m", stage=2, offload="optimizer", accumulation=4, grad_bytes=grad, decay_groups=False))
         rows[grad] = ({r.name: r.bytes for r in plan.gpu.rows}, {r.name: r.bytes for r in plan.host.rows})
     elems = plan.input.parameters.elems
     assert rows[4][0]["gradients, kept"] == pytest.approx(4 * elems, abs=1024)
@@ -211,9 +207,7 @@ def test_wrong_values_are_refused(values, word):
 
 
 @pytest.mark.parametrize("stage, offload", PLACEMENTS)
-@pytest.mark.parametrize(
-    "frozen", [("model.embed_tokens",), ("model.layers.0", "model.layers.1"), ("model.layers.5.mlp",)]
-)
+@pytest.mark.parametrize("frozen", [("model.embed_tokens",), ("model.layers.0", "model.layers.1"), ("model.layers.5.mlp",)])
 def test_frozen_parts_have_no_states_and_less_is_held(stage, offload, frozen):
     plan = tiny(stage=stage, offload=offload, world_size=2)
     part = plan.but(frozen=frozen)

@@ -11,9 +11,7 @@ table = pytest.importorskip("bigtrain.optim.table", reason="the optimizer table 
 @pytest.mark.parametrize("name", list(table.OPTIMIZERS))
 def test_layout_of_every_optimizer_that_can_be_built(name):
     row, layout = table.OPTIMIZERS[name], LAYOUTS[layout_name(name)]
-    per_elem = [
-        sum(t.bytes_per_elem / t.elems_per_value for t in ts) for ts in (row.state, row.other_state or row.state)
-    ]
+    per_elem = [sum(t.bytes_per_elem / t.elems_per_value for t in ts) for ts in (row.state, row.other_state or row.state)]
     planned = [layout.remainder + layout.matrix_moments, layout.remainder + layout.moments]
     assert [row.master_bytes + n for n in per_elem] == pytest.approx(planned)
     assert (row.stages, row.offload) == (layout.stages, layout.offload)
