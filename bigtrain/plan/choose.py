@@ -246,12 +246,7 @@ def choose(
     for family in _families(base, optimizers):
         for micro in _micro_batches(batch // world):
             settings = family.but(micro_batch=micro, accumulation=batch // world // micro)
-            candidate = judge(settings, gpu_memory_bytes, host_memory_bytes, rates)
-            if not candidate.fits and candidate.gpu_short_bytes and not candidate.host_short_bytes and candidate.plan:
-                small = settings.but(reduce_bucket_elems=min(SMALL_BUCKET_ELEMS, settings.settings.reduce_bucket_elems))
-                candidate = max(
-                    candidate, judge(small, gpu_memory_bytes, host_memory_bytes, rates), key=lambda c: c.fits
-                )
+            candidate = _first_fitting(settings, gpu_memory_bytes, host_memory_bytes, rates)
             (fitting if candidate.fits else rejected).append(candidate)
             if not candidate.fits and candidate.gpu_short_bytes:
                 break  # a larger micro batch holds more
