@@ -91,6 +91,7 @@ class Run:
         from bigtrain import data, ranks
         from bigtrain.diagnostics.metrics import HostMemory, RowLog, StepClock
         from bigtrain.diagnostics.progress import Progress, open_trackers
+        from bigtrain.diagnostics.report import spelled
 
         args = job.args
         self.job, self.engine, self.folder, self.stop = job, engine, folder, stop
@@ -115,8 +116,9 @@ class Run:
             self.rows = RowLog(folder.root / "metrics.jsonl", keep_to_step=start)
             self.evals = RowLog(folder.root / "eval.jsonl", keep_to_step=start)
             self.trackers = open_trackers(args.trackers, folder.root, args.as_dict(), run_name=args.run_name, first_step=start)
-            folder.update_run(flops_formula=str(flops), engine=engine.summary(), resumed_at_step=start or None)
-            logger.info("%s", flops)
+            summary = engine.summary()
+            folder.update_run(flops_formula=str(flops), engine=summary, resumed_at_step=start or None)
+            logger.info("engine:\n%s\n%s", "\n".join(f"  {name}: {value}" for name, value in spelled(summary)), flops)
         self.progress = Progress(
             total_steps=job.steps.steps,
             first_step=start,

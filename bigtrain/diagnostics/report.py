@@ -212,6 +212,7 @@ def _page(run: Mapping[str, Any], rows: Rows, evaluations: Rows, resolved: Mappi
         run=run,
         cards=headline(summarise(rows), evaluations),
         numbers=flatten(run.get("summary") or summarise(rows)),
+        engine=spelled(run.get("engine") or {}),
         settings=sorted((k, v) for k, v in run.get("arguments", {}).items() if v not in (None, [], "")),
         versions=sorted(run.get("versions", {}).items()),
         decisions=run.get("decisions", []),
@@ -246,6 +247,17 @@ def beside(planned: Mapping[str, Any], summary: Mapping[str, Any]) -> list[tuple
     )
     both = [(what, planned.get(before), summary.get(after)) for what, before, after in pairs]
     return [(what, f"{a / GIB:.2f} GiB", f"{b / GIB:.2f} GiB") for what, a, b in both if a and b]
+
+
+def spelled(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested settings as flat (dotted name, text) pairs."""
+    out: list[tuple[str, str]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            out += spelled(value, f"{prefix}{name}.")
+        else:
+            out.append((f"{prefix}{name}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
+    return out
 
 
 def flatten(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -23,7 +23,7 @@ def run_folder(tmp_path):
     run = {
         "arguments": {"model_name_or_path": "preset:llama-tiny", "seed": 42}, "versions": {"torch": "2.13.0"},
         "decisions": [{"path": "train_batch_size", "value": 8, "source": "flag", "reason": "2 x 2 x 2 <ranks>"}],
-        "world_size": 2, "device": "CPU",
+        "world_size": 2, "device": "CPU", "engine": {"stage": 3, "dtypes": {"sums of micro steps": "fp32"}},
     }  # fmt: skip
     (tmp_path / "run.json").write_text(json.dumps(run))
     (tmp_path / "ds_config.resolved.json").write_text('{"zero_optimization": {"stage": 3}}')
@@ -32,7 +32,16 @@ def run_folder(tmp_path):
 
 def test_report_is_one_page_without_network(run_folder):
     page = write_report(run_folder).read_text()
-    for part in ("preset:llama-tiny", "5.250", "torch", "2.13.0", "train_batch_size", "2 x 2 x 2 &lt;ranks&gt;", "<svg"):
+    for part in (
+        "preset:llama-tiny",
+        "5.250",
+        "torch",
+        "2.13.0",
+        "train_batch_size",
+        "dtypes.sums of micro steps",
+        "2 x 2 x 2 &lt;ranks&gt;",
+        "<svg",
+    ):
         assert part in page
     assert "<script" not in page and 'src="http' not in page and "@import" not in page
     assert (run_folder / "report.png").read_bytes().startswith(b"\x89PNG")
