@@ -353,7 +353,7 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
     isolation = data.prepare_isolation(model, args.packing)
     models.disable_cache(model)
     if args.use_liger_kernel:
-        logger.info("kernels: %s", use_liger(model).why)
+        use_liger(model)
     if run.gradient_checkpointing:
         blocks = models.enable_activation_checkpointing(model)
         logger.info("activation checkpointing: %d blocks are recomputed in backward", blocks)
