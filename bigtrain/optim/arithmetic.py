@@ -120,27 +120,39 @@ def _codes(signed: bool) -> torch.Tensor:
 
 
 @functools.cache
-def code_tables(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 256 code values, ascending, and the 255 mid-points between neighbours, fp32 on `device`."""
+def code_tables(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What decoding and encoding look up, on `device`.
+
+    Returns:
+        The 256 code values, ascending, fp32; the 255 mid-points between neighbours and infinity, fp32; and for each value of an
+        fp32 number's upper 16 bits the code of the smallest such number, uint8 [65536]. Mid-points lie further apart than such
+        numbers reach, so the nearest code is that one or the next: one comparison instead of a search.
+    """
     codes = _codes(signed)
-    return codes.to(device), ((codes[:-1] + codes[1:]) / 2).to(device)
+    middles = torch.cat([(codes[:-1] + codes[1:]) / 2, torch.tensor([float("inf")])])
+    upper = torch.arange(1 << 16, dtype=torch.int32)
+    smallest = torch.where(upper < 1 << 15, upper << 16, ((upper - (1 << 16)) << 16) | 0xFFFF).to(torch.int32)
+    first = torch.bucketize(smallest.view(torch.float32).nan_to_num(0.0), middles).clamp_(max=255).to(torch.uint8)
+    return codes.to(device), middles.to(device), first.to(device)
 
 
 def encode(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """8-bit codes and block scales of flat fp32 `values`: uint8 [n], fp32 [ceil(n / 256)]."""
-    _, middles = code_tables(signed, values.device)
+    _, middles, first = code_tables(signed, values.device)
     n = values.numel()
     padded = torch.nn.functional.pad(values, (0, -n % BLOCK_ELEMS)).view(-1, BLOCK_ELEMS)
     scale = padded.abs().amax(dim=1)
-    index = torch.bucketize(padded / scale.masked_fill(scale == 0, 1.0).unsqueeze(1), middles, out_int32=True)
+    ratio = padded / scale.masked_fill(scale == 0, 1.0).unsqueeze(1)
+    index = first[(ratio.view(torch.int32) >> 16) & 0xFFFF]
+    index += ratio > middles[index.to(torch.int32)]
     if not signed:
         index.masked_fill_((index == 0) & (padded > 0), 1)
-    return index.to(torch.uint8).view(-1)[:n], scale
+    return index.view(-1)[:n], scale
 
 
 def decode(index: torch.Tensor, scale: torch.Tensor, signed: bool) -> torch.Tensor:
     """The fp32 values of flat 8-bit codes."""
-    codes, _ = code_tables(signed, index.device)
+    codes, _, _ = code_tables(signed, index.device)
     n = index.numel()
     values = torch.nn.functional.pad(codes[index.to(torch.int32)], (0, -n % BLOCK_ELEMS)).view(-1, BLOCK_ELEMS)
     return values.mul_(scale.unsqueeze(1)).view(-1)[:n]

@@ -13,7 +13,7 @@ from bigtrain.optim.state import load_keeping_dtypes
 from bigtrain.optim.table import BLOCK_ELEMS
 
 # Elements updated at a time: on a CPU its fp32 temporaries should stay in the cache, on a GPU one launch should fill the card.
-CHUNK_ELEMS = {"cpu": 1 << 18, "cuda": 1 << 27}
+CHUNK_ELEMS = {"cpu": 1 << 16, "cuda": 1 << 27}
 # Gradients in pieces that do not follow each other in memory are copied together this many elements at a time.
 GATHER_ELEMS = 1 << 25
 

@@ -73,20 +73,16 @@ def _fp32_kernel(
 
 
 @triton.jit
-def _nearest(x, middles_ptr):
-    """Number of mid-points below x, by halving: the nearest of 256 ascending codes."""
-    index = tl.zeros_like(x).to(tl.int32)
-    for power in tl.static_range(8):
-        step: tl.constexpr = 128 >> power
-        middle = tl.load(middles_ptr + index + (step - 1))
-        index = tl.where(x > middle, index + step, index)
-    return index
+def _nearest(x, middles_ptr, first_ptr):
+    """The nearest of 256 ascending codes, by its upper 16 bits and one comparison (`arithmetic.code_tables`)."""
+    index = tl.load(first_ptr + ((x.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)).to(tl.int32)
+    return index + (x > tl.load(middles_ptr + index)).to(tl.int32)
 
 
 @triton.jit
 def _8bit_kernel(
     weight_ptr, low_ptr, code1_ptr, code2_ptr, scale1_ptr, scale2_ptr, grad_ptr, factor_ptr,
-    signed_ptr, signed_middles_ptr, unsigned_ptr, unsigned_middles_ptr, n,
+    signed_ptr, signed_middles_ptr, signed_first_ptr, unsigned_ptr, unsigned_middles_ptr, unsigned_first_ptr, n,
     decay, weight1, beta2, weight2, root2, eps, step_size,
     HAS_FACTOR: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -111,8 +107,10 @@ def _8bit_kernel(
     v = tl.where(inside, v, 0.0)
     scale1 = tl.max(tl.abs(m), axis=1)
     scale2 = tl.max(v, axis=1)
-    index1 = _nearest(tl.div_rn(m, tl.where(scale1 == 0.0, 1.0, scale1)[:, None] + tl.zeros_like(m)), signed_middles_ptr)
-    index2 = _nearest(tl.div_rn(v, tl.where(scale2 == 0.0, 1.0, scale2)[:, None] + tl.zeros_like(v)), unsigned_middles_ptr)
+    ratio1 = tl.div_rn(m, tl.where(scale1 == 0.0, 1.0, scale1)[:, None] + tl.zeros_like(m))
+    ratio2 = tl.div_rn(v, tl.where(scale2 == 0.0, 1.0, scale2)[:, None] + tl.zeros_like(v))
+    index1 = _nearest(ratio1, signed_middles_ptr, signed_first_ptr)
+    index2 = _nearest(ratio2, unsigned_middles_ptr, unsigned_first_ptr)
     index2 = tl.where((index2 == 0) & (v > 0.0), 1, index2)
     tl.store(code1_ptr + at, index1.to(tl.uint8), mask=inside)
     tl.store(code2_ptr + at, index2.to(tl.uint8), mask=inside)

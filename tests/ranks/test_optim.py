@@ -99,6 +99,38 @@ def test_B67_8bit_adam_trains_with_and_without_offload(rank_pool, stage, offload
         assert dtypes["state1"] == dtypes["state2"] == "torch.uint8" and dtypes["absmax1"] == "torch.float32"
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_split_8bit_trains_at_every_stage(rank_pool, stage):
+    for first, last, dtypes, _ in rank_pool(2).run(_trains, "adamw_split_8bit", stage, False):
+        assert last < first
+        assert dtypes == {
+            "low": "torch.int16",
+            "state1": "torch.uint8",
+            "state2": "torch.uint8",
+            "absmax1": "torch.float32",
+            "absmax2": "torch.float32",
+        }
+
+
+def _plain_deepspeed_refuses():
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+    model = Net()
+    optimizer = optim.build_optimizer("adamw_8bit", optim.param_groups(model, 0.1), lr=1e-3, offload=True, device="cpu")
+    try:
+        zero.initialize(model, config, optimizer)
+    except Exception as error:
+        return type(error).__name__
+    return None
+
+
+def test_B67_without_the_patched_keys_deepspeed_refuses(rank_pool):
+    assert rank_pool(2).run(_plain_deepspeed_refuses) == ["ZeRORuntimeException"] * 2
+
+
 @pytest.mark.parametrize("name, kind", [("adamw", "DeepSpeedCPUAdam"), ("adamw_torch", "AdamW")])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_B05_offload_decides_the_class_up_front(rank_pool, stage, name, kind):

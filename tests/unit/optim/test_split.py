@@ -85,8 +85,22 @@ def test_equals_torch_adamw_on_fp32_bit_for_bit_over_50_steps(grad_dtype, chunk,
 
 def test_the_8bit_code_is_bitsandbytes():
     for signed in (True, False):
-        codes, _ = arithmetic.code_tables(signed, torch.device("cpu"))
+        codes, *_ = arithmetic.code_tables(signed, torch.device("cpu"))
         assert torch.equal(codes, bitsandbytes.functional.create_dynamic_map(signed))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_encoding_finds_the_nearest_code(signed):
+    codes, middles, _ = arithmetic.code_tables(signed, torch.device("cpu"))
+    near = torch.cat([middles[:-1].nextafter(torch.tensor(s)) for s in (-9.0, 9.0)] + [middles[:-1], codes])
+    values = torch.cat([near, torch.randn(100_000).clamp(-1, 1) * torch.exp2(torch.randint(-25, 1, (100_000,)).float())])
+    values = torch.nn.functional.pad(values if signed else values.abs(), (0, -values.numel() % 255)).view(-1, 255)
+    values = torch.cat([values, torch.ones(len(values), 1)], dim=1).flatten()  # every block's scale is 1
+    index, scale = arithmetic.encode(values, signed)
+    expected = torch.bucketize(values, middles[:-1])
+    if not signed:
+        expected.masked_fill_((expected == 0) & (values > 0), 1)
+    assert (scale == 1).all() and torch.equal(index.long(), expected)
 
 
 def test_8bit_error_is_bounded_and_a_positive_second_moment_is_never_lost():
