@@ -347,11 +347,14 @@ def _parameters_in(value: Any) -> Iterator[Parameter]:
 
 def _own_slice(data: Tensor, rank: int, world: int, device: torch.device) -> Tensor:
     """This rank's flat slice of `ceil(numel / world)` elements, padding set to zero (DeepSpeed leaves it unset)."""
+    if world == 1 and data.device == device:
+        return data.reshape(-1)
     size = -(-data.numel() // world)
-    shard = torch.zeros(size, dtype=data.dtype, device=device)
+    shard = torch.empty(size, dtype=data.dtype, device=device)
     start = min(rank * size, data.numel())
     stop = min(start + size, data.numel())
     shard[: stop - start].copy_(data.reshape(-1)[start:stop])
+    shard[stop - start :].zero_()
     return shard
 
 

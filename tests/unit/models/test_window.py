@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bigtrain.models.seeding import seeded
-from bigtrain.models.window import Window
+from bigtrain.models.window import Window, _own_slice
 
 
 def _built(limit, construct, draw=True):
@@ -114,3 +114,12 @@ def test_random_state_comes_back_and_depends_on_the_seed_alone():
     assert draws[0] == draws[1] != draws[2]
     assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
     assert states[2] == numpy.random.get_state()[1].tolist()
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 5, 6, 7])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_slices_join_to_the_whole_and_padding_is_zero(numel, world):
+    data = torch.arange(1.0, numel + 1)
+    slices = [_own_slice(data, r, world, data.device) for r in range(world)]
+    joined = torch.cat(slices)
+    assert len({s.numel() for s in slices}) == 1 and torch.equal(joined[:numel], data) and not joined[numel:].any()
