@@ -11,7 +11,7 @@ import contextlib
 import datetime
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -104,6 +104,16 @@ def max_across(value: float | int) -> float | int:
     return _reduce(value, dist.ReduceOp.MAX)
 
 
+def max_each(values: Sequence[float]) -> list[float]:
+    """Largest over ranks of each number, in one exchange: fit for every step."""
+    group = control_group()
+    if group is None:
+        return list(values)
+    box = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=group)
+    return box.tolist()
+
+
 def agree(value: T, what: str) -> T:
     """Check that every rank holds the same `value` (compared with ==) and return it.
 
@@ -133,13 +143,15 @@ def together(what: str) -> Iterator[None]:
     except Exception as error:
         failure = error
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    texts = all_gather_object(text)
+    told = all_gather_object((text, getattr(failure, "exit_code", BigtrainError.exit_code)))
     if failure is not None:
         raise failure
-    failed = {r: t for r, t in enumerate(texts) if t is not None}
+    failed = {r: t for r, (t, _) in enumerate(told) if t is not None}
     if failed:
         listing = "\n".join(f"  rank {r}: {t}" for r, t in failed.items())
-        raise RanksDisagreeError(f"{what} failed on {len(failed)} of {len(texts)} ranks:\n{listing}", dict(failed))
+        error = RanksDisagreeError(f"{what} failed on {len(failed)} of {len(told)} ranks:\n{listing}", dict(failed))
+        error.exit_code = told[min(failed)][1]  # every rank leaves with the same code
+        raise error
 
 
 def main_decides(decide: Callable[[], T], what: str) -> T:
@@ -157,7 +169,9 @@ def main_decides(decide: Callable[[], T], what: str) -> T:
     if caught is not None:
         raise caught
     if error is not None:
-        raise RanksDisagreeError(f"{what} failed on rank 0: {error[0]}: {error[1]}", {0: error[1]})
+        failed = RanksDisagreeError(f"{what} failed on rank 0: {error[0]}: {error[1]}", {0: error[1]})
+        failed.exit_code = error[2]  # every rank leaves with the same code
+        raise failed
     return value  # type: ignore[return-value]
 
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bigtrain.weights.export import ExportReport, export_model
-    from bigtrain.weights.load import LoadReport, load_into
+    from bigtrain.weights.load import LoadReport, load_into, load_masters
 
-__all__ = ["ExportReport", "LoadReport", "export_model", "load_into"]
-_HOME = {"load_into": "load", "LoadReport": "load", "export_model": "export", "ExportReport": "export"}
+__all__ = ["ExportReport", "LoadReport", "export_model", "load_into", "load_masters"]
+_HOME = {"load_into": "load", "LoadReport": "load", "load_masters": "load", "export_model": "export", "ExportReport": "export"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,10 @@ def export_deepspeed(
         slots, held = _slots(folder, model)
         layout = plan_layout(model, slots, wanted, max_shard_bytes)
     temporary = ranks.main_decides(lambda: prepare(model, slots, layout, str(out_dir), wanted, tokenizer, None), "export")
-    problem: Exception | None = None
-    written = 0
-    try:
-        written = _write(layout, temporary, folder, held)
-    except Exception as error:
-        problem = error
-    wait_for_all(problem, temporary)
+    with ThreadPoolExecutor(1, "write") as behind:
+        writing = behind.submit(_write, layout, temporary, folder, held)
+        wait_for_all(writing, temporary)
+    written = writing.result()
     finish(layout, temporary, str(out_dir))
     names = [shard.name for shard in layout.shards]
     return ExportReport(str(out_dir), names, len(layout.dtypes), layout.total_bytes, written, time.monotonic() - begin)
@@ -67,8 +65,8 @@ def _model_of(model_dir: str | Path | None) -> tuple[torch.nn.Module, Any]:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(model_dir)
-    names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
-    cls = getattr(transformers, names[0], None)
+    names = getattr(config, "architectures", None) or [""]
+    cls = getattr(transformers, names[0], None) if names[0] else None
     from transformers.initialization import no_init_weights
 
     with torch.device("meta"), no_init_weights():
@@ -116,9 +114,11 @@ def _slots(folder: DeepSpeedFolder, model: torch.nn.Module) -> tuple[list[Slot],
 
 
 def _write(layout: Layout, temporary: str, folder: DeepSpeedFolder, held: dict[str, str]) -> int:
+    place = {name: number for number, name in enumerate(held)}
+
     def mine(name: str) -> list[Piece]:
-        pieces = folder.pieces[held[name]]
-        return [piece for number, piece in enumerate(pieces) if number % ranks.world_size() == ranks.rank()]
+        pieces = enumerate(folder.pieces[held[name]], place[name])
+        return [piece for number, piece in pieces if number % ranks.world_size() == ranks.rank()]
 
     writer = Writer()
     written = writer.run(range_ops(layout, temporary, mine))

@@ -58,8 +58,25 @@ class Inert:
         return int(self.args[0])  # an enum's value
 
 
+def _without_state(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """In place of `_rebuild_from_type_v2`: the tensor alone, without the attributes that were pickled with it."""
+    return function(*arguments)
+
+
+def _parameter_without_state(data: Any, requires_grad: bool, hooks: Any, state: Any) -> Any:
+    return data
+
+
+_REPLACED = {
+    ("torch._tensor", "_rebuild_from_type_v2"): _without_state,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter_without_state,
+}
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _REPLACED:
+            return _REPLACED[module, name]
         if name in _SAFE.get(module, ()):
             return super().find_class(module, name)
         if module.startswith(_INERT):
@@ -103,6 +120,8 @@ class DeepSpeedFolder:
         shapes: every weight -> full shape; trained, frozen, and buffers.
         tied: further names of tied weights -> the name under which the values are.
         pieces: name -> where its values lie, as flat memory-mapped tensors. Trained weights are the fp32 masters.
+        moments: the optimizer's states of the trained weights, such as exp_avg and exp_avg_sq: kind -> name -> pieces.
+        steps: updates that the optimizer has made.
     """
 
     path: str
@@ -111,6 +130,8 @@ class DeepSpeedFolder:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    moments: dict[str, dict[str, list[Piece]]] = field(default_factory=dict)
+    steps: int = 0
 
     def whole(self, name: str) -> torch.Tensor:
         """All values of one weight in the type in which they are stored."""
@@ -168,12 +189,19 @@ def open_deepspeed(path: str | Path, tag: str | None = None) -> DeepSpeedFolder:
     folder = DeepSpeedFolder(root, stage, world)
     _find_trained(folder, first, shards)
     _find_frozen(folder, [first] + [unpickle(file) for file in (models[1:] if stage == 3 else [])])
-    module = first.get("module") or {}
-    for name in first.get("buffer_names") or ():
-        if name in module:
-            _add(folder, name, tuple(module[name].shape), [Piece(0, module[name].reshape(-1))])
+    _find_whole(folder, first)
     folder.tied = {new: old for new, old in dict(first.get("shared_params") or {}).items() if old in folder.shapes}
     return folder
+
+
+def _find_whole(folder: DeepSpeedFolder, first: dict[str, Any]) -> None:
+    """Buffers, and at stages 1 and 2 the frozen parameters, which the module's own state dict holds whole."""
+    module = first.get("module") or {}
+    buffers, tied = set(first.get("buffer_names") or ()), dict(first.get("shared_params") or {})
+    for name, value in module.items():
+        wanted = name in buffers or (folder.stage < 3 and name not in tied)
+        if wanted and name not in folder.shapes and isinstance(value, torch.Tensor):
+            _add(folder, name, tuple(value.shape), [Piece(0, value.reshape(-1))])
 
 
 def _numbered(root: str, pattern: str) -> list[str]:
@@ -212,23 +240,50 @@ def _add(folder: DeepSpeedFolder, name: str, shape: tuple[int, ...], pieces: lis
 
 def _find_trained(folder: DeepSpeedFolder, first: dict[str, Any], shards: list[dict[str, Any]]) -> None:
     groups = [{name: tuple(shape) for name, shape in group.items()} for group in first["param_shapes"]]
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    gaps = shards[0].get("param_alignment_paddings") if folder.stage < 3 else None
+    key = "fp32_flat_groups" if folder.stage == 3 else "single_partition_of_fp32_groups"
+    for name, pieces in _located(folder, groups, [list(shard[key]) for shard in shards], gaps).items():
+        _add(folder, name, shapes[name], pieces)
+    states = [_optimizer_states(shard) for shard in shards]
+    kinds = {kind for rank in states for state in rank for kind, value in state.items() if _is_flat(value)}
+    folder.steps = max((int(state["step"]) for rank in states for state in rank if "step" in state), default=0)
+    for kind in sorted(kinds):
+        buffers = [[state[kind] for state in rank] for rank in states]
+        folder.moments[kind] = _located(folder, groups, buffers, gaps)
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 1
+
+
+def _optimizer_states(shard: dict[str, Any]) -> list[dict[str, Any]]:
+    """The optimizer's state of each flat buffer, in the order of the buffers; [] if it was saved in another form."""
+    held = shard.get("optimizer_state_dict") or shard.get("base_optimizer_state") or {}
+    table = held.get("state", {}) if isinstance(held, dict) else {}
+    return [table[number] for number in sorted(table)]
+
+
+def _located(
+    folder: DeepSpeedFolder,
+    groups: list[dict[str, tuple[int, ...]]],
+    buffers: list[list[torch.Tensor]],
+    gaps: list[list[int]] | None,
+) -> dict[str, list[Piece]]:
+    """Each parameter's values inside the flat buffers of every rank (`buffers[rank]`)."""
     found: dict[str, list[Piece]] = {name: [] for group in groups for name in group}
-    if folder.stage == 3:
+    if folder.stage == 3:  # the buffers are sub-groups laid end to end, whatever group they belong to
         merged = {name: shape for group in groups for name, shape in group.items()}
-        for rank, shard in enumerate(shards):
-            buffers = list(shard["fp32_flat_groups"])
+        for rank, mine in enumerate(buffers):
             for name, piece in _named(merged, partition.parameter_pieces(_numels(merged), rank, folder.world)):
-                found[name] += _slices(buffers, piece)
-    else:
-        gaps = shards[0].get("param_alignment_paddings")
-        for index, group in enumerate(groups):
-            numels = _numels(group)
-            for rank, shard in enumerate(shards):
-                own = partition.group_pieces(numels, rank, folder.world, gaps=gaps[index] if gaps else None)
-                for name, piece in _named(group, own):
-                    found[name] += _slices([shard["single_partition_of_fp32_groups"][index]], piece)
-    for name, pieces in found.items():
-        _add(folder, name, next(group[name] for group in groups if name in group), pieces)
+                found[name] += _slices(mine, piece)
+        return found
+    for index, group in enumerate(groups):
+        for rank, mine in enumerate(buffers):
+            own = partition.group_pieces(_numels(group), rank, folder.world, gaps=gaps[index] if gaps else None)
+            for name, piece in _named(group, own):
+                found[name] += _slices([mine[index]], piece)
+    return found
 
 
 def _numels(shapes: dict[str, tuple[int, ...]]) -> list[int]:
@@ -260,9 +315,7 @@ def _find_frozen(folder: DeepSpeedFolder, states: list[dict[str, Any]]) -> None:
         pieces = []
         for rank, state in enumerate(states):
             fragment = state["frozen_param_fragments"][name].reshape(-1)
-            start, stop = (
-                partition.owned_range(math.prod(shape), rank, folder.world) if folder.stage == 3 else (0, math.prod(shape))
-            )
+            start, stop = partition.owned_range(numel, rank, folder.world) if folder.stage == 3 else (0, numel)
             if stop > start:
                 pieces.append(Piece(start, fragment[: stop - start]))
         _add(folder, name, shape, pieces)

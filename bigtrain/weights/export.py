@@ -10,6 +10,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,13 @@ from bigtrain import ranks, zero
 from bigtrain.errors import UsageError, WeightsError
 from bigtrain.weights.companions import exported_config, refuse_unloadable, write_companions
 from bigtrain.weights.dtypes import as_dtype
-from bigtrain.weights.layout import Layout, Shard, plan_layout
+from bigtrain.weights.layout import Layout, plan_layout
 from bigtrain.weights.mapping import Part
 from bigtrain.weights.slots import Piece, Slot, owned_piece, slots_of
 from bigtrain.weights.write import WriteOp, Writer, create, fsync_folder
 
 logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
-WAIT_S = 24 * 3600.0  # the other ranks wait this long for the slowest writer; a rank that died is noticed by its launcher
 SMALL_FILES_BYTES = 64 << 20  # allowance for config and tokenizer when the free space is checked
 
 
@@ -90,8 +90,7 @@ def export_model(
         layout = plan_layout(model, slots, wanted, max_shard_bytes)
     ranks.agree([(s.name, s.size, len(s.parts)) for s in layout.shards], "what the export will write")
     temporary = ranks.main_decides(lambda: prepare(model, slots, layout, str(out_dir), wanted, tokenizer, config), "export")
-    written, problem = _write_weights(layout, temporary, _one_host() if ranges is None else ranges)
-    wait_for_all(problem, temporary)
+    written = _write_weights(layout, temporary, _one_host() if ranges is None else ranges)
     finish(layout, temporary, str(out_dir))
     report = ExportReport(
         str(out_dir), [shard.name for shard in layout.shards], len(layout.dtypes), layout.total_bytes, written,
@@ -149,38 +148,46 @@ def _refuse_foreign(out_dir: str) -> None:
         )
 
 
-def _write_weights(layout: Layout, temporary: str, ranges: bool) -> tuple[int, Exception | None]:
-    """All ranks write; returns the bytes of this rank and what went wrong here, if anything."""
+def _write_weights(layout: Layout, temporary: str, ranges: bool) -> int:
+    """All ranks write; returns the bytes of this rank. Writing goes on behind the gathering."""
     problem: Exception | None = None
-    written = 0
     writer = Writer()
-    try:
-        if ranges:
-            written += writer.run(range_ops(layout, temporary, own_pieces(layout)))
-    except Exception as error:
-        problem = error
-    try:
-        for index, (shard, number, part) in enumerate(_gathered_parts(layout, ranges)):
+    with ThreadPoolExecutor(1, "write") as behind:
+        writes = [behind.submit(writer.run, range_ops(layout, temporary, own_pieces(layout)) if ranges else [])]
+        for job in _gathered_jobs(layout, ranges):
             # collective: gathering goes on after a failure, because the other ranks take part
-            with _whole(part, layout) as sources:
-                if index % ranks.world_size() == ranks.rank() and problem is None:
+            with _whole(job, layout) as sources:
+                mine = [place for place in job if place.writer == ranks.rank()]
+                if mine and problem is None:
                     try:
-                        written += writer.run(_conversion_ops(layout, shard, number, sources, temporary))
+                        ops = _gathered_ops(layout, mine, sources, temporary)
+                        writes[-1].result()  # one gathering at a time is held
+                        writes.append(behind.submit(writer.run, ops))
                     except Exception as error:
                         problem = error
-        writer.close()
-    except Exception as error:
-        problem = problem or error
-    return written, problem
+        closed = behind.submit(writer.close)
+        wait_for_all(closed, temporary, problem, writes)
+    return sum(write.result() for write in writes)
 
 
-def wait_for_all(problem: Exception | None, temporary: str) -> None:
-    """Wait for the slowest writer, however long it takes; then every rank raises if one had a problem."""
+def wait_for_all(
+    last: Future[Any], temporary: str, problem: Exception | None = None, writes: Sequence[Future[int]] = ()
+) -> None:
+    """Wait for the slowest writer, however long it takes; then every rank raises if one had a problem.
+
+    The ranks ask each other again and again instead of waiting in one collective: that one would end with the timeout of
+    its group, while a dead rank ends this at once.
+    """
     try:
-        ranks.barrier("waiting for every rank to finish writing the export", timeout_s=WAIT_S)
+        pause_s = 0.01
+        while ranks.sum_across(int(last.done())) < ranks.world_size():
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1.0)
         with ranks.together("writing the export"):
             if problem is not None:
                 raise problem
+            for write in (*writes, last):
+                write.result()
     except BaseException:
         if ranks.is_main():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -224,39 +231,61 @@ def range_ops(layout: Layout, folder: str, pieces_of: Callable[[str], list[Piece
     return ops
 
 
-def _gathered_parts(layout: Layout, ranges: bool) -> Iterator[tuple[Shard, int, Part]]:
-    """Parts that have to be made from gathered tensors, with their place; the same order on every rank.
+@dataclass(frozen=True)
+class _Place:
+    """A tensor of the export that is made from gathered tensors, where it goes, and the rank that writes it."""
 
-    Without ranges: all, taking turns between the shards, so that the ranks write at the same time.
+    part: Part
+    file: str
+    begin: int
+    writer: int
+
+
+def _gathered_jobs(layout: Layout, ranges: bool) -> list[list[_Place]]:
+    """What has to be gathered, one list per gathering; the same order on every rank.
+
+    With ranges these are the conversions alone; without, everything, taking turns between the files, because each file is
+    written by one rank and all shall write at the same time.
     """
+    jobs: dict[tuple[str, int], list[_Place]] = {}
     longest = max(len(shard.parts) for shard in layout.shards)
     for number in range(longest):
-        for shard in layout.shards:
-            if number < len(shard.parts) and not (ranges and shard.parts[number].runs is not None):
-                yield shard, number, shard.parts[number]
+        for index, shard in enumerate(layout.shards):
+            if number >= len(shard.parts) or (ranges and shard.parts[number].runs is not None):
+                continue
+            part = shard.parts[number]
+            key = ("part", id(part)) if part.runs is not None else ("conversion", id(part.conversion))
+            job = jobs.setdefault(key, [])
+            writer = (job[0].writer if job else len(jobs) - 1) if ranges else index
+            job.append(_Place(part, shard.name, shard.begins[number], writer % ranks.world_size()))
+    return list(jobs.values())
 
 
 @contextlib.contextmanager
-def _whole(part: Part, layout: Layout) -> Iterator[dict[str, torch.Tensor]]:
-    slots = {name: layout.slots[name] for name in part.sources}
+def _whole(job: list[_Place], layout: Layout) -> Iterator[dict[str, torch.Tensor]]:
+    slots = {name: layout.slots[name] for place in job for name in place.part.sources}
     with zero.gathered([slot.tensor for slot in slots.values() if slot.partitioned]):  # type: ignore[misc]
         yield {name: slot.tensor.detach() for name, slot in slots.items()}
 
 
-def _conversion_ops(layout: Layout, shard: Shard, number: int, sources: dict[str, torch.Tensor], folder: str) -> list[WriteOp]:
-    part = shard.parts[number]
-    dtype = layout.dtypes[part.name]
-    if part.runs is not None:
-        runs = part.runs.runs
-        flats = [sources[run.source].reshape(-1)[run.start : run.start + run.length] for run in runs]
-    else:
-        assert part.conversion is not None
-        made = part.conversion.run({name: tensor.to(dtype) for name, tensor in sources.items()})
-        flats = [made[part.made].reshape(-1)]
-    ops, at = [], shard.begins[number]
-    for flat in flats:
-        ops.append(WriteOp(os.path.join(folder, shard.name), at, flat, dtype))
-        at += flat.numel() * dtype.itemsize
+def _gathered_ops(layout: Layout, job: list[_Place], sources: dict[str, torch.Tensor], folder: str) -> list[WriteOp]:
+    """The writes of one gathering, from copies that outlive it."""
+    conversion = job[0].part.conversion if job[0].part.runs is None else None
+    made: dict[str, torch.Tensor] = {}
+    if conversion is not None:
+        dtype = layout.dtypes[job[0].part.name]
+        made = conversion.run({name: tensor.to(dtype) for name, tensor in sources.items()})
+    ops = []
+    for place in job:
+        dtype, at = layout.dtypes[place.part.name], place.begin
+        if place.part.runs is None:
+            flats = [made[place.part.made].reshape(-1)]
+        else:
+            runs = place.part.runs.runs
+            flats = [sources[run.source].reshape(-1)[run.start : run.start + run.length] for run in runs]
+        for flat in flats:
+            ops.append(WriteOp(os.path.join(folder, place.file), at, flat.to("cpu", dtype, copy=True), dtype))
+            at += flat.numel() * dtype.itemsize
     return ops
 
 

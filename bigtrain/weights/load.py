@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from bigtrain import ranks
+from bigtrain import ranks, zero
 from bigtrain.errors import WeightsError
 from bigtrain.weights import share
 from bigtrain.weights.dtypes import TORCH
@@ -103,13 +103,53 @@ def load_into(
     return report
 
 
-def _read_all(plan: LoadPlan, folder: Folder, show: bool, threads: int | None) -> int:
-    shared = share.assign([slot for slot, _ in plan.filled])
+def load_masters(model: torch.nn.Module, directory: str | Path, *, progress: bool = True, threads: int | None = None) -> int:
+    """Fill the fp32 master copies of an engine's parameters straight from a folder; all ranks call it.
+
+    DeepSpeed makes the masters by widening the 16-bit weights, so an fp32 checkpoint would lose the lower bits on the way.
+    Each rank reads the byte ranges of its own masters, without rounding. Call it after `load_into` and after the engine is
+    made, before the first step.
+
+    Returns:
+        The number of parameters whose master this rank filled (in part).
+
+    Raises:
+        WeightsError, RanksDisagreeError: as `load_into`.
+    """
+    with ranks.together(f"checking the weights in {directory}"):
+        folder = open_folder(directory)
+        plan = plan_load(model, slots_of(model), folder, ("*",), ("*",))
+    ranks.agree(fingerprint(folder), f"the weight files in {directory}")
+    masters = {id(slot): pieces for slot, _ in plan.filled if (pieces := _master_pieces(slot))}
+    plan.filled = [(slot, part) for slot, part in plan.filled if id(slot) in masters]
+    plan.twins = []
+    _read_all(plan, folder, progress and ranks.is_main(), threads, lambda slot: masters[id(slot)])
+    return len(plan.filled)
+
+
+def _master_pieces(slot: Slot) -> list[Piece]:
+    found = zero.master_of(slot.tensor)
+    if found is None:
+        return []
+    start, flat = found
+    count = max(0, min(flat.numel(), slot.numel - start))
+    return [Piece(start, flat[:count])] if count else []
+
+
+def _read_all(
+    plan: LoadPlan,
+    folder: Folder,
+    show: bool,
+    threads: int | None,
+    destinations: Callable[[Slot], list[Piece]] | None = None,
+) -> int:
+    shared = share.assign([slot for slot, _ in plan.filled] if destinations is None else [])
+    destinations = destinations or pieces_of
     ops: list[ReadOp] = []
     finishers = []
     conversions: dict[int, tuple[Conversion, list[tuple[Slot, Part, list[Piece]]]]] = {}
     for slot, part in plan.filled:
-        pieces = shared.pieces(slot) if shared.covers(slot) else pieces_of(slot)
+        pieces = shared.pieces(slot) if shared.covers(slot) else destinations(slot)
         if part.runs is None:
             assert part.conversion is not None
             conversions.setdefault(id(part.conversion), (part.conversion, []))[1].append((slot, part, pieces))
@@ -167,7 +207,7 @@ def _convert(conversion: Conversion, wanted: Sequence[tuple[Slot, Part, list[Pie
     if not wanted:
         return 0
     names = wanted[0][1].sources
-    made = conversion.run(read_whole(names, folder, reader, wanted[0][0].dtype))
+    made = conversion.run(read_whole(names, folder, reader, wanted[0][2][0].flat.dtype))
     for _slot, part, pieces in wanted:
         flat = made[part.made].reshape(-1)
         for piece in pieces:

@@ -14,6 +14,7 @@ import torch
 from bigtrain.errors import WeightsError
 
 BLOCK_BYTES = 16 << 20  # one request; larger ones are no faster on page cache or NVMe
+ADVISE_BYTES = 1 << 20  # smaller reads are not worth a system call more
 CONVERT_BYTES = 4 << 20  # staging of a dtype conversion: stays in the CPU's cache
 
 
@@ -66,10 +67,21 @@ class Reader:
             WeightsError: a file ended early or could not be read.
         """
         batches = list(_batches(sorted(ops, key=lambda op: (op.file, op.begin))))
+        forget = sum(op.nbytes for op in ops) * _ranks_here() > available_bytes() // 2
+
+        def run(index: int) -> int:
+            for op in batches[index + self.threads] if index + self.threads < len(batches) else ():
+                self._advise(op, os.POSIX_FADV_WILLNEED)  # the disk works on the next block while this one is copied
+            count = self._batch(batches[index])
+            for op in batches[index] if forget else ():
+                self._advise(op, os.POSIX_FADV_DONTNEED)  # a file as large as the memory would push everything else out
+            return count
+
         if self.threads == 1 or len(batches) < 2:
-            return sum(map(self._batch, batches))
-        with ThreadPoolExecutor(self.threads, "read") as pool:
-            return sum(pool.map(self._batch, batches))
+            return sum(map(run, range(len(batches))))
+        device = next((op.dest.device for op in ops if op.dest.is_cuda), None)
+        with ThreadPoolExecutor(self.threads, "read", on_device, (device,)) as pool:
+            return sum(pool.map(run, range(len(batches))))
 
     def _batch(self, ops: Sequence[ReadOp]) -> int:
         with torch.no_grad():
@@ -79,6 +91,10 @@ class Reader:
         nbytes = sum(op.nbytes for op in ops)
         self._progress(nbytes)
         return nbytes
+
+    def _advise(self, op: ReadOp, advice: int) -> None:
+        if op.mapped is None and op.nbytes >= ADVISE_BYTES:
+            os.posix_fadvise(self._open(op.file), op.begin, op.nbytes, advice)
 
     def _read(self, op: ReadOp) -> None:
         if op.mapped is not None:
@@ -105,6 +121,8 @@ class Reader:
         if not stages:
             stages += [[self._stage(f"pinned{i}", BLOCK_BYTES, pinned=True), None] for i in range(2)]
             self._local.stream = torch.cuda.Stream(op.dest.device)
+            # memory that the allocator has just handed out may still be in use by earlier work of the default stream
+            self._local.stream.wait_stream(torch.cuda.default_stream(op.dest.device))
         step = BLOCK_BYTES // op.dtype.itemsize
         for first in range(0, op.dest.numel(), step):
             stage, busy = stages[0]
@@ -151,15 +169,35 @@ class Reader:
             if file not in self._descriptors:
                 try:
                     self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                    # no reading ahead into the next rank's bytes; a large request is then fetched whole
+                    os.posix_fadvise(self._descriptors[file], 0, 0, os.POSIX_FADV_RANDOM)
                 except OSError as error:
                     raise WeightsError(f"{file}: cannot be opened: {error.strerror}.", file=file) from error
             return self._descriptors[file]
 
 
+def _ranks_here() -> int:
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1))
+
+
 def default_threads() -> int:
     """CPUs of this host per rank, between 1 and 8."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-    return max(1, min(8, len(os.sched_getaffinity(0)) // max(ranks_here, 1)))
+    return max(1, min(8, len(os.sched_getaffinity(0)) // _ranks_here()))
+
+
+def available_bytes() -> int:
+    """Memory of this host that can be had without swapping (MemAvailable); 0 if unknown."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 0
+
+
+def on_device(device: torch.device | None) -> None:
+    """Threads start on GPU 0; without this, pinning memory there would cost every rank a context on it."""
+    if device is not None:
+        torch.cuda.set_device(device)
 
 
 def as_bytes(flat: torch.Tensor) -> memoryview:

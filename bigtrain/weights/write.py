@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from bigtrain.errors import WeightsError
-from bigtrain.weights.read import as_bytes, default_threads
+from bigtrain.weights.read import as_bytes, default_threads, on_device
 
 BLOCK_BYTES = 16 << 20
 
@@ -53,9 +53,10 @@ class Writer:
             WeightsError: the disk is full, or a write failed; names the file.
         """
         blocks = [block for op in sorted(ops, key=lambda op: (op.file, op.begin)) for block in _cut(op)]
-        if self.threads == 1 or len(blocks) < 2:
+        if len(blocks) < 2 and not any(op.flat.is_cuda for op in ops):
             return sum(map(self._write, blocks))
-        with ThreadPoolExecutor(self.threads, "write") as pool:
+        device = next((op.flat.device for op in ops if op.flat.is_cuda), None)
+        with ThreadPoolExecutor(self.threads, "write", on_device, (device,)) as pool:
             return sum(pool.map(self._write, blocks))
 
     def close(self) -> None:

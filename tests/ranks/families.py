@@ -78,7 +78,9 @@ FAMILIES: dict[str, Any] = {
             qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=12, n_shared_experts=1,
         )
     ),
-    "gpt_oss": lambda t: t.GptOssForCausalLM(t.GptOssConfig(**SMALL, num_local_experts=3, layer_types=["full_attention"] * 2)),
+    "gpt_oss": lambda t: t.GptOssForCausalLM(
+        t.GptOssConfig(**SMALL, num_local_experts=3, num_experts_per_tok=2, layer_types=["full_attention"] * 2)
+    ),
     "qwen2_vl": lambda t: _qwen2_vl(),
     "llava": lambda t: _llava(),
     "ernie_vl_moe": lambda t: _ernie_vl_moe(),
@@ -95,11 +97,12 @@ def make(family: str, seed: int = 7, dtype: torch.dtype = torch.bfloat16) -> Any
     import transformers
 
     torch.manual_seed(seed)
-    model = FAMILIES[family](transformers).to(dtype)
+    model = FAMILIES[family](transformers)
     with torch.no_grad():
-        for tensor in model.state_dict(keep_vars=True).values():
-            if tensor.is_floating_point():
-                tensor.data.copy_(torch.randn(tensor.shape) * 0.05)
+        for tensor in {id(value): value for value in model.state_dict(keep_vars=True).values()}.values():
+            if tensor.is_floating_point():  # buffers outside the state dict stay in fp32, as from_pretrained has them
+                tensor.data = (torch.randn(tensor.shape) * 0.05).to(dtype)
+    model.config.dtype = dtype
     return model.eval()
 
 

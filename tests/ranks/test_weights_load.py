@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 
 import pytest
 import torch
@@ -284,3 +285,66 @@ def test_B18_no_rank_holds_more_than_its_share(rank_pool, tmp_path):
     for grown, share, partitioned, last in rank_pool(2).run(host_memory, str(tmp_path), numel):
         # a partition may not have been touched before: its own pages may be counted, the other rank's half may not
         assert grown < share * 1.15 and share == numel * 2 and partitioned == 2 and last == 3.0
+
+
+def masters(folder, stage, offload):
+    """The engine's fp32 masters after `load_masters`, against the file's own fp32 values and against rounded ones."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    from bigtrain import zero
+    from bigtrain.weights import load_into, load_masters
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage, "sub_group_size": 9000, "stage3_param_persistence_threshold": 100},
+    }  # fmt: skip
+    if offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    model = families.make("qwen3_moe", seed=99)
+    exact = type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
+    if stage == 3:
+        partition(model, config)
+    load_into(model, folder, progress=False)
+    groups = [{"params": list(model.parameters())[::2]}, {"params": list(model.parameters())[1::2]}]
+    engine = zero.initialize(model, config, optimizer=torch.optim.AdamW(groups, lr=1e-3))
+
+    def wrong():
+        full = {name: safe_get_full_fp32_param(p).reshape(-1) for name, p in engine.module.named_parameters()}
+        return [name for name, value in full.items() if not torch.equal(value, exact[name].reshape(-1))]
+
+    before = len(wrong())
+    return before, load_masters(engine.module, folder, progress=False), wrong()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage,offload", [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1)])
+def test_masters_come_from_fp32_files_unrounded(rank_pool, tmp_path, world, stage, offload):
+    families.make("qwen3_moe", dtype=torch.float32).save_pretrained(tmp_path)
+    for before, filled, wrong in rank_pool(world).run(masters, str(tmp_path), stage, offload):
+        assert before > 10 and filled > 0 and not wrong
+
+
+SMOLLM2 = os.environ.get("BIGTRAIN_TEST_SMOLLM2", "")
+
+
+@pytest.mark.skipif(not SMOLLM2, reason="BIGTRAIN_TEST_SMOLLM2 names no folder with SmolLM2-135M")
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_smollm2_equals_from_pretrained(rank_pool, world, stage):
+    for bad in rank_pool(world).run(load_smollm2, SMOLLM2, stage, limit_s=240):
+        assert not bad
+
+
+def load_smollm2(folder, stage):
+    """A real checkpoint of 135M parameters with tied embeddings."""
+    import transformers
+
+    from bigtrain.weights import load_into
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = type(reference)._from_config(reference.config, dtype=torch.bfloat16)
+    if stage == 3:
+        partition(model)
+    load_into(model, folder, progress=False, verify=True)
+    return differences(model, reference)

@@ -1,0 +1,1 @@
+"""Training checkpoints: write everything that a run needs to go on, read back exactly that."""

@@ -1,0 +1,1 @@
+"""Faster or leaner computation of parts of a model, with the same result."""

@@ -1,0 +1,65 @@
+"""`bigtrain inspect MODEL_DIR` and `bigtrain export DEEPSPEED_CKPT OUT`. Torch-free until export runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from bigtrain.errors import UsageError
+
+
+def add_parsers(subparsers: Any) -> None:
+    """Add the verbs to an argparse subparsers object; each sets `run(arguments)`, which returns an exit code."""
+    inspect = subparsers.add_parser("inspect", help="what is in a folder of weights, and who would read which bytes")
+    add_inspect_arguments(inspect)
+    inspect.set_defaults(run=run_inspect)
+    export = subparsers.add_parser("export", help="a DeepSpeed checkpoint as a Hugging Face folder")
+    add_export_arguments(export)
+    export.set_defaults(run=run_export)
+
+
+def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `inspect`, for a parser that may serve other kinds of folders too."""
+    parser.add_argument("path", metavar="DIR", help="folder with model.safetensors, or shards and their index")
+    parser.add_argument("--world_size", type=int, metavar="N", help="show which bytes each of N ranks would read at ZeRO-3")
+    parser.add_argument("--all", action="store_true", help="list every tensor, not the first 60")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def run_inspect(arguments: argparse.Namespace) -> int:
+    """Print what is in a folder of weights."""
+    from bigtrain.weights.inspect import inspect_folder, report
+
+    if arguments.world_size is not None and arguments.world_size < 1:
+        raise UsageError(f"--world_size {arguments.world_size}: at least 1 rank.")
+    table = inspect_folder(arguments.path, arguments.world_size)
+    text = json.dumps(table, indent=2) if arguments.json else report(table, None if arguments.all else 60)
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `export`."""
+    parser.add_argument("checkpoint", metavar="CKPT", help="folder with `latest`, or one of its tags")
+    parser.add_argument("out", metavar="OUT", help="folder to make")
+    parser.add_argument("--dtype", required=True, choices=["bfloat16", "float16", "float32"], help="type of the weights")
+    parser.add_argument("--model", metavar="DIR", help="folder with the model's config.json and tokenizer")
+    parser.add_argument("--tag", help="which checkpoint of the folder")
+    parser.add_argument("--max_shard_gb", type=float, default=5.0, metavar="GB", help="largest file, in 1e9 bytes")
+
+
+def run_export(arguments: argparse.Namespace) -> int:
+    """Convert a DeepSpeed checkpoint; alone, or on several ranks under torchrun."""
+    from bigtrain.weights.deepspeed_export import export_deepspeed
+
+    report = export_deepspeed(
+        arguments.checkpoint, arguments.out, dtype=arguments.dtype, model_dir=arguments.model, tag=arguments.tag,
+        max_shard_bytes=int(arguments.max_shard_gb * 1e9),
+    )  # fmt: skip
+    sys.stdout.write(
+        f"{report.path}: {report.tensors} tensors, {report.bytes / 1e9:.3f} GB in {len(report.files)} files, "
+        f"{report.seconds:.1f} s\n"
+    )
+    return 0

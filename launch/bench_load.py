@@ -1,0 +1,259 @@
+"""Time and memory of getting a pretrained checkpoint into a ZeRO-3 model: bigtrain beside transformers' from_pretrained.
+
+    python launch/bench_load.py --ranks 1 2 3 4 --repeats 5 --cold > docs/results/load.md
+
+Every cell is a fresh set of processes: imports are done before the clock starts, and the peak of resident memory (VmHWM),
+the bytes asked from the kernel (/proc/self/io: rchar) and from the disk (read_bytes) are each rank's own. Both ways must end
+with the same values: a hash of every rank's partitions is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+WAYS = ("bigtrain", "from_pretrained")
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 10_000},
+}
+
+
+def make_checkpoint(folder: Path, layers: int, hidden: int, shards: int) -> None:
+    """A Llama of random bf16 weights in `shards` files (22 layers of 2048: 1.26e9 parameters, 2.5 GB)."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    if (folder / "model.safetensors.index.json").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    config = transformers.LlamaConfig(
+        hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers, num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64, vocab_size=32000, architectures=["LlamaForCausalLM"], dtype="bfloat16",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    config.save_pretrained(folder)
+    names = [(name, tuple(value.shape)) for name, value in model.state_dict().items()]
+    per_file = -(-len(names) // shards)
+    weight_map = {}
+    for number in range(shards):
+        part = names[number * per_file : (number + 1) * per_file]
+        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        save_file(
+            {name: torch.randn(shape, dtype=torch.bfloat16) * 0.02 for name, shape in part}, folder / file, {"format": "pt"}
+        )
+        weight_map |= {name: file for name, _ in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Write the files back and let the kernel forget their pages."""
+    for file in folder.glob("*.safetensors"):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def _status(key: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key + ":"))
+
+
+def _io() -> dict[str, int]:
+    with open("/proc/self/io") as file:
+        return {key: int(value) for key, value in (line.split(": ") for line in file)}
+
+
+def measure_export(model: Any, out: str) -> dict[str, Any]:
+    """Seconds and extra memory of writing the model again, and the predicted beside the real size."""
+    from bigtrain import ranks
+    from bigtrain.weights import export_model
+
+    ranks.barrier("before the export")
+    Path("/proc/self/clear_refs").write_text("5")  # start VmHWM anew
+    before, begin = _status("VmRSS"), time.perf_counter()
+    report = export_model(model, out, dtype="bfloat16")
+    seconds, grown = time.perf_counter() - begin, _status("VmHWM") - before
+    actual = sum(os.path.getsize(f"{out}/{name}") for name in report.files)
+    return {"export_s": seconds, "export_grown": grown, "predicted": report.bytes, "actual": actual}
+
+
+def worker(way: str, folder: str, out: str, export: bool) -> None:
+    """One rank of one cell; writes what it measured as JSON."""
+    import torch
+    import torch.distributed as dist
+    import transformers
+    import xxhash
+
+    from bigtrain import ranks, zero
+    from bigtrain.models import build_model
+
+    # both ways: everything that they import on first use is imported before the clock starts
+    for name in ("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "transformers.generation",
+                 "transformers.integrations.deepspeed", "transformers.conversion_mapping", "bigtrain.models.build",
+                 "bigtrain.weights.load", "tqdm", "datasets"):  # fmt: skip
+        importlib.import_module(name)
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    zero.init_distributed()
+    if way == "from_pretrained":
+        from transformers.integrations import HfDeepSpeedConfig
+
+        keep = HfDeepSpeedConfig(CONFIG)
+    gc.collect()
+    dist.barrier()
+    base, before, begin = _status("VmRSS"), _io(), time.perf_counter()
+    if way == "bigtrain":
+        model = build_model(folder, ds_config=CONFIG)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        del keep
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds, after, peak = time.perf_counter() - begin, _io(), _status("VmHWM")
+    digest, share = xxhash.xxh3_128(), 0
+    for param in model.parameters():
+        start = ranks.rank() * param.ds_tensor.numel()
+        own = param.ds_tensor[: max(0, min(param.ds_numel - start, param.ds_tensor.numel()))]
+        share += own.numel() * own.element_size()
+        digest.update(own.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    measured = {
+        "seconds": seconds, "base": base, "peak": peak, "share": share, "hash": digest.hexdigest(),
+        "asked": after["rchar"] - before["rchar"], "disk": after["read_bytes"] - before["read_bytes"],
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+    }  # fmt: skip
+    if export:
+        measured |= measure_export(model, f"{out}.model")
+    Path(f"{out}.{ranks.rank()}").write_text(json.dumps(measured))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_cell(way: str, folder: Path, world: int, export: bool = False) -> list[dict[str, Any]]:
+    """Start `world` ranks, wait for them, and return what each measured."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    with tempfile.TemporaryDirectory() as scratch:
+        out = f"{scratch}/cell"
+        command = [sys.executable, __file__, "--worker", way, "--folder", str(folder), "--out", out]
+        command += ["--export"] if export else []
+        common = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+                  "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}  # fmt: skip
+        processes = [
+            subprocess.Popen(command, env={**common, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.DEVNULL)
+            for r in range(world)
+        ]
+        codes = [process.wait(600) for process in processes]
+        if any(codes):
+            raise SystemExit(f"{way} on {world} ranks ended with exit codes {codes}")
+        return [json.loads(Path(f"{out}.{r}").read_text()) for r in range(world)]
+
+
+def floor_s(folder: Path, world: int) -> float:
+    """Seconds for `world` processes to read their share of the files into fresh memory and do nothing else."""
+    code = (
+        "import os,sys,time,mmap\n"
+        "rank, world, files = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]\n"
+        "t = time.perf_counter()\n"
+        "for f in files:\n"
+        "    n = os.path.getsize(f) // world; fd = os.open(f, os.O_RDONLY); m = mmap.mmap(-1, n); v = memoryview(m); o = 0\n"
+        "    while o < n: o += os.preadv(fd, [v[o:o + (16 << 20)]], rank * n + o)\n"
+        "print(time.perf_counter() - t)"
+    )
+    files = [str(file) for file in sorted(folder.glob("*.safetensors"))]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(r), str(world), *files], stdout=subprocess.PIPE, text=True)
+        for r in range(world)
+    ]
+    return max(float(process.communicate()[0]) for process in processes)
+
+
+def row(way: str, cache: str, world: int, cells: list[list[dict[str, Any]]]) -> str:
+    """One line of the table: medians over the repeats of the slowest rank, peaks of the worst repeat."""
+    seconds = [max(rank["seconds"] for rank in cell) for cell in cells]
+    peaks = [max(cell[r]["peak"] for cell in cells) for r in range(world)]
+    bound = [cells[0][r]["base"] + cells[0][r]["share"] for r in range(world)]
+    asked = [statistics.median(cell[r]["asked"] for cell in cells) / cells[0][r]["share"] for r in range(world)]
+    disk = sum(statistics.median(cell[r]["disk"] for cell in cells) for r in range(world))
+    return (
+        f"| {way} | {cache} | {world} | {statistics.median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f}) | "
+        f"{' / '.join(f'{peak / 2**20:.0f}' for peak in peaks)} | "
+        f"{' / '.join(f'{peak / limit:.2f}' for peak, limit in zip(peaks, bound))} | "
+        f"{' / '.join(f'{value:.3f}' for value in asked)} | {disk / 1e9:.2f} |"
+    )
+
+
+def main() -> None:
+    """Make the checkpoint, run every cell, print a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "bench_load")
+    parser.add_argument("--layers", type=int, default=22)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--shards", type=int, default=6)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--beside", type=int, nargs="*", default=[2], help="numbers of ranks for from_pretrained too")
+    parser.add_argument("--cold", action="store_true", help="also with the files dropped from the page cache")
+    parser.add_argument("--export", action="store_true", help="also measure writing the model again")
+    parser.add_argument("--worker", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(arguments.worker, str(arguments.folder), arguments.out, arguments.export)
+        return
+    make_checkpoint(arguments.folder, arguments.layers, arguments.hidden, arguments.shards)
+    total = sum(file.stat().st_size for file in arguments.folder.glob("*.safetensors"))
+    for file in arguments.folder.glob("*.safetensors"):
+        file.read_bytes()  # warm
+    print(f"{total / 1e9:.3f} GB of bf16 weights in {arguments.shards} files, ZeRO-3, {os.cpu_count()} CPU cores\n")
+    print("| way | page cache | ranks | s, median (range) | peak RSS per rank, MiB | peak / (imports + share) | "
+          "bytes read / share | from disk, GB |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for world in arguments.ranks:
+        hashes: dict[str, set[str]] = {}
+        medians: dict[str, float] = {}
+        for cache in ("warm", "cold") if arguments.cold else ("warm",):
+            for way in WAYS if world in arguments.beside else WAYS[:1]:
+                cells = []
+                for _ in range(arguments.repeats):
+                    if cache == "cold":
+                        drop_from_cache(arguments.folder)
+                    cells.append(run_cell(way, arguments.folder, world))
+                hashes.setdefault(way, set()).update(" ".join(rank["hash"] for rank in cell) for cell in cells)
+                medians.setdefault(way, statistics.median(max(rank["seconds"] for rank in cell) for cell in cells))
+                print(row(way, cache, world, cells), flush=True)
+        print(
+            f"| floor: processes that only read | warm | {world} | {floor_s(arguments.folder, world):.2f} | | | | |", flush=True
+        )
+        if len(set.union(*hashes.values())) != 1:
+            raise SystemExit(f"the ways do not end with the same values: {hashes}")
+        if len(medians) == 2:
+            print(
+                f"| **from_pretrained / bigtrain** | warm | {world} | **{medians[WAYS[1]] / medians[WAYS[0]]:.1f}x** | | | | |"
+            )
+    if arguments.export:
+        print("\n| export, ranks | s | memory above the state per rank, MiB | predicted / written bytes |\n|---|---|---|---|")
+    for world in arguments.ranks if arguments.export else ():
+        cell = run_cell(WAYS[0], arguments.folder, world, export=True)
+        grown = " / ".join(f"{rank['export_grown'] / 2**20:.0f}" for rank in cell)
+        print(f"| {world} | {cell[0]['export_s']:.2f} | {grown} | {cell[0]['predicted']} / {cell[0]['actual']} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""The chunked loss equals transformers' own, value and gradients, and never holds all logits."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)  # fmt: skip
+
+from bigtrain.errors import ModelError
+from bigtrain.kernels import attach
+from bigtrain.kernels.attach import use_chunked_loss, use_liger
+from bigtrain.kernels.cross_entropy import linear_cross_entropy
+
+SMALL = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def _batch():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 97, (3, 17), generator=generator)
+    labels = ids.clone()
+    labels[0, :9] = -100
+    labels[2] = -100
+    return ids, labels
+
+
+def _build(config_class, model_class, dtype=torch.float32, **kw):
+    torch.manual_seed(1)
+    return model_class(config_class(**SMALL, **kw)).to(dtype)
+
+
+def _loss_and_grads(model, **kw):
+    ids, labels = _batch()
+    model.zero_grad()
+    out = model(input_ids=ids, labels=labels, **kw)
+    (out.loss * 0.5).backward()
+    return out, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setitem(attach.linear_cross_entropy.__globals__["CHUNK_LOGITS"], "cpu", 97 * 7)
+
+
+KINDS = [(LlamaConfig, LlamaForCausalLM), (Qwen2Config, Qwen2ForCausalLM), (MixtralConfig, MixtralForCausalLM)]
+
+
+@pytest.mark.parametrize("config_class, model_class", KINDS)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("num_items", [None, 23, torch.tensor(23)])
+def test_equals_transformers(config_class, model_class, tied, num_items, small_chunks):
+    model = _build(config_class, model_class, tie_word_embeddings=tied)
+    expected, expected_grads = _loss_and_grads(model, num_items_in_batch=num_items)
+    assert use_chunked_loss(model).kind == "chunked"
+    got, grads = _loss_and_grads(model, num_items_in_batch=num_items)
+    assert got.logits is None
+    # fp32; sums run in another order, chunk by chunk
+    assert got.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert set(grads) == set(expected_grads)
+    for name, grad in grads.items():
+        assert (grad - expected_grads[name]).abs().max() <= 1e-6 * max(1.0, expected_grads[name].abs().max().item()), name
+
+
+def test_in_bf16_it_differs_by_the_rounding_of_the_chunks_only(small_chunks):
+    model = _build(LlamaConfig, LlamaForCausalLM, torch.bfloat16)
+    expected, expected_grads = _loss_and_grads(model)
+    use_chunked_loss(model)
+    got, grads = _loss_and_grads(model)
+    assert got.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)  # bf16 logits are the same, row by row
+    for name, grad in grads.items():
+        scale = expected_grads[name].float().abs().max()
+        # each gradient is rounded to bf16 (2^-9) a few times more on its way down
+        assert (grad.float() - expected_grads[name].float()).abs().max() <= 2**-6 * scale, name
+
+
+def test_any_split_of_a_batch_gives_the_same_gradient(small_chunks):
+    ids, labels = _batch()
+    model = _build(LlamaConfig, LlamaForCausalLM)
+    use_chunked_loss(model)
+    items = int((labels[:, 1:] != -100).sum())
+    model(input_ids=ids, labels=labels, num_items_in_batch=items).loss.backward()
+    whole = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    for row in range(3):
+        model(input_ids=ids[row : row + 1], labels=labels[row : row + 1], num_items_in_batch=items).loss.backward()
+    for name, param in model.named_parameters():
+        assert (param.grad - whole[name]).abs().max() < 1e-6, name
+
+
+class _Largest(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.elems = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.elems = max(self.elems, tensor.numel())
+        return out
+
+
+def test_the_logits_of_the_batch_never_exist():
+    config = {**SMALL, "vocab_size": 5000}
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    use_chunked_loss(model)
+    ids = torch.randint(0, 5000, (2, 64))
+    attach.linear_cross_entropy.__globals__["CHUNK_LOGITS"]["cpu"], before = 5000 * 8, 1 << 22
+    try:
+        with _Largest() as seen:
+            model(input_ids=ids, labels=ids).loss.backward()
+    finally:
+        attach.linear_cross_entropy.__globals__["CHUNK_LOGITS"]["cpu"] = before
+    assert seen.elems == 5000 * 32  # the head's own gradient; all logits would be 5000 * 128
+
+
+def test_without_labels_or_for_the_last_logits_only_nothing_changes():
+    model = _build(LlamaConfig, LlamaForCausalLM)
+    ids, labels = _batch()
+    expected = model(input_ids=ids).logits
+    use_chunked_loss(model)
+    assert torch.equal(model(input_ids=ids).logits, expected)
+    assert model(ids, labels=labels[:, -2:], logits_to_keep=2).logits.shape == (3, 2, 97)
+    assert model.generate(ids[:1], max_new_tokens=3, do_sample=False).shape == (1, 20)
+    assert model(input_ids=ids, labels=labels, return_dict=False)[1] is None
+
+
+@pytest.mark.parametrize(
+    "config_class, model_class, kw, why",
+    [
+        (Gemma2Config, Gemma2ForCausalLM, {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        (GraniteConfig, GraniteForCausalLM, {"logits_scaling": 8.0}, "logits_scaling = 8.0"),
+    ],
+)
+def test_a_model_that_changes_its_logits_keeps_its_own_loss(config_class, model_class, kw, why, caplog):
+    model = _build(config_class, model_class, **kw)
+    expected, _ = _loss_and_grads(model)
+    path = use_chunked_loss(model)
+    got, _ = _loss_and_grads(model)
+    assert path.kind == "model" and why in path.why and why in caplog.text
+    assert got.loss.item() == expected.loss.item() and got.logits is not None
+
+
+def test_logits_changed_in_a_way_no_setting_tells_are_an_error(monkeypatch):
+    model = _build(Gemma2Config, Gemma2ForCausalLM, final_logit_softcapping=None)
+    assert use_chunked_loss(model).kind == "chunked"
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ModelError, match="changes its logits"):
+        _loss_and_grads(model)
+
+
+def test_other_heads():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=2)).eval()  # no dropout
+    expected, _ = _loss_and_grads(model)
+    assert use_chunked_loss(model).kind == "chunked"
+    got, _ = _loss_and_grads(model)
+    assert got.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert use_chunked_loss(torch.nn.Linear(2, 2)).kind == "model"
+
+
+def test_bias_frozen_head_and_no_targets():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(s, generator=generator).requires_grad_() for s in ((10, 8), (11, 8), (11,)))
+    targets = torch.randint(0, 11, (10,), generator=generator)
+    loss = linear_cross_entropy(hidden, weight, targets, bias=bias, chunk_tokens=3)
+    grads = torch.autograd.grad(loss, (hidden, weight, bias))
+    expected = torch.nn.functional.cross_entropy(hidden @ weight.t() + bias, targets)
+    for got, want in zip(grads, torch.autograd.grad(expected, (hidden, weight, bias))):
+        assert (got - want).abs().max() < 1e-6
+    linear_cross_entropy(hidden, weight.detach(), targets).backward()
+    with torch.no_grad():
+        assert linear_cross_entropy(hidden, weight, targets, bias=bias).item() == pytest.approx(expected.item(), rel=1e-6)
+    nothing = linear_cross_entropy(hidden, weight, torch.full((10,), -100))
+    assert nothing.item() == 0.0 and not torch.autograd.grad(nothing, weight)[0].any()
+
+
+def test_liger_falls_back_and_says_so():
+    if torch.cuda.is_available():
+        pytest.skip("for machines without CUDA")
+    path = use_liger(_build(LlamaConfig, LlamaForCausalLM))
+    assert path.kind == "chunked" and "no CUDA device" in path.why

@@ -1,0 +1,68 @@
+"""The output folder: what may be written over, which checkpoint is next, files that are whole."""
+
+import json
+
+import pytest
+
+from bigtrain.errors import CheckpointError, UsageError
+from bigtrain.runfolder import RunFolder, versions
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-x", "mine", "model"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "metrics.jsonl").write_text("")
+    return RunFolder(tmp_path)
+
+
+def test_checkpoints_are_sorted_by_number(folder):
+    assert [step for step, _ in folder.checkpoints()] == [9, 10]
+
+
+def test_a_run_is_not_written_over_by_accident(folder, tmp_path):
+    with pytest.raises(UsageError, match=r"already holds a run .*checkpoint-10.*--resume_from_checkpoint auto"):
+        folder.check(resume=None, overwrite=False)
+    folder.check(resume="auto", overwrite=False)
+    folder.check(resume=None, overwrite=True)
+    assert (tmp_path / "metrics.jsonl").exists()  # looking changes nothing
+    RunFolder(tmp_path / "new" / "deep").check(resume=None, overwrite=False)
+    with pytest.raises(UsageError, match="is a file"):
+        RunFolder(tmp_path / "metrics.jsonl").check(resume=None, overwrite=True)
+
+
+def test_starting_over_removes_only_what_a_run_wrote(folder, tmp_path):
+    folder.open(resume=None)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-x", "mine"]
+
+
+def test_resuming_removes_nothing(folder, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    folder.open(resume="auto")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_where_to_resume(folder, tmp_path):
+    assert folder.resume_point(None) is None
+    assert folder.resume_point("auto") == tmp_path / "checkpoint-10"
+    assert folder.resume_point(str(tmp_path / "checkpoint-9")) == tmp_path / "checkpoint-9"
+    assert RunFolder(tmp_path / "mine").resume_point("auto") is None
+    with pytest.raises(CheckpointError, match="is no folder"):
+        folder.resume_point(str(tmp_path / "checkpoint-11"))
+
+
+def test_prune_keeps_the_newest(folder):
+    assert folder.prune(None) == []
+    assert [p.name for p in folder.prune(1)] == ["checkpoint-9"]
+    assert [step for step, _ in folder.checkpoints()] == [10]
+
+
+def test_run_json_is_updated_key_by_key(folder, tmp_path):
+    folder.update_run(a=1, b=2)
+    folder.update_run(b=3)
+    assert json.loads((tmp_path / "run.json").read_text()) == {"a": 1, "b": 3} == folder.read_run()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_versions_name_what_decides_results():
+    assert {"bigtrain", "python", "torch", "deepspeed", "transformers"} <= set(versions())
