@@ -5,9 +5,12 @@ import pytest
 from bigtrain import settings
 from bigtrain.errors import ConfigError, UsageError
 
-NOTHING = dict.fromkeys(
-    "optimizer learning_rate betas eps weight_decay lr_scheduler warmup_steps total_steps max_grad_norm micro_batch accumulation".split()
-)
+NOTHING = {
+    **dict.fromkeys(
+        ("optimizer", "learning_rate", "betas", "eps", "weight_decay", "lr_scheduler", "warmup_steps", "total_steps")
+    ),
+    **dict.fromkeys(("max_grad_norm", "micro_batch", "accumulation")),
+}
 
 
 def settle(config, world=2, **given):
