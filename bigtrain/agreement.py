@@ -1,13 +1,20 @@
-"""Short fingerprints of state that must be equal on all ranks."""
+"""State that must be equal on all ranks: short fingerprints of it, and the comparisons, which raise on all ranks alike."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import xxhash
 
-from bigtrain import zero
+from bigtrain import guards, ranks, zero
+from bigtrain.errors import ModelError, RanksDisagreeError
+from bigtrain.meeting import Point, announce_failure, meet
+from bigtrain.watch import REMEDY
+
+log = logging.getLogger(__name__)
 
 _ORDER_BITS = 40
 
@@ -54,3 +61,50 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.element_size() == 8:
         return torch.stack([bits.sum(), (bits ^ (bits >> 7)).sum()])
     return torch.stack([bits.sum(dtype=torch.int64), (bits.bitwise_right_shift(3) ^ bits).sum(dtype=torch.int64)])
+
+
+def same_parameters(used: list[bool], names: Sequence[str], step: int, micro: int, stage: int) -> bool:
+    """Whether all ranks will use the same parameters in this backward.
+
+    Raises:
+        RanksDisagreeError: if they will not and the stage is 3, or if a rank is somewhere else.
+    """
+    told = meet(Point.BACKWARD, step, micro, (digest(used),))
+    if all(row == told[0] for row in told):
+        return True
+    everyone = ranks.all_gather_object(used)
+    differing = [n for i, n in enumerate(names) if len({u[i] for u in everyone}) > 1]
+    if stage == 3:
+        raise RanksDisagreeError(
+            f"step {step + 1}: ranks used different parameters at ZeRO stage 3: {guards.listing(differing)}. {REMEDY}",
+            {r: [n for n, yes in zip(names, u) if yes and n in differing] for r, u in enumerate(everyone)},
+        )
+    log.debug("step %d: parameters used on some ranks only count as zero elsewhere: %s", step + 1, differing)
+    return False
+
+
+def same_freezing(parameters: Sequence[tuple[str, torch.nn.Parameter, bool]], step: int) -> None:
+    """Check that no parameter was frozen or unfrozen since the engine was built; no communication unless one was.
+
+    Raises:
+        ModelError: naming them.
+    """
+    names, before = [n for n, *_ in parameters], [was for *_, was in parameters]
+    changed = guards.changed_freezing(before, [p.requires_grad for _, p, _ in parameters], names)
+    if changed:
+        announce_failure(step)
+        raise ModelError(changed)
+
+
+def same_state(module: torch.nn.Module, counters: dict[str, Any], step: int) -> None:
+    """Compare replicated tensors and counters between ranks.
+
+    Raises:
+        RanksDisagreeError: on all ranks, naming what differs.
+    """
+    mine = {**state_digests(module), **counters}
+    if len(set(ranks.all_gather_object(digest(tuple(sorted(mine.items())))))) == 1:
+        return
+    differences = guards.differing(ranks.all_gather_object(mine))
+    by_rank = {r: {n: v[r] for n, v in differences.items()} for r in range(ranks.world_size())}
+    raise RanksDisagreeError(guards.report_differences(differences, step), by_rank)

@@ -42,7 +42,7 @@ def compute_in_fp32(model: torch.nn.Module) -> int:
     found = 0
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm):
-            module.forward = _Fp32BatchNorm(module)  # type: ignore[method-assign]
+            module.forward = _Fp32BatchNorm(module)  # type: ignore[method-assign, assignment]
             for name in ("running_mean", "running_var"):
                 stats = getattr(module, name, None)
                 if stats is not None:

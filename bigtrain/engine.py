@@ -20,14 +20,15 @@ import torch
 
 from bigtrain import agreement, buffers, evaluation, guards, ranks, settings, steps, zero
 from bigtrain.assembly import assemble
-from bigtrain.errors import BypassError, DataError, ModelError, NonFiniteError, RanksDisagreeError
+from bigtrain.bypass import Origin
+from bigtrain.errors import DataError, NonFiniteError, RanksDisagreeError
 from bigtrain.guards import RankStep
-from bigtrain.meeting import Point, announce_failure, meet, pack, unpack
+from bigtrain.meeting import Point, meet, pack, unpack
 from bigtrain.optim import schedule
-from bigtrain.precision import dtype_table, keep_parameters_in_fp32
+from bigtrain.precision import keep_parameters_in_fp32, summary
 from bigtrain.reduction import Reduction
 from bigtrain.steps import Batch, EvalResult, StepResult
-from bigtrain.watch import REMEDY, Watcher, Whereabouts
+from bigtrain.watch import Watcher, Whereabouts
 
 log = logging.getLogger(__name__)
 _COUNTERS = ("global_step", "updates", "tokens", "data_position", "seed")
@@ -131,11 +132,10 @@ class Engine:
         self._forwards = 0  # through the engine, since the last step
         self._micro = 0  # backwards since the last step
         self._planned = self._settings.accumulation  # backwards until the next step
-        self._inside_forward = False
-        self._inside_backward = False
+        self._origin = Origin(self.module, lambda: self.global_step)
         self._reduction = Reduction(self._ds, self._parts.params)
         self._flags = self._parts.flags
-        self._flags.check = self._check_inside
+        self._flags.check = self._origin.check
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # this rank's share of the loss, and of the tokens
         self._set_boundary()
         module = self.module
@@ -145,48 +145,19 @@ class Engine:
             self._where = Whereabouts(module, not self._uniform and self.device.type == "cpu", lambda: self.global_step)
             self._watcher = Watcher(self._where, hang_s)
             self._watcher.start()
-        module.register_forward_hook(self._after_forward)
 
     # ------------------------------------------------------------ forward
 
     def __call__(self, *args: Any, **batch: Any) -> Any:
         """The model's forward, through DeepSpeed. Training passes must come this way."""
         self._set_boundary()
-        self._inside_forward = True
         self._at("forward", True, comparing=True)
-        try:
+        with self._origin.forward():
             output = self._ds(*args, **batch)
-        finally:
-            self._inside_forward = False
-            self._at("after forward", False)
+        self._at("after forward", False)
         if torch.is_grad_enabled() and self.module.training:
             self._forwards += 1
         return output
-
-    def _after_forward(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        """Mark what a backward could start from with the way it came."""
-        if not torch.is_grad_enabled() or not module.training:
-            return
-        check = self._check_inside if self._inside_forward else self._bypassed
-        for tensor in steps.output_tensors(output):
-            tensor.register_hook(lambda grad, check=check: check())  # type: ignore[misc]
-
-    def _check_inside(self) -> None:
-        if not self._inside_backward:
-            self._raise_bypass(
-                "loss.backward() was called directly: gradients would not be reduced over ranks and micro steps. "
-                "Call engine.backward(loss)."
-            )
-
-    def _bypassed(self) -> None:
-        self._raise_bypass(
-            "this loss came from engine.module(...): each rank would train its own replica (or overwrite the gradients of "
-            "earlier micro steps). Call the engine itself: loss = engine(**batch).loss."
-        )
-
-    def _raise_bypass(self, message: str) -> None:
-        announce_failure(self.global_step)
-        raise BypassError(f"step {self.global_step + 1}, rank {self.rank}: {message}")
 
     # ------------------------------------------------------------ backward
 
@@ -208,52 +179,31 @@ class Engine:
     def _backward(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         """Backward of `loss * weight`, summed over ranks; `weight` is the loss's share in the reported one."""
         if self._forwards == 0:
-            self._raise_bypass(
+            self._origin.refuse(
                 "backward() without a forward through the engine since the last step: call loss = engine(**batch).loss first."
             )
         if self._micro >= self._planned:
-            self._raise_bypass(f"backward() number {self._micro + 1} of a step of {self._planned}: call engine.step() between.")
+            self._origin.refuse(
+                f"backward() number {self._micro + 1} of a step of {self._planned}: call engine.step() between."
+            )
         if self._micro == 0:
-            self._check_freezing()
+            agreement.same_freezing(self._parts.frozen_map, self.global_step)
         self._sums[0].add_(loss.detach().double() * weight)
         # DeepSpeed takes the mean over ranks; what is wanted is the sum.
         scaled = loss.float() * (weight * self.world_size)
         if self._reduction.during_backward and not self._uniform:
             scaled.register_hook(self._agree_on_parameters)
-        self._inside_backward = True
         self._at("backward", True)
-        try:
+        with self._origin.backward():
             self._ds.backward(scaled, scale_wrt_gas=False)
-        finally:
-            self._inside_backward = False
-            self._at("after backward", False)
+        self._at("after backward", False)
         self._micro += 1
         return loss.detach()
 
-    def _check_freezing(self) -> None:
-        names = [n for n, *_ in self._parts.frozen_map]
-        now = [p.requires_grad for _, p, _ in self._parts.frozen_map]
-        changed = guards.changed_freezing([was for *_, was in self._parts.frozen_map], now, names)
-        if changed:
-            announce_failure(self.global_step)
-            raise ModelError(changed)
-
     def _agree_on_parameters(self, _grad: torch.Tensor) -> None:
         """At the start of a backward: if ranks will use different parameters, reduce at its end, in one order (B50)."""
-        used = self._reduction.used()
-        told = meet(Point.BACKWARD, self.global_step, self._micro, (agreement.digest(used),))
-        if all(row == told[0] for row in told):
-            return
-        everyone = ranks.all_gather_object(used)
-        names = [n for i, n in enumerate(self._names) if len({u[i] for u in everyone}) > 1]
-        if self._settings.stage == 3:
-            raise RanksDisagreeError(
-                f"step {self.global_step + 1}: ranks used different parameters at ZeRO stage 3: {guards.listing(names)}. Their gathers "
-                f"do not match. {REMEDY}",
-                {r: [n for n, yes in zip(self._names, u) if yes and n in names] for r, u in enumerate(everyone)},
-            )
-        log.debug("step %d: parameters used on some ranks only count as zero elsewhere: %s", self.global_step, names)
-        self._reduction.defer()
+        if not agreement.same_parameters(self._reduction.used(), self._names, self.global_step, self._micro, self.stage):
+            self._reduction.defer()
 
     # ------------------------------------------------------------ step
 
@@ -267,7 +217,7 @@ class Engine:
             ModelError: if a parameter was frozen or unfrozen since construction.
         """
         if self._micro == 0:
-            self._raise_bypass("step() without engine.backward(loss) since the last step: nothing to apply.")
+            self._origin.refuse("step() without engine.backward(loss) since the last step: nothing to apply.")
         if self._micro < self._planned:
             return None
         self._at("step", True)
@@ -291,7 +241,7 @@ class Engine:
         told = [RankStep(unpack(a), b, *agreement.unfold(c)) for a, b, c in rows]
         if len({row.order for row in told}) > 1:
             raise RanksDisagreeError(
-                f"step {self.global_step + 1}: ranks reduced the same parameters in different orders, so their gradients are mixed. "
+                f"step {self.global_step + 1}: ranks reduced the same parameters in different orders: gradients are mixed. "
                 "Run the model's modules in the same order on every rank."
             )
         return told
@@ -325,7 +275,7 @@ class Engine:
         return StepResult(self.global_step, verdict.loss, lr, norm, verdict.tokens, applied, self._nonfinite.total, reason)
 
     def _set_lr(self) -> float:
-        """The schedule is a pure function of the step: set right before the update, so that the rate logged is the rate used."""
+        """The schedule is a pure function of the step, set right before the update: the rate logged is the rate used."""
         factor = self._factor(self.global_step)
         for group, peak in zip(self._ds.optimizer.param_groups, self._parts.base_lrs):
             group["lr"] = peak * factor
@@ -337,20 +287,8 @@ class Engine:
         Raises:
             RanksDisagreeError: on all ranks, naming what differs.
         """
-        mine = agreement.state_digests(self.module)
-        counters = {
-            "global_step": self.global_step,
-            "updates": self.updates,
-            "learning rate": self.lr,
-            "data position": self.data_position,
-        }
-        mine.update(counters)
-        digest = agreement.digest(tuple(sorted(mine.items())))
-        if len(set(ranks.all_gather_object(digest))) == 1:
-            return
-        differences = guards.differing(ranks.all_gather_object(mine))
-        by_rank = {r: {n: v[r] for n, v in differences.items()} for r in range(self.world_size)}
-        raise RanksDisagreeError(guards.report_differences(differences, self.global_step), by_rank)
+        counters = {"global_step": self.global_step, "updates": self.updates, "data position": self.data_position}
+        agreement.same_state(self.module, {**counters, "learning rate": self.lr}, self.global_step)
 
     # ------------------------------------------------------------ the exact path
 
@@ -367,7 +305,7 @@ class Engine:
             DataError: on every rank, if the global batch holds no target at all.
         """
         if self._micro:
-            self._raise_bypass("train_step() in the middle of an accumulation: finish it with engine.step() first.")
+            self._origin.refuse("train_step() in the middle of an accumulation: finish it with engine.step() first.")
         counts = [self.count_targets(batch) for batch in micro_batches]
         told = meet(Point.BATCH, self.global_step, 0, (len(counts), sum(counts)))
         if len({row[0] for row in told}) > 1:
@@ -376,8 +314,8 @@ class Engine:
         total = sum(row[1] for row in told)
         if total == 0 or not micro_batches:
             raise DataError(
-                f"step {self.global_step + 1}: no target token in the global batch of {self.world_size} ranks x {len(counts)} micro "
-                "batches: every label is -100. Check the chat template's answers, seq_len and the truncation side."
+                f"step {self.global_step + 1}: no target token in the global batch ({self.world_size} ranks x {len(counts)} "
+                "micro batches): every label is -100. Check the chat template's answers, seq_len and the truncation side."
             )
         self._planned = len(micro_batches)
         self._sums[1] += sum(counts)
@@ -526,17 +464,4 @@ class Engine:
 
     def summary(self) -> dict[str, Any]:
         """What runs here, for the log and the report: stage, batch, optimizer, schedule, dtypes."""
-        s = self._settings
-        return {
-            "stage": s.stage,
-            "world_size": self.world_size,
-            "micro_batch": s.micro_batch,
-            "accumulation": s.accumulation,
-            "optimizer": s.optimizer,
-            "schedule": s.scheduler,
-            "learning_rate": s.learning_rate,
-            "max_grad_norm": s.max_grad_norm,
-            "offload_optimizer": s.offload,
-            "loss": "mean over all target tokens of the global batch",
-            "dtypes": dtype_table(self.module, self._reduction, s),
-        }
+        return summary(self._settings, self.world_size, self.module, self._reduction)

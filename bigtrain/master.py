@@ -77,12 +77,12 @@ class MasterOptimizer(torch.optim.Optimizer):
         for param in self.model_params:
             param.grad = None
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state and the masters."""
         return {"inner": self.inner.state_dict(), "masters": [m.detach() for m in self.masters]}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
         self.inner.load_state_dict(state_dict["inner"])
         self.param_groups, self.state = self.inner.param_groups, self.inner.state

@@ -109,8 +109,8 @@ def _apart(told: list[list[int]]) -> RanksDisagreeError:
     hint = (
         f"Rank {', '.join(map(str, failed))} failed first: its own message says why."
         if failed
-        else "All ranks must run the same number of forwards, backwards, steps and evaluations in the same order: give each rank "
-        "the same number of batches, and call the engine's methods outside of any 'if rank == 0'."
+        else "All ranks must run the same number of forwards, backwards, steps and evaluations in the same order: give each "
+        "rank the same number of batches, and call the engine's methods outside of any 'if rank == 0'."
     )
     return RanksDisagreeError(f"the ranks are at different places:\n{listing}\n{hint}", by_rank)
 

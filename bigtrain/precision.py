@@ -17,7 +17,7 @@ def keep_parameters_in_fp32(model: torch.nn.Module, patterns: Sequence[str], sta
 
     Args:
         model: the module.
-        patterns: shell patterns on dotted names, or parts of names without a wildcard ("router" matches "layers.0.router.weight").
+        patterns: shell patterns on dotted names, or parts of names ("router" matches "layers.0.router.weight").
         stage: ZeRO stage.
         bf16: whether training is in bf16; with fp32 training everything is kept anyway.
 
@@ -35,15 +35,15 @@ def keep_parameters_in_fp32(model: torch.nn.Module, patterns: Sequence[str], sta
         kept.update(found)
     if stage > 0:
         raise UsageError(
-            f"keep_in_fp32={list(patterns)} at ZeRO stage {stage}: DeepSpeed 0.19.8 holds all parameters of a stage in flat buffers "
-            "of one dtype and reduces their gradients in it, so parameters cannot stay fp32 beside bf16 ones (buffers can, and do). "
+            f"keep_in_fp32={list(patterns)} at ZeRO stage {stage}: DeepSpeed 0.19.8 holds parameters in flat buffers of one "
+            "dtype and reduces their gradients in it, so parameters cannot stay fp32 beside bf16 ones (buffers can, and do). "
             "Use stage 0, train in fp32 (bf16.enabled false), or cast inside the module: F.linear(x.float(), weight.float())."
         )
     return kept
 
 
 def to_bf16(model: torch.nn.Module, keep: set[str]) -> None:
-    """Cast floating parameters to bf16 but for `keep`; modules that own kept ones compute in fp32 and return their input's dtype."""
+    """Cast floating parameters to bf16 but for `keep`; modules that own kept ones compute in fp32 and return bf16."""
     for name, param in model.named_parameters():
         if param.is_floating_point():
             param.data = param.data.to(torch.float32 if name in keep else torch.bfloat16)
@@ -96,3 +96,12 @@ def _accumulation(reduction: Any, settings: Any) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def summary(settings: Any, world_size: int, module: torch.nn.Module, reduction: Any) -> dict[str, Any]:
+    """What an engine runs with: stage, batch, optimizer, schedule, dtypes."""
+    names = ("stage", "micro_batch", "accumulation", "optimizer", "scheduler", "learning_rate", "warmup_steps", "total_steps")
+    chosen = {name: getattr(settings, name) for name in (*names, "max_grad_norm", "weight_decay")}
+    loss = "mean over all target tokens of the global batch"
+    more = {"world_size": world_size, "offload_optimizer": settings.offload, "loss": loss}
+    return {**chosen, **more, "dtypes": dtype_table(module, reduction, settings)}

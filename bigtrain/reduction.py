@@ -7,7 +7,8 @@ gradient are reduced as zeros, and when ranks differ, one backward's reduction w
 
 Attributes of DeepSpeed 0.19.8's objects used, on instances only:
   engine     step, was_step_applied, optimizer, _global_grad_norm
-  zero12     averaged_gradients, bit16_groups, setup_buckets, reduce_ready_partitions_and_remove_grads, reduce_gradients, partition_gradients,
+  zero12     averaged_gradients, bit16_groups, setup_buckets, reduce_ready_partitions_and_remove_grads, reduce_gradients,
+             partition_gradients,
              overlapping_partition_gradients_reduce_epilogue, scaled_global_norm, use_grad_accum_attribute,
              gradient_accumulation_dtype, single_partition_of_fp32_groups
   zero3      fp16_groups, reduce_ready_partitions_and_remove_grads, overlapping_partition_gradients_reduce_epilogue,
@@ -52,6 +53,7 @@ class Reduction:
         self._refuse = False
         self._deferred = False
         self._seen: list[int] = []
+        self._entries: list[tuple[torch.nn.Parameter, tuple[int, ...]]] = []  # in the order that all ranks share
         if self.kind in ("zero12", "zero3"):
             self._substitute()
 
@@ -64,7 +66,7 @@ class Reduction:
         """
         with torch.enable_grad():  # the nodes are looked up each time: one kept alive would keep ZeRO-3's shape of [0]
             nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self.params]
-        reached = [torch._C._will_engine_execute_node(node) for node in nodes]  # type: ignore[attr-defined]
+        reached = [torch._C._will_engine_execute_node(node) for node in nodes]
         del nodes
         by_leaf: dict[int, bool] = {}
         leaves = [id(getattr(p, "ds_z3_leaf_module", None) or p) for p in self.params]
@@ -115,11 +117,10 @@ class Reduction:
     def _substitute(self) -> None:
         optimizer = self.optimizer
         if self.kind == "zero12":
-            entries = [(p, (i,)) for i, group in enumerate(optimizer.bit16_groups) for p in group]
+            self._entries = [(p, (i,)) for i, group in enumerate(optimizer.bit16_groups) for p in group]
         else:
-            entries = [(p, ()) for group in optimizer.fp16_groups for p in group if p.requires_grad]
-        self._entries: list[tuple[torch.nn.Parameter, tuple[int, ...]]] = entries
-        self._index = {id(p): i for i, (p, _) in enumerate(entries)}
+            self._entries = [(p, ()) for group in optimizer.fp16_groups for p in group if p.requires_grad]
+        self._index = {id(p): i for i, (p, _) in enumerate(self._entries)}
         self._reduce: Callable[..., None] = optimizer.reduce_ready_partitions_and_remove_grads
         self._epilogue: Callable[[], None] = optimizer.overlapping_partition_gradients_reduce_epilogue
         optimizer.reduce_ready_partitions_and_remove_grads = self._reduce_one

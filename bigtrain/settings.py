@@ -110,7 +110,8 @@ def settle(
     name = optimizer or _optimizer_name(optimizer_section)
     scheduler = _scheduler(scheduler_section, lr_scheduler, notes)
     scheduled = {k: v for k, v in (scheduler_section.get("params") or {}).items() if v != "auto"}
-    lr = _first("learning rate", notes, learning_rate, ("optimizer.params.lr", params.get("lr")), ("scheduler.params.warmup_max_lr", scheduled.get("warmup_max_lr")))  # fmt: skip
+    rates = [("optimizer.params.lr", params.get("lr")), ("scheduler.params.warmup_max_lr", scheduled.get("warmup_max_lr"))]
+    lr = _first("learning rate", notes, learning_rate, *rates)
     micro, accum = _batch(config, world_size, micro_batch, accumulation, notes)
     clip = _number(config.get("gradient_clipping"))
     norm = _first("gradient clipping", notes, max_grad_norm, ("gradient_clipping", clip))
@@ -145,7 +146,7 @@ def _optimizer_name(section: dict[str, Any]) -> str:
     kind = str(section.get("type", "")).lower().replace("_", "")
     if kind not in _OPTIMIZERS:
         raise UsageError(
-            f"optimizer.type {section.get('type')!r} of the ds_config is not one of bigtrain's ({', '.join(optim.OPTIMIZERS)}). "
+            f"optimizer.type {section.get('type')!r} of the ds_config is none of bigtrain's ({', '.join(optim.OPTIMIZERS)}). "
             "Remove the section and pass optimizer=... to the Engine."
         )
     return _OPTIMIZERS[kind]
@@ -214,8 +215,8 @@ def _batch(config: dict[str, Any], world: int, micro: int | None, accum: int | N
     micro, accum = int(micro or 1), int(accum or 1)
     if total is not None and total != micro * accum * world:
         raise ConfigError(
-            f"train_batch_size {total} is not micro batch {micro} x accumulation {accum} x ranks {world} = {micro * accum * world}. "
-            f"Write train_batch_size {micro * accum * world}, or leave it out."
+            f"train_batch_size {total} is not micro batch {micro} x accumulation {accum} x ranks {world} = "
+            f"{micro * accum * world}. Write train_batch_size {micro * accum * world}, or leave it out."
         )
     return micro, accum
 

@@ -228,8 +228,8 @@ def check(folder: Path, world: int, stage: int) -> dict[str, Any]:
     for what, saved, now in (("ranks", run["world_size"], world), ("ZeRO stage", run["stage"], stage)):
         if saved != now:
             raise CheckpointError(
-                f"{folder} was saved with {what} {saved}, this run has {now}. Ways out: start with {what} {saved}; or export the "
-                f"weights from a run with {what} {saved} and start from the exported model (optimizer state is then new).",
+                f"{folder} was saved with {what} {saved}, this run has {now}. Ways out: start with {what} {saved}; or export "
+                f"the weights from a run with {what} {saved} and start from the exported model (optimizer state is then new).",
                 str(folder),
             )
     return run
@@ -249,8 +249,8 @@ def scan(folder: Path, rank: int) -> None:
             unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
             if unsafe:
                 raise CheckpointError(
-                    f"{file} names {', '.join(unsafe)}, which no DeepSpeed checkpoint needs: loading it could run any code. If you "
-                    "know where it comes from, load with trust=True.",
+                    f"{file} names {', '.join(unsafe)}, which no DeepSpeed checkpoint needs: loading it could run any code. If "
+                    "you know where it comes from, load with trust=True.",
                     str(file),
                 )
 
@@ -279,10 +279,10 @@ def _restricted(ds_engine: Any, trust: bool) -> Iterator[None]:
 
 def random_state() -> dict[str, Any]:
     """This process's generators as JSON: Python, numpy, torch, CUDA."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
         "python": random.getstate(),
-        "numpy": [kind, keys.tolist(), position, has_gauss, cached],  # type: ignore[union-attr]
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
         "torch": bytes(torch.get_rng_state().tolist()).hex(),
     }
     if torch.cuda.is_available():

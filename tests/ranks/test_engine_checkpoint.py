@@ -19,9 +19,8 @@ STAGES = [0, 1, 2, 3]
 
 def _engine(stage, *, bf16=True, zero=None):
     torch.manual_seed(0)
-    return Engine(
-        TinyLM(dropout=0.2), ds_config=config(stage, bf16=bf16, accumulation=2, **(zero or {})), learning_rate=1e-2, warmup_steps=2, total_steps=10
-    )  # fmt: skip
+    ds_config = config(stage, bf16=bf16, accumulation=2, **(zero or {}))
+    return Engine(TinyLM(dropout=0.2), ds_config=ds_config, learning_rate=1e-2, warmup_steps=2, total_steps=10)
 
 
 def _go(engine, first, last):

@@ -3,7 +3,6 @@
 With `BIGTRAIN_GRID_TABLE=path` the table is written as markdown.
 """
 
-import copy
 import math
 import os
 from pathlib import Path
@@ -20,21 +19,20 @@ STAGES, WORLDS, ACCUMULATIONS = (0, 1, 2, 3), (1, 2, 3), (1, 2, 4)
 # bf16 holds 8 significant bits: a weight, an activation or a gradient is off by up to 2^-9 = 0.2 %. The loss averages over
 # hundreds of such errors; the norm is dominated by a few tensors. AdamW turns a gradient near zero, whose sign bf16 decides,
 # into a full-size step, so curves part slowly: the bound is for all 10 steps.
-LOSS_BOUND, NORM_BOUND = 4e-3, 2.5e-2
-FP32_LOSS_BOUND, FP32_NORM_BOUND = 1e-2, 5e-2  # against fp32 arithmetic throughout
+LOSS_BOUND, NORM_BOUND = 1e-3, 5e-3
+FP32_LOSS_BOUND, FP32_NORM_BOUND = 1e-3, 5e-3  # against fp32 arithmetic throughout
 EXACT_BOUND = 2e-5  # engine in fp32 against torch in fp32: the same sums in another order
 
 
 def _samples(step):
-    return rows(step, n=24, length=10)
+    return rows(step, n=24, length=10, counting=True)
 
 
 def _train(stage, accumulation, bf16, seed=0):
     torch.manual_seed(seed)
-    engine = Engine(
-        TinyLM(), ds_config=config(stage, bf16=bf16, accumulation=accumulation), learning_rate=LR, weight_decay=0.01, warmup_steps=2,
-        total_steps=STEPS, max_grad_norm=0.5,
-    )  # fmt: skip
+    ds_config = config(stage, bf16=bf16, accumulation=accumulation)
+    schedule = {"learning_rate": LR, "warmup_steps": 2, "total_steps": STEPS}
+    engine = Engine(TinyLM(), ds_config=ds_config, weight_decay=0.01, max_grad_norm=0.5, **schedule)
     initial = {n: w.tolist() for n, w in whole_weights(engine.module).items()}
     curve = []
     for step in range(STEPS):
@@ -44,19 +42,19 @@ def _train(stage, accumulation, bf16, seed=0):
     return initial, curve
 
 
-def plain_torch(steps=STEPS):
-    """The same training in fp32 with nothing but torch, on one process; initial weights as bf16 holds them."""
+def plain_torch(rounded=True):
+    """The same training in fp32 with nothing but torch, on one process; initial weights as bf16 holds them if `rounded`."""
     torch.manual_seed(0)
     model = TinyLM()
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(p.bfloat16().float())
+            p.copy_(p.bfloat16().float() if rounded else p)
     norms = {id(p) for m in model.modules() if isinstance(m, torch.nn.LayerNorm) for p in m.parameters()}
     plain = [p for p in model.parameters() if p.dim() <= 1 or id(p) in norms]
     decay = [p for p in model.parameters() if not any(p is q for q in plain)]
     optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}], lr=LR)
     curve = []
-    for step in range(steps):
+    for step in range(STEPS):
         batch = share(_samples(step), 0, 1, 1)[0]
         optimizer.zero_grad()
         loss = model(**batch)["loss"]
@@ -109,37 +107,24 @@ def test_losses_and_norms_are_those_of_plain_torch_in_fp32(grid):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_engine_in_fp32_is_plain_torch(rank_pool, stage):
-    torch.manual_seed(0)
-    start = TinyLM()
-    reference_model = copy.deepcopy(start)
-    assert reference_model is not start
-    reference = _plain_fp32()
+    reference = plain_torch(rounded=False)
     for accumulation in (1, 2):
         curve = rank_pool(2).run(_train, stage, accumulation, False)[0][1]
         loss, norm = _apart(curve, reference)
         assert loss <= EXACT_BOUND and norm <= EXACT_BOUND, (loss, norm)
 
 
-def _plain_fp32():
-    """`plain_torch` from the unrounded initial weights."""
-    original = torch.Tensor.bfloat16
-    torch.Tensor.bfloat16 = lambda self: self
-    try:
-        return plain_torch()
-    finally:
-        torch.Tensor.bfloat16 = original
-
-
 @pytest.mark.skipif("BIGTRAIN_GRID_TABLE" not in os.environ, reason="writes the table only when asked")
 def test_write_the_table(grid):
     torch_curve, base = plain_torch(), grid[1, 0, 1][0]
     lines = [
-        f"Ten steps of one global batch of 24 ragged sequences, bf16, AdamW, clipping at 0.5. Bounds over all 10 steps: against stage 0 "
-        f"on one rank {LOSS_BOUND:.1%} (loss) and {NORM_BOUND:.1%} (norm); against plain torch in fp32 {FP32_LOSS_BOUND:.1%} and "
-        f"{FP32_NORM_BOUND:.1%}. Plain torch: first loss {torch_curve[0][0]:.6f}, last {torch_curve[-1][0]:.6f}.",
+        "Ten steps of one global batch of 24 ragged sequences, bf16, AdamW, clipping at 0.5. Bounds over all 10 steps: against "
+        f"stage 0 on one rank {LOSS_BOUND:.1%} (loss) and {NORM_BOUND:.1%} (norm); against plain torch in fp32 "
+        f"{FP32_LOSS_BOUND:.1%} and {FP32_NORM_BOUND:.1%}. "
+        f"Plain torch: first loss {torch_curve[0][0]:.6f}, last {torch_curve[-1][0]:.6f}.",
         "",
-        "| stage | ranks | accumulation | initial weights | first loss | last loss | loss, largest difference | norm, largest difference "
-        "| loss against torch fp32 | norm against torch fp32 |",
+        "| stage | ranks | accumulation | initial weights | first loss | last loss | loss, largest difference "
+        "| norm, largest difference | loss against torch fp32 | norm against torch fp32 |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for world, stage, accumulation in _cells():

@@ -79,12 +79,16 @@ class Nested(nn.Module):
         return self.middle(self.first(x), use_b)
 
 
-def rows(step: int, n: int = 12, length: int = 12, ragged: bool = True) -> list[dict[str, torch.Tensor]]:
-    """`n` samples of step `step`, the same on every rank, with ragged targets."""
+def rows(
+    step: int, n: int = 12, length: int = 12, ragged: bool = True, counting: bool = False
+) -> list[dict[str, torch.Tensor]]:
+    """`n` samples of step `step`, the same on every rank, with ragged targets; `counting` gives something to learn."""
     g = torch.Generator().manual_seed(1000 + step)
     out = []
     for i in range(n):
         ids = torch.randint(0, VOCAB, (1, length), generator=g)
+        if counting:
+            ids = (ids[:, :1] + 3 * torch.arange(length)) % VOCAB
         labels = ids.clone()
         if ragged:
             labels[:, 2 + (5 * i + step) % (length - 2) :] = -100

@@ -1,0 +1,77 @@
+"""Where a loss came from: through the engine, or around it (the DDP fault).
+
+A forward through `engine.module` skips DeepSpeed's bookkeeping: at stage 0 each rank then trains its own replica, at stage 3
+the gradients of earlier micro steps are overwritten, both without an error. So every training forward marks what it returns,
+and a backward from the wrong mark, or outside of `engine.backward`, is refused as it starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from bigtrain import ranks, steps
+from bigtrain.errors import BypassError
+from bigtrain.meeting import announce_failure
+
+
+class Origin:
+    """Marks the outputs of a module's training forwards and checks them at backward.
+
+    Args:
+        module: the model.
+        step: gives the number of steps done.
+    """
+
+    def __init__(self, module: torch.nn.Module, step: Callable[[], int]):
+        self._step = step
+        self._in_forward = False
+        self._in_backward = False
+        module.register_forward_hook(self._mark)
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """The engine's own forward."""
+        self._in_forward = True
+        try:
+            yield
+        finally:
+            self._in_forward = False
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """The engine's own backward."""
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+
+    def _mark(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or not module.training:
+            return
+        check = self.check if self._in_forward else self._bypassed
+        for tensor in steps.output_tensors(output):
+            tensor.register_hook(lambda grad, check=check: check())
+
+    def check(self) -> None:
+        """Called for gradients: refuse a backward that the engine did not start."""
+        if not self._in_backward:
+            self.refuse(
+                "loss.backward() was called directly: gradients would not be reduced over ranks and micro steps. "
+                "Call engine.backward(loss)."
+            )
+
+    def _bypassed(self) -> None:
+        self.refuse(
+            "this loss came from engine.module(...): each rank would train its own replica (or overwrite the gradients of "
+            "earlier micro steps). Call the engine itself: loss = engine(**batch).loss."
+        )
+
+    def refuse(self, message: str) -> NoReturn:
+        """Tell the other ranks, then raise BypassError."""
+        announce_failure(self._step())
+        raise BypassError(f"step {self._step() + 1}, rank {ranks.rank()}: {message}")
