@@ -23,6 +23,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+PREIMPORTED = (
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "transformers.generation",
+    "transformers.integrations.deepspeed",
+    "transformers.conversion_mapping",
+    "bigtrain.models.build",
+    "bigtrain.weights.load",
+    "tqdm",
+    "datasets",
+)
 WAYS = ("bigtrain", "from_pretrained")
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -104,9 +115,7 @@ def worker(way: str, folder: str, out: str, export: bool) -> None:
     from bigtrain.models import build_model
 
     # both ways: everything that they import on first use is imported before the clock starts
-    for name in ("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "transformers.generation",
-                 "transformers.integrations.deepspeed", "transformers.conversion_mapping", "bigtrain.models.build",
-                 "bigtrain.weights.load", "tqdm", "datasets"):  # fmt: skip
+    for name in PREIMPORTED:
         importlib.import_module(name)
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)

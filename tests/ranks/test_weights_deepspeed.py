@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 
@@ -42,9 +41,8 @@ def train_and_save(family, root, stage, freeze):
     reference, moments = {}, {}
     for name, param in model.named_parameters():
         master = safe_get_full_fp32_param(param) if param.requires_grad else None
-        if master is not None:
-            with contextlib.suppress(ValueError):  # DeepSpeed's accessor knows no state for some parameters at stages 1 and 2
-                moments[name] = safe_get_full_optimizer_state(param, "exp_avg_sq").detach().clone().reshape(-1)
+        if master is not None and stage == 3:  # at stages 1 and 2 DeepSpeed's accessor fails on one rank and hangs the others
+            moments[name] = safe_get_full_optimizer_state(param, "exp_avg_sq").detach().clone().reshape(-1)
         if master is None:
             with zero.gathered([param]):
                 master = param.detach().float()
