@@ -75,7 +75,7 @@ def _pretend_single_rank() -> None:
 
 
 def skip_shm_op() -> None:
-    """Do not compile DeepSpeed's shared-memory all-reduce for CPU ranks: 14 s of every start, no gain over gloo here."""
+    """Do not compile DeepSpeed's shared-memory all-reduce for CPU ranks: about 14 s a start, no gain over gloo here."""
     import deepspeed.ops as ops
 
     for name in list(ops.__compatible_ops__):
