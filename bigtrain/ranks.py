@@ -162,16 +162,16 @@ def main_decides(decide: Callable[[], T], what: str) -> T:
 
 
 @contextlib.contextmanager
-def main_first(what: str) -> Iterator[None]:
-    """Each host's local rank 0 runs the block first, then the others: for caches on a host's disk."""
+def main_first(what: str, timeout_s: float = 6 * 3600.0) -> Iterator[None]:
+    """Each host's local rank 0 runs the block first, then the others: for caches on a host's disk. May take `timeout_s`."""
     first = local_rank() == 0
     if not first:
-        barrier(f"{what} (waiting for local rank 0)")
+        barrier(f"{what} (waiting for local rank 0)", timeout_s)
     try:
         yield
     finally:
         if first:
-            barrier(what)
+            barrier(what, timeout_s)
 
 
 def barrier(what: str, timeout_s: float | None = None) -> None:

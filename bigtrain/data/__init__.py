@@ -1,0 +1,64 @@
+"""Training data: sources, tokenise, pack, order, loader.
+
+Usual path: `load_source` -> `build_rows` -> `plan_steps` + `SampleOrder` -> `StepLoader`; for evaluation `plan_eval` ->
+`EvalLoader`. `prepare_isolation(model, packing)` makes a model honour packed rows. Names load on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bigtrain.data.isolation import Isolation, isolation_for, prepare_isolation, register_varlen
+    from bigtrain.data.loader import EvalLoader, StepLoader
+    from bigtrain.data.order import EvalPlan, SampleOrder, StepPlan, plan_eval, plan_steps
+    from bigtrain.data.pack import PackStats, Rows, build_rows
+    from bigtrain.data.source import load_source, split_validation
+    from bigtrain.data.tokenise import tokenise
+
+_LAZY = {
+    "Isolation": "isolation",
+    "isolation_for": "isolation",
+    "prepare_isolation": "isolation",
+    "register_varlen": "isolation",
+    "EvalLoader": "loader",
+    "StepLoader": "loader",
+    "EvalPlan": "order",
+    "SampleOrder": "order",
+    "StepPlan": "order",
+    "plan_eval": "order",
+    "plan_steps": "order",
+    "PackStats": "pack",
+    "Rows": "pack",
+    "build_rows": "pack",
+    "load_source": "source",
+    "split_validation": "source",
+    "tokenise": "tokenise",
+}
+__all__ = [
+    "EvalLoader",
+    "EvalPlan",
+    "Isolation",
+    "PackStats",
+    "Rows",
+    "SampleOrder",
+    "StepLoader",
+    "StepPlan",
+    "build_rows",
+    "isolation_for",
+    "load_source",
+    "plan_eval",
+    "plan_steps",
+    "prepare_isolation",
+    "register_varlen",
+    "split_validation",
+    "tokenise",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'bigtrain.data' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(f"bigtrain.data.{_LAZY[name]}"), name)

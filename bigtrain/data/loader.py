@@ -1,0 +1,243 @@
+"""Micro batches in step order: one list of `accumulation` of them a step, resumable at any step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from bigtrain.data.chat import IGNORE
+from bigtrain.data.isolation import cumulative_lengths
+from bigtrain.data.order import EvalPlan, SampleOrder, StepPlan
+from bigtrain.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, Any]
+
+
+class RowSource(Protocol):
+    """What a loader needs of rows; `bigtrain.data.pack.Rows` is one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]: ...
+
+
+def fetch(rows: RowSource, row: int) -> dict[str, torch.Tensor]:
+    """rows[row]; any error names the row and the samples in it, also across a worker's process boundary."""
+    try:
+        return rows[row]
+    except Exception as error:
+        samples = rows.documents_of(row)[:20] if hasattr(rows, "documents_of") else "unknown"
+        raise DataError(f"row {row} (samples {samples}) cannot be read: {type(error).__name__}: {error}") from error
+
+
+def stack(rows: Sequence[dict[str, torch.Tensor]], *, document_bounds: bool = False) -> Batch:
+    """One micro batch: [micro_batch, seq_len] tensors.
+
+    Args:
+        rows: dictionaries of equally long 1-D tensors.
+        document_bounds: also give `cu_seq_lens_q/k` (int32 [documents + 1], over the flattened micro batch) and
+            `max_length_q/k`, which flash attention needs to keep documents apart (see `isolation`).
+    """
+    batch: Batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    if document_bounds:
+        bounds = cumulative_lengths(batch["position_ids"])
+        longest = int(torch.diff(bounds).max())
+        batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    return batch
+
+
+class _TrainingBatches(Dataset):
+    """Micro batch m of this rank: step m // accumulation, micro step m % accumulation. Runs inside the workers."""
+
+    def __init__(self, rows: RowSource, order: SampleOrder, plan: StepPlan, rank: int, document_bounds: bool):
+        self.rows, self.order, self.plan, self.rank, self.bounds = rows, order, plan, rank, document_bounds
+
+    def __getitem__(self, micro: int) -> Batch:
+        step, micro_step = divmod(micro, self.plan.accumulation)
+        positions = self.plan.positions(step, self.rank, micro_step)
+        return stack([fetch(self.rows, self.order.row(p)) for p in positions], document_bounds=self.bounds)
+
+
+class _EvaluationBatches(Dataset):
+    """Batch b of this rank; where the rows have run out, a filler: the last row with every label -100."""
+
+    def __init__(self, rows: RowSource, plan: EvalPlan, rank: int, document_bounds: bool):
+        self.rows, self.plan, self.rank, self.bounds = rows, plan, rank, document_bounds
+
+    def _row(self, row: int | None) -> dict[str, torch.Tensor]:
+        if row is not None:
+            return fetch(self.rows, row)
+        filler = dict(fetch(self.rows, len(self.rows) - 1))
+        filler["labels"] = torch.full_like(filler["labels"], IGNORE)
+        return filler
+
+    def __getitem__(self, batch: int) -> Batch:
+        return stack([self._row(row) for row in self.plan.rows(batch, self.rank)], document_bounds=self.bounds)
+
+
+def _check_rank(rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise DataError(f"rank={rank} is outside 0 ... {world_size - 1} (world_size={world_size})")
+
+
+class _Stream:
+    """A DataLoader over micro-batch numbers, with an end that leaves no worker behind."""
+
+    def __init__(self, batches: Dataset, num_workers: int, prefetch: int, pin_memory: bool | None):
+        if num_workers < 0 or prefetch < 1:
+            raise DataError(f"num_workers={num_workers} must be at least 0 and prefetch={prefetch} at least 1")
+        self._batches, self._num_workers, self._prefetch = batches, num_workers, prefetch
+        self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self._running: Any = None
+
+    def over(self, numbers: range) -> Iterator[Batch]:
+        """Micro batches in exactly the order of `numbers`; workers end when the iterator does or is closed."""
+        self.close()
+        loader: DataLoader[Any] = DataLoader(
+            self._batches,
+            batch_size=None,  # an item is a whole micro batch already
+            sampler=numbers,
+            num_workers=self._num_workers,
+            prefetch_factor=self._prefetch if self._num_workers else None,
+            pin_memory=self._pin,
+            # Its own generator: the default one draws the workers' base seed from torch's global RNG, and the number of
+            # loaders made would change the model's dropout.
+            generator=torch.Generator(),
+        )
+        mine = self._running = iter(loader)
+        try:
+            yield from mine
+        finally:
+            if self._running is mine:
+                self.close()
+
+    def close(self) -> None:
+        """Stops the workers; safe at any time and more than once."""
+        running, self._running = self._running, None
+        if running is not None and hasattr(running, "_shutdown_workers"):
+            running._shutdown_workers()
+
+
+class StepLoader:
+    """Iterates over the steps of a run; every item is a list of `accumulation` micro batches of this rank.
+
+    Every iteration starts at `start_step`, so it is what a resume sets, and the only state there is.
+
+    Args:
+        rows: packed rows (`build_rows`), equal on all ranks.
+        order: which row is at which position.
+        plan: from `plan_steps`, equal on all ranks.
+        rank: this rank.
+        world_size: must be the plan's.
+        start_step: first step to give (0 = from the beginning).
+        num_workers: processes that read ahead; 0 reads in the calling process. Any number gives the same batches.
+        prefetch: micro batches each worker holds ready.
+        pin_memory: page-locked batches for asynchronous copies; None = when there is a GPU.
+        document_bounds: see `stack`.
+
+    Raises:
+        DataError: plan, order, rank and rows do not belong together; while iterating: a row that cannot be read.
+    """
+
+    def __init__(
+        self,
+        rows: RowSource,
+        order: SampleOrder,
+        plan: StepPlan,
+        rank: int = 0,
+        world_size: int = 1,
+        start_step: int = 0,
+        num_workers: int = 0,
+        *,
+        prefetch: int = 4,
+        pin_memory: bool | None = None,
+        document_bounds: bool = False,
+    ):
+        _check_rank(rank, world_size)
+        if plan.world_size != world_size:
+            raise DataError(f"the step plan is for {plan.world_size} ranks, the loader is on {world_size}")
+        if not len(rows) == order.n_rows == plan.n_rows:
+            raise DataError(f"{len(rows)} rows, an order of {order.n_rows} and a plan of {plan.n_rows} rows do not match")
+        self.order, self.plan, self.rank = order, plan, rank
+        self.seek(start_step)
+        self._stream = _Stream(_TrainingBatches(rows, order, plan, rank, document_bounds), num_workers, prefetch, pin_memory)
+
+    def seek(self, step: int) -> None:
+        """Makes the next iteration start at `step`."""
+        if not 0 <= step <= self.plan.steps:
+            raise DataError(f"start_step={step} is outside this run of {self.plan.steps} steps; raise max_steps or epochs")
+        self.start_step = step
+
+    def position(self, step: int) -> int:
+        """Rows used by all ranks before `step`; the data position that ranks compare and checkpoints keep."""
+        return step * self.plan.global_batch
+
+    def __len__(self) -> int:
+        return self.plan.steps - self.start_step
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        accumulation = self.plan.accumulation
+        stream = self._stream.over(range(self.start_step * accumulation, self.plan.steps * accumulation))
+        micro_batches: list[Batch] = []
+        try:
+            for batch in stream:
+                micro_batches.append(batch)
+                if len(micro_batches) == accumulation:
+                    yield micro_batches
+                    micro_batches = []
+        finally:
+            stream.close()  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Stops the workers; iterating again starts them anew."""
+        self._stream.close()
+
+    def __enter__(self) -> StepLoader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class EvalLoader:
+    """The evaluation set on this rank: every row once over all ranks, the same number of batches on each.
+
+    Places without a row hold a filler whose labels are all -100: the forward runs (collectives stay in step), the counts
+    of targets stay exact.
+    """
+
+    def __init__(
+        self,
+        rows: RowSource,
+        plan: EvalPlan,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        *,
+        prefetch: int = 4,
+        pin_memory: bool | None = None,
+        document_bounds: bool = False,
+    ):
+        _check_rank(rank, world_size)
+        if plan.world_size != world_size or plan.n_rows != len(rows):
+            raise DataError(
+                f"the evaluation plan is for {plan.n_rows} rows on {plan.world_size} ranks, not {len(rows)} on {world_size}"
+            )
+        self.plan = plan
+        self._stream = _Stream(_EvaluationBatches(rows, plan, rank, document_bounds), num_workers, prefetch, pin_memory)
+
+    def __len__(self) -> int:
+        return self.plan.batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._stream.over(range(self.plan.batches))
+
+    def close(self) -> None:
+        """Stops the workers."""
+        self._stream.close()

@@ -1,0 +1,171 @@
+"""Answers-only loss: exact ids and labels, for templates that mark answers and for those that do not."""
+
+from __future__ import annotations
+
+import pytest
+from datasets import Dataset
+
+from bigtrain.data.chat import ChatEncoder, clean_messages
+from bigtrain.data.tokenise import tokenise
+from bigtrain.errors import DataError
+
+TALK = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "three"},
+    {"role": "assistant", "content": "four five"},
+]
+
+
+def _targets(tokenizer, encoded):
+    """The text of each run of targets."""
+    ids, labels = encoded
+    assert all(label in (-100, token) for token, label in zip(ids, labels))  # never shifted
+    runs, inside = [], False
+    for label in labels:
+        if label != -100:
+            runs.append([label]) if not inside else runs[-1].append(label)
+        inside = label != -100
+    return [tokenizer.decode(run) for run in runs]
+
+
+def _cut_marks(template):
+    return template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+def test_exact_labels_of_one_answer(tokenizer):
+    ids, labels = ChatEncoder(tokenizer).encode(TALK[:2], 0)
+    text = "<|turn|>user\none<|turn_end|>\n<|turn|>assistant\ntwo<|turn_end|>\n"
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+    answer = tokenizer("two<|turn_end|>", add_special_tokens=False)["input_ids"]
+    prompt = len(tokenizer("<|turn|>user\none<|turn_end|>\n<|turn|>assistant\n", add_special_tokens=False)["input_ids"])
+    after = len(ids) - prompt - len(answer)
+    assert labels == [-100] * prompt + answer + [-100] * after
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_all_answers_with_their_turn_end_are_targets_and_nothing_else(tokenizer, marks):
+    if not marks:
+        tokenizer.chat_template = _cut_marks(tokenizer.chat_template)
+    chat = ChatEncoder(tokenizer)
+    assert chat.marks_answers is marks
+    assert _targets(tokenizer, chat.encode(TALK, 0)) == ["two<|turn_end|>", "four five<|turn_end|>"]
+
+
+def test_both_ways_agree_on_every_label(tokenizer):
+    marked = ChatEncoder(tokenizer).encode(TALK, 0)
+    tokenizer.chat_template = _cut_marks(tokenizer.chat_template)
+    assert ChatEncoder(tokenizer).encode(TALK, 0) == marked
+
+
+def test_B58_turn_end_outside_of_the_marks_is_still_a_target(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|turn|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}"
+        "{{ '<|turn_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
+    )
+    encoded = ChatEncoder(tokenizer).encode(TALK, 0)
+    assert _targets(tokenizer, encoded) == ["two<|turn_end|>", "four five<|turn_end|>"]
+
+
+def test_B58_a_template_without_any_turn_end_gets_the_end_token(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ':\n' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+    )
+    ids, labels = ChatEncoder(tokenizer).encode(TALK[:2], 0)
+    assert ids[-1] == labels[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode([x for x in labels if x != -100]) == "two\n<|eos|>"
+
+
+def test_B58_pad_equal_to_end_keeps_the_end_in_the_loss(tokenizer):
+    tokenizer.eos_token = tokenizer.pad_token = "<|turn_end|>"
+    ids, labels = ChatEncoder(tokenizer).encode(TALK, 0)
+    end = tokenizer.eos_token_id
+    assert tokenizer.pad_token_id == end
+    assert [i for i, x in enumerate(labels) if x == end] == [i for i, x in enumerate(ids) if x == end][1::2]
+
+
+QWEN3_LIKE = (  # the last answer gets an empty thought, earlier ones lose theirs
+    "{% for m in messages %}{{ '<|turn|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'].split('</think>')[-1] + '<|turn_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
+)
+
+
+def test_template_that_looks_ahead_is_read_by_content(plain_chat_tokenizer):
+    plain_chat_tokenizer.chat_template = QWEN3_LIKE
+    encoded = ChatEncoder(plain_chat_tokenizer).encode(TALK, 0)
+    targets = _targets(plain_chat_tokenizer, encoded)
+    assert targets[0] == "two<|turn_end|>"
+    assert targets[1].endswith("four five<|turn_end|>") and len(targets) == 2
+
+
+def test_template_that_changes_answers_is_refused_by_sample(plain_chat_tokenizer):
+    plain_chat_tokenizer.chat_template = QWEN3_LIKE
+    talk = [TALK[0], {"role": "assistant", "content": "thought</think>two"}, *TALK[2:]]
+    with pytest.raises(DataError, match=r"sample 5: message 1: the chat template renders earlier messages differently"):
+        ChatEncoder(plain_chat_tokenizer).encode(talk, 5)
+
+
+def test_conversation_that_begins_with_an_answer(plain_chat_tokenizer, tokenizer):
+    with pytest.raises(DataError, match="sample 3: the conversation begins with an answer"):
+        ChatEncoder(plain_chat_tokenizer).encode(TALK[1:2], 3)
+
+
+def test_marks_around_nothing_are_refused(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% generation %}{% endgeneration %}"
+    with pytest.raises(DataError, match="sample 0: the chat template has"):
+        ChatEncoder(tokenizer).encode(TALK, 0)
+
+
+def test_template_errors_name_the_sample_and_its_roles(plain_chat_tokenizer):
+    plain_chat_tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match=r"sample 9: .*\['user', 'assistant'.*roles must alternate"):
+        ChatEncoder(plain_chat_tokenizer).encode(TALK, 9)
+
+
+def test_no_template_is_refused_with_the_remedy(tokenizer):
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="no chat template"):
+        ChatEncoder(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "raw", [None, [], "hello", [{"content": "x"}], [{"role": "user"}], [{"role": "user", "content": None}]]
+)
+def test_bad_messages_name_the_sample(raw):
+    with pytest.raises(DataError, match="sample 4"):
+        clean_messages(raw, 4)
+
+
+def test_none_fields_that_arrow_adds_are_dropped():
+    raw = [{"role": "user", "content": "x", "tool_calls": None}]
+    assert clean_messages(raw, 0) == [{"role": "user", "content": "x"}]
+
+
+def test_messages_column_through_datasets(tokenizer):
+    source = Dataset.from_list([{"messages": TALK[:2]}, {"messages": TALK}])
+    out = tokenise(source, tokenizer)
+    chat = ChatEncoder(tokenizer)
+    for row, messages in zip(out, (TALK[:2], TALK)):
+        assert (row["input_ids"], row["labels"]) == chat.encode(messages, 0)
+
+
+def test_prompt_and_completion_text(tokenizer):
+    source = Dataset.from_list([{"prompt": "one two ", "completion": "three four"}])
+    row = tokenise(source, tokenizer)[0]
+    kept = [x for x in row["labels"] if x != -100]
+    assert tokenizer.decode(row["input_ids"]) == "one two three four<|eos|>"
+    assert tokenizer.decode(kept).strip() == "three four<|eos|>"
+    assert row["labels"][0] == -100 and row["labels"][-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_prompt_and_completion_messages_train_on_the_completion_only(tokenizer, marks):
+    if not marks:
+        tokenizer.chat_template = _cut_marks(tokenizer.chat_template)
+    source = Dataset.from_list([{"prompt": TALK[:3], "completion": TALK[3:]}])
+    row = tokenise(source, tokenizer)[0]
+    assert _targets(tokenizer, (row["input_ids"], row["labels"])) == ["four five<|turn_end|>"]

@@ -1,0 +1,136 @@
+"""Every kind of source, and what is said when there is none."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from bigtrain.data.source import load_source, sample_kind, split_validation
+from bigtrain.errors import DataError
+
+
+def _jsonl(path, texts):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def test_one_text_file_is_one_document(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    assert load_source(tmp_path / "a.txt")["text"][:] == ["one\n\ntwo\n"]
+    assert load_source(tmp_path / "a.txt", text_unit="line")["text"][:] == ["one", "", "two"]
+    assert len(load_source(tmp_path / "a.txt", text_unit="paragraph")) == 2
+
+
+def test_folder_of_text_files_in_name_order(tmp_path, caplog):
+    (tmp_path / "sub").mkdir()
+    for name, text in {"b.py": "b", "a.txt": "a", "sub/c.md": "c", ".hidden.txt": "h", "x.bin": "x"}.items():
+        (tmp_path / name).write_text(text)
+    assert load_source(tmp_path)["text"][:] == ["a", "b", "c"]
+    assert "{'.bin': 1}" in caplog.text
+    assert load_source(str(tmp_path / "*.py"))["text"][:] == ["b"]
+    assert load_source([tmp_path / "b.py", tmp_path / "a.txt"])["text"][:] == ["b", "a"]
+    assert load_source(tmp_path / "x.bin")["text"][:] == ["x"]  # named itself
+
+
+def test_changed_files_are_read_anew(tmp_path):
+    import os
+
+    file = tmp_path / "a.txt"
+    file.write_text("old")
+    assert load_source(file)["text"][:] == ["old"]
+    file.write_text("new")
+    os.utime(file, ns=(1, 1))
+    assert load_source(file)["text"][:] == ["new"]
+
+
+def test_tables_and_compressed_files(tmp_path):
+    _jsonl(tmp_path / "a.jsonl", ["a", "b"])
+    assert load_source(tmp_path / "a.jsonl")["text"][:] == ["a", "b"]
+    Dataset.from_dict({"text": ["p"]}).to_parquet(str(tmp_path / "a.parquet"))
+    assert load_source(tmp_path / "a.parquet")["text"][:] == ["p"]
+    (tmp_path / "z.jsonl.gz").write_bytes(gzip.compress(b'{"text": "z"}\n'))
+    assert load_source(tmp_path / "z.jsonl.gz")["text"][:] == ["z"]
+
+
+def test_saved_to_disk(tmp_path):
+    Dataset.from_dict({"text": ["d"]}).save_to_disk(str(tmp_path / "one"))
+    assert load_source(tmp_path / "one")["text"][:] == ["d"]
+    both = DatasetDict({"train": Dataset.from_dict({"text": ["t"]}), "test": Dataset.from_dict({"text": ["v"]})})
+    both.save_to_disk(str(tmp_path / "two"))
+    assert load_source(tmp_path / "two")["text"][:] == ["t"]
+    assert load_source(tmp_path / "two", "validation")["text"][:] == ["v"]
+    DatasetDict({"odd": Dataset.from_dict({"text": ["t"]})}).save_to_disk(str(tmp_path / "three"))
+    with pytest.raises(DataError, match=r"splits \['odd'\] but not 'train'"):
+        load_source(tmp_path / "three")
+
+
+def test_splits_in_a_folder_of_tables(tmp_path):
+    _jsonl(tmp_path / "test" / "data" / "train-00000.jsonl", ["t"])
+    _jsonl(tmp_path / "test" / "data" / "validation-00000.jsonl", ["v"])
+    root = tmp_path / "test"  # a folder name above the given one tells nothing
+    assert load_source(root)["text"][:] == ["t"]
+    assert load_source(root, "validation")["text"][:] == ["v"]
+    (root / "data" / "validation-00000.jsonl").unlink()
+    with pytest.raises(DataError, match="no file for split 'validation'"):
+        load_source(root, "validation")
+
+
+def test_a_dataset_is_taken_as_it_is():
+    dataset = Dataset.from_dict({"text": ["x"]})
+    assert load_source(dataset) is dataset
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "message"),
+    [
+        ({}, "nowhere.txt", "does not exist and matches no file"),
+        ({}, "", "is an empty folder"),
+        ({"a.txt": ""}, "a.txt", "are empty"),
+        ({"a.txt": "a", "b.jsonl": "{}"}, "", "mixes kinds of files"),
+        ({"a.bin": "a"}, "", "no file in .* has a known suffix"),
+        ({"a.jsonl": '{"text": "a"}\n{"text": oops}\n'}, "a.jsonl", "cannot read .* as json"),
+    ],
+)
+def test_what_cannot_be_read_says_why(tmp_path, files, path, message):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        load_source(tmp_path / path)
+
+
+def test_text_that_is_no_utf8_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(DataError, match=r"cannot read .*UnicodeDecodeError"):
+        load_source(tmp_path / "a.txt")
+
+
+def test_B61_a_source_without_samples_is_refused(tmp_path):
+    with pytest.raises(DataError, match="0 samples"):
+        load_source(Dataset.from_dict({"text": []}))
+
+
+def test_validation_split_is_a_partition_and_repeats():
+    dataset = Dataset.from_dict({"text": [str(i) for i in range(50)]})
+    train, validation = split_validation(dataset, 0.1, seed=3)
+    assert len(validation) == 5
+    assert sorted(train["text"][:] + validation["text"][:], key=int) == dataset["text"][:]
+    assert split_validation(dataset, 0.1, seed=3)[1]["text"][:] == validation["text"][:]
+    assert split_validation(dataset, 0.1, seed=4)[1]["text"][:] != validation["text"][:]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -1, 2, 0.9])
+def test_bad_validation_fractions(fraction):
+    with pytest.raises(DataError):
+        split_validation(Dataset.from_dict({"text": ["a"]}), fraction)
+
+
+def test_kind_by_columns():
+    assert sample_kind(["text", "id"]) == "text"
+    assert sample_kind(["input_ids", "text"]) == "input_ids"
+    assert sample_kind(["messages"]) == "messages"
+    assert sample_kind(["prompt", "completion"]) == "prompt"
+    with pytest.raises(DataError, match=r"\['prompt'\]"):
+        sample_kind(["prompt"])
