@@ -1,7 +1,24 @@
 """The one door to DeepSpeed (pinned: 0.19.8). No other module imports it.
 
 Public symbols used:   deepspeed.initialize, init_distributed, zero.Init, zero.GatheredParameters, ops.adam.DeepSpeedCPUAdam
-Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__
+Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__,
+                       ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops;
+                       torch.utils.cpp_extension._get_build_directory;
+                       runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer, runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3,
+                       runtime.bf16_optimizer.BF16_Optimizer, utils.set_z3_leaf_modules, utils.logger;
+                       for checkpoints: runtime.fp16.loss_scaler.LossScaler, utils.tensor_fragment.fragment_address,
+                       runtime.zero.config.ZeroStageEnum
+   of a ZeRO optimizer: fp32_partitioned_groups_flat, fp16_partitioned_groups_flat, real_dp_process_group,
+                       parallel_partitioned_bit16_groups, single_partition_of_fp32_groups, averaged_gradients, loss_scale,
+                       clip_grad, unscale_and_clip_grads, _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition,
+                       _link_all_hp_params, round_robin_bit16_groups, round_robin_bit16_offsets, fp16_groups, bf16_groups,
+                       fp32_groups_flat_partition, _get_sub_group_process_group; of a parameter: partition_numel
+   building:           zero.Init._convert_to_deepspeed_param, ._partition, ._enable_mem_efficient_linear, .local_device,
+                       .remote_device, .pin_memory, .param_swapper, .zero_param_process_group, .quantized_weights,
+                       .quantized_nontrainable_weights;
+                       runtime.zero.partition_parameters.free_param, .zero_init_context;
+                       runtime.swap_tensor.partitioned_param_swapper.PartitionedParamStatus; utils.set_z3_leaf_module
+Objects of DeepSpeed are handed on; `bigtrain.reduction` substitutes methods on them and lists which.
 A test in tests/architecture checks that each exists with the arguments used here.
 """
 
@@ -9,8 +26,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
+import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +42,15 @@ import torch._dynamo  # isort: skip
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
+import deepspeed.comm as dist
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch.utils.cpp_extension import _get_build_directory
+
+from bigtrain.errors import ModelError, UsageError
+
+log = logging.getLogger(__name__)
 
 
 def init_distributed(timeout_s: float = 1800.0) -> None:
@@ -97,7 +126,148 @@ def is_available(param: torch.nn.Parameter) -> bool:
     return not is_partitioned(param) or param.ds_status == ZeroParamStatus.AVAILABLE
 
 
+def partition_of(param: Any) -> tuple[int, int, torch.Tensor]:
+    """`(rank, world, flat)` of a ZeRO-3 parameter: this rank's slice, padded to ceil(numel / world) elements, on its device.
+
+    Internal attributes of 0.19.8: ds_tensor, ds_zero_partition_rank, ds_zero_partition_world_size, ds_secondary_tensor.
+
+    Raises:
+        ModelError: the slice lives on NVMe, or a second copy of it exists (hpZ), so writing to it would not suffice.
+    """
+    flat = param.ds_tensor
+    location = getattr(flat, "final_location", None)
+    if location is not None and str(getattr(location, "value", location)) == "nvme":
+        raise ModelError("parameters offloaded to NVMe cannot be read or written in place: use device cpu or none")
+    if getattr(param, "ds_secondary_tensor", None) is not None:
+        raise ModelError("zero_hpz_partition_size keeps a second copy of each partition, which would be stale: leave it out")
+    return int(param.ds_zero_partition_rank), int(param.ds_zero_partition_world_size), flat.data
+
+
 # ---------------------------------------------------------------- building under zero.Init (owner: models)
+
+# What a ds_config says about where partitions live; the rest of it may still hold "auto" while a model is built.
+_PLACEMENT_KEYS = (
+    "stage",
+    "offload_param",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "memory_efficient_linear",
+    "sub_group_size",
+)
+
+
+class Partitioner:
+    """Turns parameters whose values are known into DeepSpeed's ZeRO-3 parameters, without a broadcast.
+
+    `deepspeed.zero.Init` is used for its bookkeeping only; its context is never entered, so torch stays unpatched.
+
+    Args:
+        config: the ds_config, values may still be "auto".
+        dtype: of the partitions, by default.
+    """
+
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype):
+        from bigtrain import ranks
+
+        os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank()))  # zero.Init reads it without a default
+        self._init = deepspeed.zero.Init(config_dict_or_path=_placement_config(config, dtype), dtype=None)
+        self._efficient_linear = config.get("zero_optimization", {}).get("memory_efficient_linear", True) is not False
+
+    @property
+    def local_device(self) -> torch.device:
+        """Where parameters are whole while they are used."""
+        return self._init.local_device
+
+    @property
+    def partition_device(self) -> torch.device:
+        """Where partitions live."""
+        remote = self._init.remote_device
+        return torch.device("cpu") if str(remote) in ("cpu", "nvme") else torch.device(remote)
+
+    @property
+    def must_see_whole(self) -> bool:
+        """True where DeepSpeed itself must cut the parameter: NVMe, secondary partitions, quantized partitions."""
+        init = self._init
+        return bool(
+            init.param_swapper or init.zero_param_process_group or init.quantized_weights or init.quantized_nontrainable_weights
+        )
+
+    def adopt(self, param: torch.nn.Parameter, shape: torch.Size, dtype: torch.dtype, values: torch.Tensor | None) -> None:
+        """Make `param` a partitioned parameter of `shape` and `dtype` whose own slice holds `values`.
+
+        Args:
+            param: any parameter that ZeRO-3 does not own yet; its data is dropped.
+            values: this rank's flat slice, padding included; None leaves the slice unset (a loader fills it).
+        """
+        before = set(param.__dict__)
+        param.data = torch.empty(1, dtype=dtype, device=self.local_device).expand(shape)
+        self._init._convert_to_deepspeed_param(param)
+        size = -(-param.ds_numel // param.ds_zero_partition_world_size)
+        device = self.local_device if param.ds_persist else self.partition_device
+        if values is None:
+            part = torch.empty(size, dtype=dtype, device=device)
+        else:
+            part = values.to(device=device, dtype=dtype)
+        if self._init.pin_memory and part.device.type == "cpu" and torch.cuda.is_available():
+            part = part.pin_memory()
+        param.ds_tensor = part.requires_grad_(False)
+        param.ds_tensor.ds_numel = size
+        param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+        param.ds_tensor.final_location = None
+        param.ds_numel_aligned = size * param.ds_zero_partition_world_size
+        partition_parameters.free_param(param)
+        param._bigtrain_added = set(param.__dict__) - before  # type: ignore[attr-defined]
+
+    def adopt_whole(self, param: torch.nn.Parameter, dtype: torch.dtype) -> None:
+        """Let DeepSpeed cut a parameter whose data is whole (see `must_see_whole`)."""
+        before = set(param.__dict__)
+        param.data = param.data.to(device=self.local_device, dtype=dtype)
+        self._init._convert_to_deepspeed_param(param)
+        self._init._partition([param])
+        param._bigtrain_added = set(param.__dict__) - before  # type: ignore[attr-defined]
+
+    @staticmethod
+    def release(param: torch.nn.Parameter) -> torch.Tensor:
+        """Undo `adopt`: the parameter is plain again (its data is left empty); returns this rank's flat slice."""
+        part = param.ds_tensor
+        for name in param.__dict__.pop("_bigtrain_added"):
+            param.__dict__.pop(name, None)
+        return part.data
+
+    def install_efficient_linear(self) -> None:
+        """DeepSpeed's own default at stage 3 (`memory_efficient_linear`): replaces torch.nn.functional.linear for good.
+
+        Without it autograd keeps every gathered weight alive from forward to backward.
+        """
+        if self._efficient_linear:
+            self._init._enable_mem_efficient_linear()
+
+
+def _placement_config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The few keys that zero.Init needs, with "auto" left out."""
+    section = {k: v for k, v in config.get("zero_optimization", {}).items() if k in _PLACEMENT_KEYS and v != "auto"}
+    offload = section.get("offload_param")
+    if isinstance(offload, dict):
+        section["offload_param"] = {k: v for k, v in offload.items() if v != "auto"}
+    out: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": section}
+    if dtype in (torch.bfloat16, torch.float16):
+        out["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
+    if "aio" in config:
+        out["aio"] = config["aio"]
+    return out
+
+
+def inside_zero_init() -> bool:
+    """True inside a caller's own `with deepspeed.zero.Init()`."""
+    return partition_parameters.zero_init_context > 0
+
+
+def mark_leaf(module: torch.nn.Module) -> None:
+    """ZeRO-3 gathers this module's parameters all at once and does not look inside."""
+    from deepspeed.utils import set_z3_leaf_module
+
+    set_z3_leaf_module(module, True)
 
 
 # ---------------------------------------------------------------- running (owner: engine)
@@ -107,3 +277,235 @@ def initialize(model: torch.nn.Module, config: dict[str, Any], optimizer: Any = 
     """`deepspeed.initialize`, returning DeepSpeed's engine alone."""
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=params, config=config)
     return engine
+
+
+def optimizer_kind(optimizer: Any) -> str:
+    """Which of DeepSpeed's wrappers this is: "zero12", "zero3", "bf16" (stage 1 with fp32 accumulation), or "plain"."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    for kind, cls in (("zero12", DeepSpeedZeroOptimizer), ("zero3", DeepSpeedZeroOptimizer_Stage3), ("bf16", BF16_Optimizer)):
+        if isinstance(optimizer, cls):
+            return kind
+    return "plain"
+
+
+def set_leaf_modules(model: torch.nn.Module, classes: Sequence[type]) -> int:
+    """ZeRO-3: let modules of these classes gather all their parameters at once, whatever runs inside; how many there are."""
+    return len(deepspeed.utils.set_z3_leaf_modules(model, list(classes), raise_if_not_found=False))
+
+
+def is_persistent(param: torch.nn.Parameter) -> bool:
+    """True if ZeRO-3 keeps this parameter whole between uses (it is below `stage3_param_persistence_threshold`)."""
+    return bool(getattr(param, "ds_persist", False))
+
+
+def checkpoint_classes() -> list[Any]:
+    """Classes of DeepSpeed's own that its checkpoint files hold: the allow-list for reading them with restricted unpickling."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, ZeroStageEnum, fragment_address]
+
+
+def cpu_adam(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> Any:
+    """DeepSpeed's compiled CPU AdamW; where it cannot be compiled, torch's AdamW and a warning that says why.
+
+    The compile runs once a host: local rank 0 first. All ranks take the same way, because the two round differently.
+    """
+    from bigtrain import ranks
+
+    why: str | None = None
+    with ranks.main_first("compiling DeepSpeed's CPU Adam"):
+        why = why_no_cpu_adam()
+    reasons = {r: w for r, w in enumerate(ranks.all_gather_object(why)) if w}
+    settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    if not reasons:
+        return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+    first = min(reasons)
+    log.warning(
+        "DeepSpeed's CPU Adam cannot be used (rank %d: %s). Falling back to torch's AdamW on the CPU: same result within fp32 "
+        "rounding, several times slower a step.",
+        first,
+        reasons[first],
+    )
+    return torch.optim.AdamW(groups, foreach=False, **settings)
+
+
+def why_no_cpu_adam() -> str | None:
+    """Why DeepSpeed's CPU Adam cannot be loaded here, the first cause first; None if it can. Compiles it if needed."""
+    import shutil
+
+    from deepspeed.git_version_info import installed_ops
+
+    if not installed_ops.get("cpu_adam", False):
+        compiler = os.environ.get("CXX", "c++").split()[0]
+        if shutil.which(compiler) is None:
+            return f"no C++ compiler: {compiler!r} is not on PATH; install g++ or set CXX"
+        if shutil.which("ninja") is None:
+            return "no ninja on PATH; `pip install ninja`"
+        clear_stale_lock("cpu_adam")
+    try:
+        deepspeed.ops.op_builder.CPUAdamBuilder().load(verbose=False)
+    except Exception as error:
+        return first_cause(error)
+    return None
+
+
+def clear_stale_lock(op: str, idle_s: float = 300.0) -> bool:
+    """Remove the lock that a killed build of native op `op` left behind: every later run would wait for it without end.
+
+    A build is taken for dead when nothing in its folder changed for `idle_s` seconds (it takes about a minute).
+    """
+    base = _get_build_directory(op, verbose=False)
+    lock = os.path.join(base, "lock")
+    if not os.path.exists(lock):
+        return False
+    idle = time.time() - max(entry.stat().st_mtime for entry in os.scandir(base))
+    if idle < idle_s:
+        log.info("waiting for another process that builds %s (%s)", op, lock)
+        return False
+    log.warning("removing %s: the build it belongs to has done nothing for %.0f s", lock, idle)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(lock)
+    return True
+
+
+def first_cause(error: BaseException) -> str:
+    """The error at the bottom of a chain, with the compiler's first `error:` line if it holds one."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip() or type(error).__name__
+    lines = [line.strip() for line in text.splitlines() if "error:" in line]
+    return f"{type(error).__name__}: {(lines or text.splitlines())[0]}"
+
+
+def alias_master(ds_optimizer: Any) -> None:
+    """With bf16 master weights, let DeepSpeed's master partition be the model's own bf16 partition: no second copy is kept.
+
+    Raises:
+        UsageError: if the ZeRO optimizer does not keep its master in bf16.
+    """
+    if hasattr(ds_optimizer, "fp32_partitioned_groups_flat"):  # stage 3
+        pairs = zip(ds_optimizer.fp32_partitioned_groups_flat, ds_optimizer.fp16_partitioned_groups_flat)
+    else:
+        ranks_in_group = [dist.get_rank(group=g) for g in ds_optimizer.real_dp_process_group]
+        own = [parts[r] for parts, r in zip(ds_optimizer.parallel_partitioned_bit16_groups, ranks_in_group)]
+        pairs = zip(ds_optimizer.single_partition_of_fp32_groups, own)
+    for master, weight in pairs:
+        if master.dtype != weight.dtype or master.device != weight.device:
+            raise UsageError(
+                f"DeepSpeed keeps a {master.dtype} master on {master.device}: this optimizer needs "
+                "bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states true, and no offload_optimizer."
+            )
+        master.data = weight.data
+        master.grad = None  # stage 3 allocates one at the start
+    if hasattr(ds_optimizer, "_link_all_hp_params"):
+        ds_optimizer._link_all_hp_params()  # the parameters' links into the old copy would keep it alive
+
+
+def hand_over_gradients(ds_optimizer: Any, client: Any) -> None:
+    """Give `client` the reduced gradients as they are, and the clipping as a factor, not DeepSpeed's rounded flat copy.
+
+    DeepSpeed flattens the gradients of a partition, casts them to the master's dtype and multiplies by the clipping factor:
+    with a bf16 master each of the last two rounds to 8 bits. `client` needs `hand_over(partition, pieces)` and `grad_factor`.
+    """
+
+    def factor(total_norm: Any) -> Any:
+        scale = ds_optimizer.loss_scale
+        if ds_optimizer.clip_grad > 0.0:
+            scale = torch.clamp((total_norm / scale + 1e-6) / ds_optimizer.clip_grad, min=1.0) * scale
+        return 1.0 / scale
+
+    def clip(_: Any, total_norm: Any) -> None:
+        client.grad_factor = factor(total_norm)
+
+    def prepare_stage3(sub_group_id: int) -> None:
+        client.hand_over(ds_optimizer.fp32_partitioned_groups_flat[sub_group_id], ds_optimizer.averaged_gradients[sub_group_id])
+        ds_optimizer.averaged_gradients[sub_group_id] = None
+
+    def prepare_stage12(group: int) -> torch.Tensor:
+        partition, grads = ds_optimizer.single_partition_of_fp32_groups[group], ds_optimizer.averaged_gradients[group]
+        flat = getattr(grads, "flat_partition", None)
+        client.hand_over(partition, list(grads) if flat is None else [flat.view(-1)])
+        return partition.new_zeros(1).expand(partition.numel())  # what DeepSpeed sets as .grad: one element in memory
+
+    ds_optimizer.unscale_and_clip_grads = clip
+    if hasattr(ds_optimizer, "fp32_partitioned_groups_flat"):
+        ds_optimizer._prepare_fp32_grad_for_sub_group = prepare_stage3
+    else:
+        ds_optimizer._get_preflattened_grad_partition = prepare_stage12
+
+
+@dataclass(frozen=True)
+class PlacedParameter:
+    """Where one parameter lies in the partitions of its group.
+
+    Attributes:
+        shape: the whole parameter's.
+        spans: for each rank of the group, the first element of the parameter (row-major) it holds, and how many.
+        at: offset of this rank's span in its own flat partition.
+    """
+
+    shape: torch.Size
+    spans: tuple[tuple[int, int], ...]
+    at: int
+
+
+@dataclass(frozen=True)
+class PartitionLayout:
+    """The parameters in one flat partition, in order; `rank` within `group`."""
+
+    matrices: tuple[PlacedParameter, ...]
+    group: Any
+    rank: int
+
+
+def partition_layouts(ds_optimizer: Any) -> dict[torch.Tensor, PartitionLayout]:
+    """What each flat master partition of a ZeRO optimizer (stages 1, 2, 3) holds; empty if it has none (stage 0)."""
+    if hasattr(ds_optimizer, "fp32_partitioned_groups_flat"):
+        return {
+            flat: _layout_stage3(ds_optimizer.fp16_groups[i], ds_optimizer._get_sub_group_process_group(i))
+            for i, flat in enumerate(ds_optimizer.fp32_partitioned_groups_flat)
+        }
+    if hasattr(ds_optimizer, "single_partition_of_fp32_groups"):
+        flats = ds_optimizer.single_partition_of_fp32_groups
+        members, offsets = ds_optimizer.round_robin_bit16_groups, ds_optimizer.round_robin_bit16_offsets
+    elif hasattr(ds_optimizer, "fp32_groups_flat_partition"):  # stage 1 with fp32 accumulation
+        flats, members = ds_optimizer.fp32_groups_flat_partition, ds_optimizer.bf16_groups
+        offsets = [list(itertools.accumulate((p.numel() for p in group), initial=0))[:-1] for group in members]
+    else:
+        return {}
+    return {
+        flat: _layout_flat(params, starts, flat.numel(), group)
+        for flat, params, starts, group in zip(flats, members, offsets, ds_optimizer.real_dp_process_group)
+    }
+
+
+def _layout_flat(params: Sequence[torch.Tensor], starts: Sequence[int], size: int, group: Any) -> PartitionLayout:
+    """Stages 1 and 2: parameters side by side in one flat buffer, cut into equal partitions of `size` elements."""
+    world, me = dist.get_world_size(group=group), dist.get_rank(group=group)
+
+    def span(start: int, numel: int, rank: int) -> tuple[int, int]:
+        first, end = max(start, rank * size), min(start + numel, (rank + 1) * size)
+        return (first - start, end - first) if first < end else (0, 0)
+
+    placed = [
+        PlacedParameter(p.shape, tuple(span(start, p.numel(), r) for r in range(world)), max(start - me * size, 0))
+        for p, start in zip(params, starts)
+    ]
+    return PartitionLayout(tuple(placed), group, me)
+
+
+def _layout_stage3(params: Sequence[torch.nn.Parameter], group: Any) -> PartitionLayout:
+    """Stage 3: every parameter is cut into equal parts by itself, the last one padded."""
+    world, me = dist.get_world_size(group=group), dist.get_rank(group=group)
+    placed, at = [], 0
+    for param in params:
+        numel, part = full_numel(param), param.partition_numel()  # type: ignore[attr-defined]
+        spans = tuple((min(r * part, numel), max(0, min(part, numel - r * part))) for r in range(world))
+        placed.append(PlacedParameter(full_shape(param), spans, at))
+        at += part
+    return PartitionLayout(tuple(placed), group, me)

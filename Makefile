@@ -1,0 +1,64 @@
+# make train    new environment, then a first run with pictures in out/first (about 5 minutes on two CPU cores)
+# make test     the test suite
+# make lint     ruff and mypy
+# make bench    launch/benchmark.py
+# make clean    remove the environment and the first run
+
+VENV   ?= .venv
+PYTHON ?= python3
+OUT    ?= out/first
+DATA   ?= out/stdlib
+STEPS  ?= 120
+
+# The environment's own bin first: building DeepSpeed's CPU Adam looks for `ninja` there.
+BIN := $(abspath $(VENV))/bin
+export PATH := $(BIN):$(PATH)
+export DS_BUILD_OPS = 0
+export TOKENIZERS_PARALLELISM = false
+
+# One rank per GPU; without a GPU, two CPU processes that share the cores.
+GPUS  := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+RANKS := $(if $(filter 0,$(GPUS)),2,$(GPUS))
+ifeq ($(GPUS),0)
+export DS_ACCELERATOR = cpu
+export OMP_NUM_THREADS ?= $(shell n=$$(( $$(nproc) / 2 )); [ $$n -gt 0 ] && echo $$n || echo 1)
+endif
+
+.PHONY: train test lint bench clean
+
+train: $(VENV)/.installed $(DATA)/train.jsonl
+	deepspeed --num_accelerators $(RANKS) launch/train.py \
+	    --ds_config ds_configs/zero3_offload.json \
+	    --model_name_or_path preset:llama-tiny --tokenizer_name_or_path $(DATA)/tokenizer --resize_vocab \
+	    --train_data $(DATA)/train.jsonl --eval_data $(DATA)/validation.jsonl --seq_len 256 \
+	    --per_device_train_batch_size 8 --max_steps $(STEPS) --learning_rate 3e-3 --lr_scheduler_type cosine \
+	    --warmup_steps 10 --eval_steps 60 --save_steps 60 --save_total_limit 1 \
+	    --output_dir $(OUT) --overwrite_output_dir
+	@echo "Look at $(OUT)/report.html"
+
+$(DATA)/train.jsonl: | $(VENV)/.installed
+	$(BIN)/python -m bigtrain.data.demo stdlib $(DATA)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed
+	$(BIN)/python launch/benchmark.py
+
+$(VENV)/.installed: setup.cfg constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-dev: setup.cfg constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) out

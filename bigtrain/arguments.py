@@ -1,0 +1,365 @@
+"""What a training run is told: one dataclass, with the names of transformers' TrainingArguments.
+
+    args = parse(["--ds_config", "ds_configs/zero3.json", "--model_name_or_path", "preset:llama-tiny", ...])
+    args = parse(["run.yaml"])                              # a YAML or JSON run file as the only argument
+    args = parse(["--config", "run.yaml", "--seed", "1"])   # flags win over the file
+
+`None` means "the user did not say": the ds_config, or else the default that `bigtrain.config.resolve` documents, decides.
+Parsing needs no torch and raises `UsageError` with every problem found; nothing is built before that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import glob
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from bigtrain.errors import UsageError
+
+Packing = Literal["isolated", "concatenate", "none"]
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+
+
+def _say(text: str, *aliases: str, **more: Any) -> dict[str, Any]:
+    """Metadata of a field: its help and every other spelling of its flag."""
+    spellings = [s for a in aliases for s in dict.fromkeys((f"--{a}", f"--{a.replace('_', '-')}"))]
+    return {"help": text, "aliases": spellings, **more}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArguments:
+    """One training run."""
+
+    # ------------------------------------------------------------ model and data
+    model_name_or_path: str = field(metadata=_say("Hugging Face directory or id, or preset:NAME for a named shape"))
+    train_data: str = field(metadata=_say("text, JSON Lines, Parquet, Arrow file or folder", "dataset"))
+    output_dir: str = field(metadata=_say("folder for metrics, checkpoints, model and report"))
+    ds_config: str = field(metadata=_say("DeepSpeed JSON file", "deepspeed_config", "deepspeed"))
+    tokenizer_name_or_path: str | None = field(
+        default=None, metadata=_say("tokenizer directory or id (default: the model's)", "tokenizer", "tokenizer_name")
+    )
+    eval_data: str | None = field(default=None, metadata=_say("like train_data, for evaluation"))
+    eval_fraction: float | None = field(default=None, metadata=_say("share of train_data held out for evaluation, 0 to 1"))
+    seq_len: int | None = field(
+        default=None,
+        metadata=_say("tokens per row (default: 1024, or the model's limit)", "max_length", "max_seq_length", "cutoff_len"),
+    )
+    packing: Packing = field(default="isolated", metadata=_say("documents of a row: isolated, concatenate, or none"))
+    freeze: list[str] = field(default_factory=list, metadata=_say("name prefixes of parameters that are not trained"))
+    resize_vocab: bool = field(default=False, metadata=_say("grow the embedding if the tokenizer has more tokens"))
+    attn_implementation: str = field(default="sdpa", metadata=_say("attention of the Hugging Face model"))
+    use_liger_kernel: bool = field(default=False, metadata=_say("fused kernels of the [gpu] extra (CUDA only)"))
+    trust_remote_code: bool = field(default=False, metadata=_say("run Python code that comes with the model"))
+
+    # ------------------------------------------------------------ batch and length
+    per_device_train_batch_size: int | None = field(default=None, metadata=_say("rows per rank and micro step", "micro_batch"))
+    per_device_eval_batch_size: int | None = field(default=None, metadata=_say("rows per rank in evaluation"))
+    gradient_accumulation_steps: int | None = field(default=None, metadata=_say("micro steps per optimizer step"))
+    num_train_epochs: float = field(default=3.0, metadata=_say("passes over the data", "num_epochs"))
+    max_steps: int | None = field(default=None, metadata=_say("optimizer steps; wins over num_train_epochs", "num_steps"))
+
+    # ------------------------------------------------------------ optimizer
+    optim: str | None = field(default=None, metadata=_say("adamw, adamw_8bit, muon, ... (default adamw)"))
+    learning_rate: float | None = field(default=None, metadata=_say("peak learning rate (default 5e-5)", "lr"))
+    weight_decay: float | None = field(default=None, metadata=_say("decay of matrices; norms and biases get none"))
+    adam_beta1: float | None = field(default=None, metadata=_say("decay of the first moment (default 0.9)"))
+    adam_beta2: float | None = field(default=None, metadata=_say("decay of the second moment (default 0.999)"))
+    adam_epsilon: float | None = field(default=None, metadata=_say("added to the denominator (default 1e-8)"))
+    max_grad_norm: float | None = field(default=None, metadata=_say("global norm to clip at (default 1.0)"))
+    lr_scheduler_type: str | None = field(default=None, metadata=_say("linear, cosine, constant, wsd (default linear)"))
+    warmup_steps: int | None = field(default=None, metadata=_say("steps until the peak learning rate"))
+    warmup_ratio: float | None = field(default=None, metadata=_say("the same as a share of all steps, 0 to 1"))
+
+    # ------------------------------------------------------------ numbers and memory
+    bf16: bool | None = field(default=None, metadata=_say("bf16 compute with fp32 master weights (default true)"))
+    keep_in_fp32: list[str] = field(default_factory=list, metadata=_say("name patterns of parameters that stay in fp32"))
+    gradient_checkpointing: bool | None = field(
+        default=None, metadata=_say("recompute activations in backward", "activation_checkpointing")
+    )
+    nonfinite_limit: int = field(default=5, metadata=_say("non-finite steps in a row after which the run stops"))
+
+    # ------------------------------------------------------------ when to log, evaluate, save
+    logging_steps: int = field(default=1, metadata=_say("steps between log lines; metrics.jsonl has every step"))
+    eval_steps: int | None = field(default=None, metadata=_say("steps between evaluations (default: only at the end)"))
+    save_steps: int | None = field(default=None, metadata=_say("steps between checkpoints (default: none)"))
+    save_total_limit: int | None = field(default=None, metadata=_say("newest checkpoints to keep"))
+    resume_from_checkpoint: str | None = field(default=None, metadata=_say("auto, or the path of a checkpoint"))
+    overwrite_output_dir: bool = field(default=False, metadata=_say("start over in a folder that holds a run"))
+    report_to: list[str] = field(
+        default_factory=lambda: ["tensorboard"], metadata=_say("tensorboard, wandb, mlflow, all or none")
+    )
+    run_name: str | None = field(default=None, metadata=_say("name in wandb and mlflow"))
+    disable_tqdm: bool = field(default=False, metadata=_say("log lines instead of a progress bar"))
+
+    # ------------------------------------------------------------ seeds and machinery
+    seed: int = field(default=42, metadata=_say("of the weights and of dropout"))
+    data_seed: int | None = field(default=None, metadata=_say("of the sample order (default: seed)"))
+    dataloader_num_workers: int = field(default=0, metadata=_say("processes per rank that prepare batches"))
+    ddp_timeout: int = field(default=1800, metadata=_say("seconds a rank waits for the others"))
+    no_plan: bool = field(default=False, metadata=_say("do not check before training that the job fits the memory"))
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """`report_to` with `all` and `none` resolved: `all` takes what is installed."""
+        if "all" in self.report_to:
+            return tuple(t for t in TRACKERS if importlib.util.find_spec(t))
+        return tuple(t for t in self.report_to if t != "none")
+
+    @property
+    def order_seed(self) -> int:
+        """Seed of the sample order."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+    def warmup(self, total_steps: int) -> int | None:
+        """Warm-up steps as said; a ratio is rounded up as transformers does. None if the user said neither."""
+        if self.warmup_steps is None and self.warmup_ratio is not None:
+            return -int(-total_steps * self.warmup_ratio // 1)
+        return self.warmup_steps
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for run.json."""
+        return asdict(self)
+
+
+# TrainingArguments and launcher flags that people try, and what to write instead.
+INSTEAD = {
+    "fp16": "bigtrain trains in bf16: leave the flag out",
+    "fsdp": "sharding comes from --ds_config",
+    "torch_dtype": "weights are bf16 with fp32 masters; name exceptions with --keep_in_fp32",
+    "eval_strategy": "use --eval_steps N",
+    "evaluation_strategy": "use --eval_steps N",
+    "save_strategy": "use --save_steps N",
+    "logging_strategy": "use --logging_steps N",
+    "train_file": "use --train_data PATH",
+    "validation_file": "use --eval_data PATH",
+    "dataset_name": "use --train_data PATH",
+    "num_gpus": "it belongs to the launcher: deepspeed --num_gpus N launch/train.py ...",
+    "num_accelerators": "it belongs to the launcher: deepspeed --num_accelerators N launch/train.py ...",
+    "nproc_per_node": "it belongs to the launcher: torchrun --nproc_per_node N launch/train.py ...",
+    "master_port": "it belongs to the launcher: deepspeed --master_port P launch/train.py ...",
+}
+LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser behind `parse`: HfArgumentParser over `TrainArguments`, without abbreviations."""
+    from transformers import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> Any:  # argparse would print and exit on every rank
+            raise UsageError(message)
+
+    parser = Parser(
+        TrainArguments,  # type: ignore[arg-type]
+        prog="launch/train.py",
+        allow_abbrev=False,
+        description="Train a model with DeepSpeed. A YAML or JSON run file may be the only argument, or --config FILE.",
+    )
+    for action in parser._actions:  # HfArgumentParser gives `bool | None` no bare form, but people write `--bf16`
+        if action.dest in ("bf16", "gradient_checkpointing"):
+            action.nargs, action.const = "?", True
+    return parser
+
+
+def parse(argv: Sequence[str]) -> TrainArguments:
+    """Arguments from the command line, a run file, or both (flags win).
+
+    Raises:
+        UsageError: unknown flag or key (with the nearest known one), wrong type, or values that cannot be.
+    """
+    parser = make_parser()
+    flags, run_file = _split_run_file(_without_local_rank(argv))
+    tokens = list(_file_tokens(run_file, parser)) if run_file else []
+    _refuse_unknown([t.split("=", 1)[0] for t in flags if t.startswith("--")], parser, "flag")
+    _refuse_conflicting_spellings(flags, parser)
+    namespace = parser.parse_args(tokens + flags)
+    args = TrainArguments(**{f.name: getattr(namespace, f.name) for f in fields(TrainArguments)})
+    problems = list(find_problems(args))
+    if problems:
+        raise UsageError("\n".join([f"{len(problems)} problem(s) in the arguments:", *(f"  - {p}" for p in problems)]))
+    return args
+
+
+def _without_local_rank(argv: Sequence[str]) -> list[str]:
+    """Drop the launcher's --local_rank; LOCAL_RANK in the environment is what counts, and is set from it if missing."""
+    rest: list[str] = []
+    tokens = iter(argv)
+    for token in tokens:
+        name, _, value = token.partition("=")
+        if name not in LAUNCHER_FLAGS:
+            rest.append(token)
+            continue
+        value = value or next(tokens, "")
+        if not value.lstrip("-").isdigit():
+            raise UsageError(f"{name} needs a number, got {value!r}")
+        if int(value) >= 0:
+            os.environ.setdefault("LOCAL_RANK", value)
+    return rest
+
+
+def _split_run_file(argv: list[str]) -> tuple[list[str], str | None]:
+    if len(argv) == 1 and not argv[0].startswith("-"):
+        return [], argv[0]
+    for place, token in enumerate(argv):
+        name, _, value = token.partition("=")
+        if name == "--config":
+            taken = 1 if value else 2
+            value = value or (argv[place + 1] if place + 1 < len(argv) else "")
+            if not value:
+                raise UsageError("--config needs the path of a YAML or JSON run file")
+            return argv[:place] + argv[place + taken :], value
+    return argv, None
+
+
+def read_run_file(path: str) -> dict[str, Any]:
+    """A YAML or JSON run file as a mapping from argument name to value.
+
+    Raises:
+        UsageError: the file is missing, cannot be parsed, or is no mapping.
+    """
+    file = Path(path)
+    if file.suffix not in (".yaml", ".yml", ".json"):
+        raise UsageError(f"run file {path}: expected a name that ends in .yaml, .yml or .json")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"run file {path} cannot be read: {error.strerror}") from error
+    try:
+        if file.suffix == ".json":
+            values = json.loads(text)
+        else:
+            import yaml
+
+            values = yaml.safe_load(text)
+    except Exception as error:
+        raise UsageError(f"run file {path} cannot be parsed: {error}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"run file {path} must be a mapping of argument names to values, got {type(values).__name__}")
+    return values
+
+
+def _file_tokens(path: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+    values = read_run_file(path)
+    _refuse_unknown([f"--{key}" for key in values], parser, f"key in {path}")
+    _refuse_conflicting_spellings([f"--{key}" for key in values], parser)
+    for key, value in values.items():
+        if value is None:
+            continue
+        if isinstance(value, list):
+            yield from (f"--{key}", *map(str, value)) if value else ()
+        elif isinstance(value, bool):
+            # A "no_*" flag is argparse's store_false: it takes no value, and `false` for it means its absence.
+            yield f"--{key}={str(value).lower()}"
+        else:
+            yield f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"
+
+
+def _refuse_unknown(names: Sequence[str], parser: argparse.ArgumentParser, what: str) -> None:
+    known = parser._option_string_actions
+    unknown = [n for n in names if n not in known]
+    if not unknown:
+        return
+    lines = [f"unknown {what} {name}{_hint(name, list(known))}" for name in unknown]
+    lines.append("Run launch/train.py --help for the list.")
+    raise UsageError("\n".join(lines))
+
+
+def _hint(name: str, known: list[str]) -> str:
+    plain = name.lstrip("-").replace("-", "_")
+    if plain in INSTEAD:
+        return f": {INSTEAD[plain]}"
+    near = difflib.get_close_matches("--" + plain, [k for k in known if "-" not in k[2:]], n=3, cutoff=0.6)
+    return f": did you mean {' or '.join(near)}?" if near else ""
+
+
+def _refuse_conflicting_spellings(flags: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """--seq_len 512 --max_length 1024 is a contradiction; the same flag twice is not (the last one wins)."""
+    seen: dict[str, str] = {}
+    for token in flags:
+        action = parser._option_string_actions.get(token.split("=", 1)[0])
+        if action is None:
+            continue
+        name = token.split("=", 1)[0].replace("-", "_").replace("__", "--", 1)
+        first = seen.setdefault(action.dest, name)
+        if first != name:
+            raise UsageError(f"{first} and {name} are two names of one setting: give one of them")
+
+
+def find_problems(args: TrainArguments) -> Iterator[str]:
+    """Every value that cannot be, as one line each. Looks at files for reading; the output folder is rank 0's business."""
+    yield from _problems_with_numbers(args)
+    yield from _problems_with_files(args)
+    if args.eval_data and args.eval_fraction is not None:
+        yield "eval_data and eval_fraction are two ways to say one thing: give one of them"
+    if args.eval_steps and not (args.eval_data or args.eval_fraction):
+        yield "eval_steps without anything to evaluate on: add --eval_data PATH or --eval_fraction 0.05"
+    if args.warmup_steps is not None and args.warmup_ratio is not None:
+        yield "warmup_steps and warmup_ratio are two ways to say one thing: give one of them"
+    if args.bf16 is False:
+        yield "bf16 false: bigtrain trains in bf16 with fp32 master weights; for fp32 write bf16.enabled false in the ds_config"
+    for tracker in args.report_to:
+        if tracker not in (*TRACKERS, "all", "none"):
+            yield f"report_to {tracker!r}: expected {', '.join(TRACKERS)}, all or none"
+        elif tracker in TRACKERS and importlib.util.find_spec(tracker) is None:
+            yield f"report_to {tracker}: the package is not installed; run: pip install {tracker}"
+
+
+_AT_LEAST_ONE = (
+    "seq_len", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_steps",
+    "logging_steps", "eval_steps", "save_steps", "save_total_limit", "nonfinite_limit", "ddp_timeout",
+)  # fmt: skip
+_NOT_NEGATIVE = ("warmup_steps", "weight_decay", "learning_rate", "max_grad_norm", "dataloader_num_workers", "seed")
+_FRACTIONS = ("eval_fraction", "warmup_ratio", "adam_beta1", "adam_beta2")
+
+
+def _problems_with_numbers(args: TrainArguments) -> Iterator[str]:
+    for name in _AT_LEAST_ONE:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            yield f"{name} must be at least 1, got {value}"
+    for name in _NOT_NEGATIVE:
+        value = getattr(args, name)
+        if value is not None and not value >= 0:  # also catches nan
+            yield f"{name} must not be negative, got {value}"
+    for name in _FRACTIONS:
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < 1:
+            yield f"{name} must be from 0 up to (not including) 1, got {value}"
+    if not 0 < args.num_train_epochs < float("inf"):
+        yield f"num_train_epochs must be positive, got {args.num_train_epochs}"
+
+
+def _is_there(path: str) -> bool:
+    """True if `path` is a file, a folder, or a pattern that matches something."""
+    full = str(Path(path).expanduser())
+    return Path(full).exists() or bool(glob.glob(full, recursive=True))
+
+
+def _problems_with_files(args: TrainArguments) -> Iterator[str]:
+    for name in ("ds_config", "train_data", "eval_data"):
+        value = getattr(args, name)
+        if value and not _is_there(value) and not (name == "ds_config" and value.lstrip().startswith("{")):
+            yield f"{name}: {value} does not exist"
+    model = args.model_name_or_path
+    if model.startswith("preset:"):
+        from bigtrain import shapes
+
+        if model.removeprefix(shapes.PREFIX) not in shapes.names():
+            near = difflib.get_close_matches(model.removeprefix(shapes.PREFIX), shapes.names(), n=3)
+            yield f"model_name_or_path: unknown {model}; " + (
+                f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(shapes.names())}"
+            )
+        if not args.tokenizer_name_or_path:
+            yield "tokenizer_name_or_path is needed: a preset has no tokenizer of its own"
+    elif model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
+        yield f"model_name_or_path: {model} does not exist"
+    resume = args.resume_from_checkpoint
+    if resume and resume != "auto" and not Path(resume).expanduser().is_dir():
+        yield f"resume_from_checkpoint: {resume} is no directory; write auto, or the path of a checkpoint-<step> folder"

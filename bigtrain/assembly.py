@@ -1,0 +1,89 @@
+"""Putting a model, an optimizer and DeepSpeed together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bigtrain import buffers, guards, optim, zero
+from bigtrain.errors import ModelError
+from bigtrain.master import MasterOptimizer
+from bigtrain.optim.build import build_optimizer
+from bigtrain.optim.groups import param_groups
+from bigtrain.precision import to_bf16
+from bigtrain.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Assembled:
+    """A model under DeepSpeed.
+
+    Attributes:
+        ds: DeepSpeed's engine.
+        names, params: the trainable parameters, in the model's order.
+        frozen_map: every parameter with its requires_grad at this moment.
+        batchnorms: modules whose running statistics ranks must share.
+        base_lrs: peak learning rate of each parameter group.
+    """
+
+    ds: Any
+    names: list[str]
+    params: list[torch.nn.Parameter]
+    frozen_map: list[tuple[str, torch.nn.Parameter, bool]]
+    batchnorms: list[Any]
+    base_lrs: list[float]
+
+
+def assemble(model: torch.nn.Module, settings: Settings, keep_in_fp32: set[str], leaf_modules: Sequence[type]) -> Assembled:
+    """Hand the model to DeepSpeed with our optimizer; buffers keep their dtype and values.
+
+    Raises:
+        ModelError: if leaf_modules match nothing, or no parameter is trainable.
+    """
+    s = settings
+    if leaf_modules and s.stage == 3 and not zero.set_leaf_modules(model, leaf_modules):
+        raise ModelError(f"leaf_modules: the model has no module of {[c.__name__ for c in leaf_modules]}")
+    if s.bf16:
+        buffers.compute_in_fp32(model)
+    saved = buffers.snapshot(model)
+    if s.bf16 and s.stage == 0:
+        to_bf16(model, keep_in_fp32)
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    frozen_map = [(n, p, p.requires_grad) for n, p in model.named_parameters()]
+    ds = zero.initialize(model, s.config, _optimizer(param_groups(model, s.weight_decay), s))
+    optim.after_initialize(s.optimizer, ds)
+    restored = buffers.restore(model, saved)
+    if restored:
+        log.info("kept %d buffers in the dtype they were built with: %s", len(restored), guards.listing(restored))
+    base_lrs = [float(group["lr"]) for group in ds.optimizer.param_groups]
+    return Assembled(ds, [n for n, _ in named], [p for _, p in named], frozen_map, buffers.batchnorms(model), base_lrs)
+
+
+def _optimizer(groups: list[dict[str, Any]], s: Settings) -> torch.optim.Optimizer:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return build_optimizer(
+            s.optimizer,
+            groups,
+            lr=s.learning_rate,
+            betas=s.betas,
+            eps=s.eps,
+            weight_decay=s.weight_decay,
+            offload=s.offload,
+            device=device,
+        )
+
+    if s.stage > 0:
+        return build(groups)
+    if device == "cuda":
+        for group in groups:
+            for param in group["params"]:
+                param.data = param.data.cuda()
+    return MasterOptimizer(groups, build, s.max_grad_norm)

@@ -1,0 +1,88 @@
+"""Buffers keep the dtype and value they were built with; BatchNorm works, and stays equal on all ranks, under bf16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bigtrain import ranks
+
+
+def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The floating buffers as they are now, persistent or not, by name."""
+    return {name: b.detach().clone() for name, b in model.named_buffers() if b.is_floating_point()}
+
+
+def restore(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> list[str]:
+    """Undo casts of buffers since `snapshot` (rotary inv_freq in bf16 changes the loss); names of those undone."""
+    undone = []
+    for name, buffer in model.named_buffers():
+        before = saved.get(name)
+        if before is not None and buffer.dtype != before.dtype:
+            buffer.data = before.to(buffer.device)
+            undone.append(name)
+    return undone
+
+
+def batchnorms(model: torch.nn.Module) -> list[_BatchNorm]:
+    """BatchNorm modules with running statistics, in the model's order."""
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+
+
+def compute_in_fp32(model: torch.nn.Module) -> int:
+    """Make BatchNorm take any activation dtype: statistics and arithmetic in fp32, the result in the input's dtype.
+
+    Running statistics in bf16 stop moving (an update of 0.1 % rounds to nothing), and torch refuses bf16 weights beside fp32
+    statistics on the CPU. Weights stay parameters of the model's dtype with fp32 masters. SyncBatchNorm is left as it is.
+    """
+    found = 0
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm):
+            module.forward = _Fp32BatchNorm(module)  # type: ignore[method-assign]
+            for name in ("running_mean", "running_var"):
+                stats = getattr(module, name, None)
+                if stats is not None:
+                    stats.data = stats.data.float()
+            found += 1
+    return found
+
+
+class _Fp32BatchNorm:
+    """Forward of a BatchNorm module with fp32 arithmetic; follows torch.nn.modules.batchnorm._BatchNorm.forward (2.13)."""
+
+    def __init__(self, module: _BatchNorm):
+        self.module = module
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        m = self.module
+        m._check_input_dim(x)
+        momentum = 0.0 if m.momentum is None else m.momentum
+        if m.training and m.track_running_stats and m.num_batches_tracked is not None:
+            m.num_batches_tracked.add_(1)
+            if m.momentum is None:
+                momentum = 1.0 / float(m.num_batches_tracked)
+        by_batch = m.training or (m.running_mean is None and m.running_var is None)
+        keep = not m.training or m.track_running_stats
+        weight = None if m.weight is None else m.weight.float()
+        bias = None if m.bias is None else m.bias.float()
+        mean, var = (m.running_mean, m.running_var) if keep else (None, None)
+        return F.batch_norm(x.float(), mean, var, weight, bias, by_batch, momentum, m.eps).to(x.dtype)
+
+
+def average_running_stats(modules: list[_BatchNorm]) -> None:
+    """Give all ranks the mean of their running statistics: each rank saw other samples, but there is one model.
+
+    One small collective a step, only for models with BatchNorm.
+    """
+    if ranks.world_size() == 1 or not modules:
+        return
+    stats: list[Any] = [s for m in modules for s in (m.running_mean, m.running_var) if s is not None]
+    flat = torch.cat([s.reshape(-1).float() for s in stats])
+    dist.all_reduce(flat)
+    flat.div_(ranks.world_size())
+    for stat, part in zip(stats, flat.split([s.numel() for s in stats])):
+        stat.copy_(part.view_as(stat))

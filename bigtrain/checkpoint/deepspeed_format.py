@@ -1,0 +1,313 @@
+"""Checkpoints in DeepSpeed's own file format, with what it lacks: agreement before, confirmation after, no code in files.
+
+A checkpoint is DIR/TAG/ with DeepSpeed's files, `bigtrain.json` (what the run is), `rank_R.json` (random state of rank R) and,
+written last, `COMPLETE` (every file with its size). It is written under DIR/.writing-TAG and renamed when all ranks have
+confirmed; only then does DIR/latest move. Reading looks at `COMPLETE` first: all files must be there, with their sizes, for
+every rank, before anything is loaded on any rank. DeepSpeed's pickles are read with restricted unpickling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from bigtrain import __version__, ranks, zero
+from bigtrain.errors import CheckpointError
+from bigtrain.meeting import Point, meet
+
+if TYPE_CHECKING:
+    from bigtrain.engine import Engine
+
+log = logging.getLogger(__name__)
+COMPLETE, RUN, LATEST = "COMPLETE", "bigtrain.json", "latest"
+MEET_S = 120.0
+
+
+# ---------------------------------------------------------------- saving
+
+
+def save(engine: Engine, directory: str | Path, tag: str | None, state: dict[str, Any]) -> Path:
+    """Write a checkpoint of all ranks; every rank calls it.
+
+    Args:
+        engine: between steps.
+        directory: where checkpoints are kept, on storage that all ranks share.
+        tag: name of this one; "checkpoint-<step>" by default.
+        state: the caller's own values, as JSON.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        RanksDisagreeError: if not all ranks come, or they differ in path or tag, or one cannot write.
+        CheckpointError: if the tag exists already, or in the middle of an accumulation.
+    """
+    meet(Point.SAVE, engine.global_step, 0, limit_s=MEET_S)
+    tag = str(tag) if tag is not None else f"checkpoint-{engine.global_step}"
+    root = Path(directory).absolute()
+    ranks.agree((str(root), tag), "the checkpoint's folder and tag")
+    if not engine.between_steps:
+        raise CheckpointError(
+            "save_checkpoint() in the middle of an accumulation would lose its gradients: call it after engine.step()."
+        )
+    final, work = root / tag, root / f".writing-{tag}"
+    with ranks.together(f"preparing {final}"):
+        json.dumps(state)
+        if "/" in tag or tag in (LATEST, ".", ".."):
+            raise CheckpointError(f"{tag!r} cannot be a tag: it is the name of a folder inside {root}")
+    ranks.main_decides(lambda: _prepare(final, work), f"preparing {final}")
+    with ranks.together(f"writing {final}"):
+        _write_json(work / f"rank_{engine.rank}.json", random_state())
+    with _failures_kept(engine.deepspeed) as failures:
+        engine.deepspeed.save_checkpoint(str(work), tag=tag, save_latest=False)
+    with ranks.together(f"writing {final}"):
+        if failures:
+            raise CheckpointError(f"cannot write {work}: {failures[0]}", str(work)) from failures[0]
+    ranks.main_decides(lambda: _publish(engine, root, tag, work, state), f"completing {final}")
+    return final
+
+
+@contextlib.contextmanager
+def _failures_kept(ds_engine: Any) -> Iterator[list[Exception]]:
+    """DeepSpeed's save has collectives after its writes: a rank that cannot write (disk full) must still reach them."""
+    writer, failures = ds_engine.checkpoint_engine, []
+    original = writer.save
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            failures.append(error)
+
+    writer.save = write
+    try:
+        yield failures
+    finally:
+        del writer.save
+
+
+def _prepare(final: Path, work: Path) -> None:
+    if (final / COMPLETE).exists():
+        raise CheckpointError(f"{final} exists already and is complete: give another tag, or remove it.", str(final))
+    shutil.rmtree(final, ignore_errors=True)  # the rest of a save that never finished
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+
+
+def _publish(engine: Engine, root: Path, tag: str, work: Path, state: dict[str, Any]) -> None:
+    """Rank 0, after all have written: describe, mark complete, rename, move `latest`."""
+    inner, final = work / tag, root / tag
+    for file in work.glob("rank_*.json"):
+        file.rename(inner / file.name)
+    missing = [f"rank_{r}.json" for r in range(engine.world_size) if not (inner / f"rank_{r}.json").exists()]
+    missing += _missing_partitions(inner, engine.stage, engine.world_size)
+    if missing:
+        raise CheckpointError(f"{inner} lacks {', '.join(missing)}: is {root} on storage that all ranks share?", str(inner))
+    _write_json(inner / RUN, {**engine.run_state(), "state": state, "tag": tag, "version": __version__})
+    files = sorted(p for p in inner.rglob("*") if p.is_file())
+    for file in files:
+        _sync(file)
+    _write_json(inner / COMPLETE, {str(p.relative_to(inner)): p.stat().st_size for p in files})
+    _sync(inner / COMPLETE)
+    os.replace(inner, final)
+    shutil.rmtree(work, ignore_errors=True)
+    _sync(root)
+    (root / f".{LATEST}").write_text(tag)
+    os.replace(root / f".{LATEST}", root / LATEST)
+    _sync(root)
+
+
+def _missing_partitions(folder: Path, stage: int, world: int) -> list[str]:
+    if stage == 0:
+        return [] if list(folder.glob("mp_rank_00_model_states.pt")) else ["mp_rank_00_model_states.pt"]
+    wanted = [f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(world)]
+    return [name for name in wanted if not list(folder.glob(f"*{name}"))]
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load(engine: Engine, directory: str | Path, tag: str | None, trust: bool) -> dict[str, Any]:
+    """Go on exactly where a checkpoint stopped; every rank calls it, on a freshly built engine.
+
+    Args:
+        engine: built with the same model, stage and number of ranks.
+        directory: as given to `save`.
+        tag: which one; the one `latest` names by default.
+        trust: allow files whose pickles name classes outside of the allow-list; such a file can run any code.
+
+    Returns:
+        The `state` given to `save`.
+
+    Raises:
+        CheckpointError: if there is none, it is incomplete, or it belongs to another number of ranks or stage.
+    """
+    meet(Point.LOAD, engine.global_step, 0, limit_s=MEET_S)
+    root = Path(directory).absolute()
+    ranks.agree((str(root), tag), "the checkpoint's folder and tag")
+    tag = ranks.main_decides(lambda: choose(root, tag), f"choosing a checkpoint in {root}")
+    folder = root / tag
+    with ranks.together(f"checking {folder}"):
+        run = check(folder, engine.world_size, engine.stage)
+        own = json.loads((folder / f"rank_{engine.rank}.json").read_text())
+        if not trust:
+            scan(folder, engine.rank)
+    with _restricted(engine.deepspeed, trust):
+        loaded, _ = engine.deepspeed.load_checkpoint(str(root), tag=tag, load_lr_scheduler_states=False)
+    if loaded is None or engine.deepspeed.global_steps != run["deepspeed_steps"]:
+        raise CheckpointError(
+            f"DeepSpeed loaded step {engine.deepspeed.global_steps} from {loaded}, but {folder} was saved at "
+            f"{run['deepspeed_steps']}: not the checkpoint asked for.",
+            str(folder),
+        )
+    engine.set_run_state(run)
+    set_random_state(own)
+    return run["state"]
+
+
+def choose(root: Path, tag: str | None) -> str:
+    """The tag to load.
+
+    Raises:
+        CheckpointError: if the folder or the tag does not exist; lists those that do.
+    """
+    if not root.is_dir():
+        raise CheckpointError(f"{root} does not exist: nothing to resume from.", str(root))
+    tags = sorted((p.parent.name for p in root.glob(f"*/{COMPLETE}")), key=_age(root))
+    partial = sorted(p.name for p in root.iterdir() if p.is_dir() and p.name not in tags and list(p.glob("*.pt")))
+    known = f"Complete checkpoints here: {', '.join(tags) or 'none'}." + (
+        f" Incomplete: {', '.join(partial)}." if partial else ""
+    )
+    if tag is not None:
+        if str(tag) in tags:
+            return str(tag)
+        raise CheckpointError(f"{root} has no complete checkpoint {tag!r}. {known}", str(root))
+    latest = root / LATEST
+    named = latest.read_text().strip() if latest.exists() else None
+    if named in tags:
+        return str(named)
+    if not tags:
+        raise CheckpointError(f"{root} holds no complete checkpoint. {known}", str(root))
+    log.warning("%s names %r, which is not complete; taking %s. %s", latest, named, tags[-1], known)
+    return tags[-1]
+
+
+def _age(root: Path) -> Any:
+    return lambda tag: (root / tag / COMPLETE).stat().st_mtime
+
+
+def check(folder: Path, world: int, stage: int) -> dict[str, Any]:
+    """The checkpoint's `bigtrain.json`, after every file listed in COMPLETE was found with its size.
+
+    Raises:
+        CheckpointError: naming the first files that are missing or have another size, or what does not fit this run.
+    """
+    try:
+        listed = json.loads((folder / COMPLETE).read_text())
+        run = json.loads((folder / RUN).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} is not a complete checkpoint: {error}", str(folder)) from error
+    wrong = []
+    for name, size in listed.items():
+        file = folder / name
+        actual = file.stat().st_size if file.exists() else None
+        if actual != size:
+            wrong.append(f"{name} ({'missing' if actual is None else f'{actual} bytes'}, expected {size})")
+    if wrong:
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong[:4])}. Use an earlier checkpoint.", str(folder))
+    for what, saved, now in (("ranks", run["world_size"], world), ("ZeRO stage", run["stage"], stage)):
+        if saved != now:
+            raise CheckpointError(
+                f"{folder} was saved with {what} {saved}, this run has {now}. Ways out: start with {what} {saved}; or export the "
+                f"weights from a run with {what} {saved} and start from the exported model (optimizer state is then new).",
+                str(folder),
+            )
+    return run
+
+
+def scan(folder: Path, rank: int) -> None:
+    """Look into the pickles that this rank will read, without running them.
+
+    Raises:
+        CheckpointError: naming the file and the classes or functions that are not on the allow-list.
+    """
+    with torch.serialization.safe_globals(zero.checkpoint_classes()):
+        for file in sorted(folder.glob("*.pt")):
+            mine = f"zero_pp_rank_{rank}_" in file.name or "zero_pp_rank_" not in file.name
+            if not mine and rank != 0:
+                continue  # another rank looks at it
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
+            if unsafe:
+                raise CheckpointError(
+                    f"{file} names {', '.join(unsafe)}, which no DeepSpeed checkpoint needs: loading it could run any code. If you "
+                    "know where it comes from, load with trust=True.",
+                    str(file),
+                )
+
+
+@contextlib.contextmanager
+def _restricted(ds_engine: Any, trust: bool) -> Iterator[None]:
+    """DeepSpeed reads all its files through its checkpoint engine: let that one unpickle only what is on the allow-list."""
+    reader = ds_engine.checkpoint_engine
+    if trust:
+        yield
+        return
+
+    def read(path: str, map_location: Any = None) -> Any:
+        with torch.serialization.safe_globals(zero.checkpoint_classes()):
+            return torch.load(path, map_location=map_location, weights_only=True)
+
+    reader.load = read
+    try:
+        yield
+    finally:
+        del reader.load
+
+
+# ---------------------------------------------------------------- random state, small files
+
+
+def random_state() -> dict[str, Any]:
+    """This process's generators as JSON: Python, numpy, torch, CUDA."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state = {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), position, has_gauss, cached],  # type: ignore[union-attr]
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = bytes(torch.cuda.get_rng_state().tolist()).hex()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore what `random_state` gave."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8))
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1))
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

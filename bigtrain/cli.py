@@ -1,0 +1,71 @@
+"""The `bigtrain` command: verbs that plan, check and inspect. None of them trains; start-up needs no torch.
+
+A verb lives in the `cli` module of the part that it belongs to; only that module is imported. It offers
+`add_parsers(subparsers)`, whose parsers set `run`, a function of the parsed arguments that returns the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from bigtrain import __version__
+from bigtrain.errors import BigtrainError, UsageError
+
+# verb: (module with add_parsers, what it is for)
+VERBS: dict[str, tuple[str, str]] = {
+    "config": ("bigtrain.config.cli", "generate, lint and resolve a ds_config"),
+    "plan": ("bigtrain.plan.cli", "memory and speed of a job before it is launched"),
+    "inspect": ("bigtrain.weights.cli", "what a model folder or checkpoint holds"),
+    "export": ("bigtrain.weights.cli", "a checkpoint as a Hugging Face folder"),
+}
+TRAIN_HINT = "To train: deepspeed launch/train.py --ds_config FILE ... (see launch/train.py --help)"
+
+
+def make_parser(verb: str | None = None) -> argparse.ArgumentParser:
+    """The parser for one verb, or the top-level one that only lists verbs."""
+    width = max(map(len, VERBS))
+    listing = "\n".join(f"  {name:<{width}}  {purpose}" for name, (_, purpose) in VERBS.items())
+    parser = argparse.ArgumentParser(
+        prog="bigtrain",
+        usage="bigtrain VERB ...",
+        description=f"Train models larger than your GPU with DeepSpeed.\n\nverbs:\n{listing}",
+        epilog=TRAIN_HINT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"bigtrain {__version__}")
+    if verb is not None:
+        parser.usage = None
+        importlib.import_module(VERBS[verb][0]).add_parsers(parser.add_subparsers(dest="verb", metavar="VERB", required=True))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return its exit code; errors of bigtrain's own print without a traceback."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except BigtrainError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # `bigtrain ... | head`
+        sys.stderr.close()
+        return 1
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0].startswith("-"):
+        parser = make_parser()
+        parser.parse_args(words)
+        parser.print_help()
+        return 0 if words else 2
+    if words[0] not in VERBS:
+        import difflib
+
+        near = difflib.get_close_matches(words[0], VERBS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known verbs: {', '.join(VERBS)}"
+        raise UsageError(f"unknown verb {words[0]!r}: {hint}\n{TRAIN_HINT}")
+    args = make_parser(words[0]).parse_args(words)
+    return int(args.run(args) or 0)

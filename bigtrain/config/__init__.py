@@ -1,0 +1,38 @@
+"""ds_configs: load, generate, lint, resolve. Plain Python: nothing here imports torch or DeepSpeed.
+
+`load` reads a file, `lint` says everything that is wrong with it, `resolve` leaves no "auto" and says who decided what,
+`generate` writes one from a few choices. `RunValues` is what the command line says, `ModelShape` what is known about
+the model.
+"""
+
+from __future__ import annotations
+
+from bigtrain.config.batch import Batch
+from bigtrain.config.generate import GenerateOptions, dump, generate, preset_options, presets
+from bigtrain.config.lint import check, lint
+from bigtrain.config.load import load
+from bigtrain.config.problems import Problem, report
+from bigtrain.config.resolve import Decision, Resolved, batch_numbers, resolve, table
+from bigtrain.config.run import RunValues
+from bigtrain.config.shape import ModelShape
+
+__all__ = [
+    "Batch",
+    "Decision",
+    "GenerateOptions",
+    "ModelShape",
+    "Problem",
+    "Resolved",
+    "RunValues",
+    "batch_numbers",
+    "check",
+    "dump",
+    "generate",
+    "lint",
+    "load",
+    "preset_options",
+    "presets",
+    "report",
+    "resolve",
+    "table",
+]

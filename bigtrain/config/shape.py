@@ -1,0 +1,118 @@
+"""What a configuration needs to know about a model: a few numbers, read from its Hugging Face config without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import UsageError
+
+PRESET = "preset:"
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The few properties of a model that decide configuration values.
+
+    Attributes:
+        hidden_size: width of the residual stream; None for models that have no such number.
+        largest_parameter_elems: elements of the largest single parameter; None when unknown.
+        is_moe: has routed experts.
+        num_experts: routed experts in a block; 0 when dense.
+        has_batchnorm: has batch normalisation, which needs a micro batch above 1.
+        is_huggingface: comes from a Hugging Face config, so that it can switch on its own activation checkpointing.
+        model_type: the config's `model_type`, for messages.
+    """
+
+    hidden_size: int | None = None
+    largest_parameter_elems: int | None = None
+    is_moe: bool = False
+    num_experts: int = 0
+    has_batchnorm: bool = False
+    is_huggingface: bool = True
+    model_type: str = ""
+
+    @classmethod
+    def from_config(cls, config: Any) -> ModelShape:
+        """From a Hugging Face config: a dict, a config object, a folder or config.json, or `preset:NAME`.
+
+        Follows transformers 5.24 (integrations/deepspeed.py:trainer_config_finalize): `hidden_size`, else the
+        largest of `hidden_sizes`, else the same two of `text_config`.
+
+        Raises:
+            UsageError: the folder has no config.json, or the preset is unknown.
+        """
+        data = _as_dict(config)
+        text = _sub_config(data)
+        hidden = _hidden_size(data) or _hidden_size(text)
+        experts = max((_count(d, name) for d in (data, text) for name in _EXPERTS), default=0)
+        return cls(
+            hidden_size=hidden,
+            largest_parameter_elems=_largest_parameter(data, text, hidden),
+            is_moe=experts > 1,
+            num_experts=experts if experts > 1 else 0,
+            model_type=str(data.get("model_type") or ""),
+        )
+
+
+def _as_dict(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    if isinstance(config, str) and config.startswith(PRESET):
+        from bigtrain.shapes import config_dict
+
+        return config_dict(config.removeprefix(PRESET))
+    if isinstance(config, str | Path):
+        return _read(Path(config))
+    if hasattr(config, "to_dict"):
+        return config.to_dict()
+    return vars(config)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UsageError(f"{path}: no config.json there; give a model folder, a config.json or preset:NAME")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{file}: not JSON: {error}") from None
+
+
+def _sub_config(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a composite config (vision-language, audio)."""
+    for name in ("text_config", "llm_config", "language_config", "thinker_config"):
+        part = data.get(name)
+        if part is not None:
+            part = _as_dict(part)
+            return _sub_config(part) or part
+    return {}
+
+
+def _hidden_size(data: Mapping[str, Any]) -> int | None:
+    size = data.get("hidden_size")
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    sizes = size if isinstance(size, list | tuple) else data.get("hidden_sizes")
+    return max(sizes) if sizes else None
+
+
+def _count(data: Mapping[str, Any], name: str) -> int:
+    value = data.get(name)
+    if isinstance(value, list | tuple):  # some families give one number per layer
+        value = max(value, default=0)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _largest_parameter(data: Mapping[str, Any], text: Mapping[str, Any], hidden: int | None) -> int | None:
+    """The embedding or the MLP matrix, whichever is larger: a lower bound that is exact for Llama-like models."""
+    if hidden is None:
+        return None
+    widest = 0
+    for name in ("vocab_size", "intermediate_size", "moe_intermediate_size"):
+        widest = max(widest, _count(data, name), _count(text, name))
+    return widest * hidden or None

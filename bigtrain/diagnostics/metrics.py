@@ -1,0 +1,256 @@
+"""Numbers of a run: time, tokens, FLOPs, memory; one JSON row a step. No torch here, no loss scale either (bf16 has none).
+
+What each number means:
+
+* `step_time_s` runs from the end of one step to the end of the next, so it holds waiting for data too; evaluation and
+  saving are taken out and listed by themselves. A step ends by reading its loss from the device, which is the only
+  synchronisation needed; the clock adds none.
+* Model FLOPs count what the mathematics needs, forward and backward. Recomputation by activation checkpointing is work
+  that the hardware does and the model does not need: it is not counted.
+* Summaries leave out the first steps (building kernels, filling allocators) and give the median with its spread.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+WARMUP_STEPS = 3
+
+# Dense bf16 peak in FLOP/s, from the vendors' data sheets (without sparsity). Matched against the card's name, first hit wins.
+PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
+    ("GH200", 989e12),
+    ("H200", 989e12),
+    ("H100 NVL", 835e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("H20", 148e12),
+    ("B300", 2250e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("A40", 149.7e12),
+    ("A30", 165e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("RTX 6000 Ada", 364e12),
+    ("RTX A6000", 154.8e12),
+    ("RTX 5090", 209.5e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+)
+
+
+def peak_bf16_flops(card: str | None) -> float | None:
+    """Dense bf16 peak of a card in FLOP/s by its name, None if the card is not in the table."""
+    if not card:
+        return None
+    words = card.replace("-", " ")
+    # Whole words only: "A10" must not match "A100", "L4" not "L40".
+    for name, flops in PEAK_BF16_FLOPS:
+        if f" {name} " in f" {words} ":
+            return flops
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopsFormula:
+    """Model FLOPs per token of a decoder: 6 per trained weight, 4 per frozen one, 6 x layers x seq x hidden for attention.
+
+    Source: Kaplan et al. 2020 (arXiv 2001.08361) section 2.1 for 6N; attention as in PaLM (arXiv 2204.02311) appendix B,
+    halved because a causal row attends to half the positions on average. A frozen weight needs no weight gradient.
+    `layers` or `hidden` 0 means that attention is not counted.
+    """
+
+    trained_parameters: int
+    frozen_parameters: int = 0
+    layers: int = 0
+    hidden: int = 0
+    seq_len: int = 0
+
+    @property
+    def per_token(self) -> int:
+        """FLOPs for one token, forward and backward, without recomputation."""
+        return 6 * self.trained_parameters + 4 * self.frozen_parameters + 6 * self.layers * self.seq_len * self.hidden
+
+    def __str__(self) -> str:
+        parts = [f"6 x {self.trained_parameters:,} trained parameters"]
+        if self.frozen_parameters:
+            parts.append(f"4 x {self.frozen_parameters:,} frozen parameters")
+        if self.layers and self.hidden:
+            parts.append(f"6 x {self.layers} layers x {self.seq_len:,} tokens x {self.hidden:,} (causal attention)")
+        return f"model FLOPs per token = {' + '.join(parts)} = {self.per_token:.4g}; recomputation not counted"
+
+    def mfu(self, tokens_per_s_per_device: float, card: str | None) -> float | None:
+        """Model FLOPs utilisation, 0 to 1, of one device; None if the card's peak is not known."""
+        peak = peak_bf16_flops(card)
+        return None if peak is None else self.per_token * tokens_per_s_per_device / peak
+
+
+class StepClock:
+    """Wall time from one step's end to the next, without what was `paused`."""
+
+    def __init__(self, now: Any = time.perf_counter):
+        self._now = now
+        self._last = now()
+        self._paused_s = 0.0
+        self.totals_s: dict[str, float] = {}
+
+    def lap(self) -> float:
+        """Seconds since the last lap, pauses taken out."""
+        now = self._now()
+        taken_s = now - self._last - self._paused_s
+        self._last, self._paused_s = now, 0.0
+        return taken_s
+
+    @contextmanager
+    def paused(self, what: str) -> Iterator[None]:
+        """Time in here counts under `totals_s[what]`, not in a step."""
+        begin = self._now()
+        try:
+            yield
+        finally:
+            taken_s = self._now() - begin
+            self._paused_s += taken_s
+            self.totals_s[what] = self.totals_s.get(what, 0.0) + taken_s
+
+
+class RowLog:
+    """JSON Lines, one row a step, flushed as it is written; a resumed run goes on after its checkpoint's step.
+
+    Rows after `keep_to_step` (work that the resumed run will do again) and a torn last line are dropped.
+    """
+
+    def __init__(self, path: str | Path, *, keep_to_step: int | None = None):
+        self.path = Path(path)
+        kept = [] if keep_to_step is None else [r for r in read_rows(self.path) if r["step"] <= keep_to_step]
+        fresh = self.path.with_name(self.path.name + ".new")
+        fresh.write_text("".join(_line(row) for row in kept), encoding="utf-8")
+        os.replace(fresh, self.path)
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (held open for the run)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one row and hand it to the operating system."""
+        self._file.write(_line(row))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; no more rows."""
+        self._file.close()
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    # NaN and infinity are not JSON: null, with `skipped` beside it, is what every reader understands.
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return json.dumps(plain) + "\n"
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """Rows of a metrics file in step order; a torn last line is left out."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+class HostMemory:
+    """Resident memory of this process. RSS is cheap; PSS (shared pages divided among their users) walks every page.
+
+    PSS is therefore measured again only after 200 times as long as the last measurement took.
+    """
+
+    def __init__(self) -> None:
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+        self._next_pss_at = 0.0
+        self._pss_bytes = 0
+
+    def rss_bytes(self) -> int:
+        """Resident set size."""
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * self._page_bytes
+
+    def pss_bytes(self) -> int:
+        """Proportional set size, perhaps a little old; 0 where the kernel does not tell."""
+        begin = time.monotonic()
+        if begin >= self._next_pss_at:
+            self._pss_bytes = _read_pss_bytes()
+            end = time.monotonic()
+            self._next_pss_at = end + 200 * (end - begin)
+        return self._pss_bytes
+
+
+def _read_pss_bytes() -> int:
+    try:
+        with open("/proc/self/smaps_rollup") as file:
+            for line in file:
+                if line.startswith("Pss:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def steady(values: Sequence[T]) -> Sequence[T]:
+    """The values without the warm-up: the first WARMUP_STEPS, or a third of them in a very short run."""
+    return values[min(WARMUP_STEPS, len(values) // 3) :]
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Median, and the 10th and 90th percentile."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return {
+        "median": statistics.median(ordered),
+        "p10": ordered[round(0.1 * last)],
+        "p90": ordered[round(0.9 * last)],
+    }
+
+
+def summarise(rows: Sequence[Mapping[str, Any]], pauses_s: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """Final numbers of a run from its metrics rows; speeds without warm-up, as median with spread.
+
+    Args:
+        rows: rows of metrics.jsonl, in order.
+        pauses_s: seconds outside steps by cause (evaluation, saving).
+    """
+    if not rows:
+        return {"steps": 0}
+    losses = [r["loss"] for r in rows if r["loss"] is not None]
+    measured = steady(rows)
+    out: dict[str, Any] = {
+        "steps": rows[-1]["step"],
+        "tokens": sum(r["tokens"] for r in rows),
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "skipped_steps": sum(bool(r.get("skipped")) for r in rows),
+        "warmup_steps_left_out": len(rows) - len(measured),
+        "step_time_s": spread(r["step_time_s"] for r in measured),
+        "tokens_per_s": spread(r["tokens_per_s"] for r in measured),
+        "train_time_s": sum(r["step_time_s"] for r in rows),
+        **{f"{cause}_time_s": seconds for cause, seconds in (pauses_s or {}).items()},
+    }
+    for name in ("gpu_allocated_bytes", "gpu_reserved_bytes", "host_rss_bytes"):
+        out[f"peak_{name}"] = max(r.get(name) or 0 for r in rows)
+    if all(r.get("mfu") is not None for r in measured):
+        out["mfu"] = spread(r["mfu"] for r in measured)
+    return out

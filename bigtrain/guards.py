@@ -1,0 +1,132 @@
+"""Continue, skip or stop: pure decisions from what the ranks told each other. No torch, no communication.
+
+Every function is given the same rows on every rank, so every rank decides alike.
+
+Counting rule. `global_step` counts global batches consumed: a skipped step counts, because its data are used up and the data
+position moves on. The learning-rate schedule follows the same number, so that it ends with the data; `updates` counts the
+optimizer updates that were applied, `global_step - updates` were skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What one rank knows at the end of a step, before the update.
+
+    Attributes:
+        loss: its share of the global loss (the shares of all ranks add up to the loss).
+        tokens: its target tokens.
+        bad_parameter: index of the first parameter whose local gradient is not finite, or UNKNOWN.
+        order: hash of the order in which gradients were reduced.
+    """
+
+    loss: float
+    tokens: int
+    bad_parameter: int
+    order: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do with a step: `apply` it or not; `reason` says why not."""
+
+    apply: bool
+    loss: float
+    tokens: int
+    reason: str = ""
+
+
+def judge(rows: Sequence[RankStep], step: int, names: Sequence[str]) -> Verdict:
+    """Apply the update unless some rank's loss or gradient is not finite.
+
+    Args:
+        rows: one per rank, in rank order.
+        step: number of the step, for the message.
+        names: parameter names by index.
+    """
+    loss = math.fsum(r.loss for r in rows) if all(math.isfinite(r.loss) for r in rows) else math.nan
+    tokens = sum(r.tokens for r in rows)
+    bad = [rank for rank, r in enumerate(rows) if not math.isfinite(r.loss) or r.bad_parameter != UNKNOWN]
+    if not bad:
+        return Verdict(True, loss, tokens)
+    details = []
+    for rank in bad:
+        row = rows[rank]
+        what = [] if math.isfinite(row.loss) else [f"loss {row.loss}"]
+        if row.bad_parameter != UNKNOWN:
+            what.append(f"first parameter with a non-finite gradient: {names[row.bad_parameter]}")
+        details.append(f"rank {rank}: {', '.join(what)}")
+    return Verdict(False, loss, tokens, f"step {step}: not finite on {'; '.join(details)}")
+
+
+@dataclass
+class NonFiniteCount:
+    """Steps skipped in a row and in all; stops the run when `limit` in a row is reached."""
+
+    limit: int
+    in_a_row: int = 0
+    total: int = 0
+
+    def note(self, applied: bool) -> bool:
+        """Record a step; True if the run must stop now."""
+        if applied:
+            self.in_a_row = 0
+            return False
+        self.in_a_row += 1
+        self.total += 1
+        return self.in_a_row >= self.limit
+
+
+def differing(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Names whose values are not equal on all ranks, each with the ranks' values in rank order."""
+    names = sorted({name for row in rows for name in row})
+    table = {name: [row.get(name) for row in rows] for name in names}
+    return {name: values for name, values in table.items() if any(v != values[0] for v in values[1:])}
+
+
+def report_differences(differences: dict[str, list[Any]], step: int, shown: int = 12) -> str:
+    """The message for `differing`, parameters first seen first, at most `shown` lines."""
+    lines = []
+    for name, values in list(differences.items())[:shown]:
+        lines.append(f"  {name}: " + ", ".join(f"rank {r} {v}" for r, v in enumerate(values)))
+    if len(differences) > shown:
+        lines.append(f"  and {len(differences) - shown} more")
+    return (
+        f"after step {step} the ranks no longer hold the same state:\n"
+        + "\n".join(lines)
+        + "\nTheir results cannot be trusted "
+        "from here: go back to the last checkpoint. Usual causes: weights changed outside the optimizer on some rank only, a "
+        "forward or backward that went around the engine, or hardware that computes wrongly."
+    )
+
+
+def changed_freezing(before: Sequence[bool], now: Sequence[bool], names: Sequence[str]) -> str:
+    """The message if parameters were frozen or unfrozen since the engine was built, else an empty string."""
+    thawed = [n for n, was, is_ in zip(names, before, now) if is_ and not was]
+    frozen = [n for n, was, is_ in zip(names, before, now) if was and not is_]
+    if not thawed and not frozen:
+        return ""
+    parts = []
+    if thawed:
+        parts.append(
+            f"requires_grad was set to True on {listing(thawed)}: the optimizer does not know them, they would never move"
+        )
+    if frozen:
+        parts.append(f"requires_grad was set to False on {listing(frozen)}: weight decay and momentum would still move them")
+    return (
+        "; ".join(parts) + ". Freeze and unfreeze before the Engine is built; to change it later, save, and build a new Engine."
+    )
+
+
+def listing(names: Sequence[str], shown: int = 5) -> str:
+    """Up to `shown` names, then how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -1,0 +1,352 @@
+"""From arguments to what a run needs: the resolved ds_config, tokenizer, rows, step plan, model.
+
+Everything that can be wrong is looked at in this order, cheapest first, and before the model is built.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bigtrain import config as ds
+from bigtrain import data, models, plan, ranks, zero
+from bigtrain.arguments import TrainArguments
+from bigtrain.config import ModelShape, Resolved, RunValues
+from bigtrain.diagnostics.metrics import FlopsFormula
+from bigtrain.errors import DoesNotFitError, ModelError, UsageError
+from bigtrain.plan.machine import host_memory
+from bigtrain.plan.show import plan_text
+from bigtrain.plan.states import layout_name
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SEQ_LEN = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a run trains on and how."""
+
+    args: TrainArguments
+    resolved: Resolved
+    tokenizer: Any
+    seq_len: int
+    rows: Any
+    eval_rows: Any
+    steps: data.StepPlan
+    model_config: Any
+    config_overrides: dict[str, Any]
+    resize_vocab_to: int | None
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions that go through the model in one step over all ranks, padding included."""
+        return self.steps.global_batch * self.seq_len
+
+
+def device_type() -> str:
+    """`cuda` or `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# ---------------------------------------------------------------- before the ranks meet
+
+
+def read_ds_config(args: TrainArguments) -> dict[str, Any]:
+    """The ds_config as written, and linted against what is known before the data is read.
+
+    Raises:
+        ConfigError: every problem of the file in one report.
+    """
+    text = args.ds_config.lstrip()
+    config = ds.load(json.loads(text) if text.startswith("{") else args.ds_config)
+    ds.check(config, world_size=ranks.world_size(), run=run_values(args, None), device=device_type(), name=_config_name(args))
+    return config
+
+
+def _config_name(args: TrainArguments) -> str:
+    return "ds_config" if args.ds_config.lstrip().startswith("{") else args.ds_config
+
+
+def run_values(args: TrainArguments, total_steps: int | None) -> RunValues:
+    """What the command line says, in the words of `bigtrain.config`."""
+    return RunValues(
+        micro_batch=args.per_device_train_batch_size,
+        accumulation=args.gradient_accumulation_steps,
+        learning_rate=args.learning_rate,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_epsilon=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+        optim=args.optim,
+        lr_scheduler_type=args.lr_scheduler_type,
+        warmup_steps=args.warmup_steps if total_steps is None else args.warmup(total_steps),
+        total_steps=args.max_steps if total_steps is None else total_steps,
+        max_grad_norm=args.max_grad_norm,
+        bf16=args.bf16,
+        gradient_checkpointing=args.gradient_checkpointing,
+        seed=args.seed,
+        seq_len=args.seq_len,
+    )
+
+
+# ---------------------------------------------------------------- together
+
+
+def prepare(args: TrainArguments, config: dict[str, Any]) -> Job:
+    """Tokenizer, data, step plan, and the ds_config with nothing left open. Collective.
+
+    Raises:
+        UsageError, ConfigError, DataError, ModelError: on every rank alike, before anything is built.
+    """
+    with ranks.main_first("reading the tokenizer"), _Named("tokenizer"):
+        tokenizer = load_tokenizer(args)
+    with ranks.together("reading the model's config"):
+        model_config = load_model_config(args)
+        overrides, resize_to = vocabulary(args, model_config, tokenizer)
+        seq_len = choose_seq_len(args, model_config)
+        shape = ModelShape.from_config(model_config)
+    world = ranks.world_size()
+    first = resolve(args, config, shape, None)
+    assert first.run.micro_batch and first.run.accumulation
+    rows, eval_rows = load_rows(args, tokenizer, model_config, seq_len)
+    steps = data.plan_steps(
+        len(rows), first.run.micro_batch, first.run.accumulation, world, args.num_train_epochs, args.max_steps
+    )
+    ranks.agree((steps.describe(), len(eval_rows or ())), "the step plan")
+    return Job(
+        args=args,
+        resolved=resolve(args, config, shape, steps.steps),
+        tokenizer=tokenizer,
+        seq_len=seq_len,
+        rows=rows,
+        eval_rows=eval_rows,
+        steps=steps,
+        model_config=model_config,
+        config_overrides=overrides,
+        resize_vocab_to=resize_to,
+    )
+
+
+def resolve(args: TrainArguments, config: dict[str, Any], shape: ModelShape, total_steps: int | None) -> Resolved:
+    """The ds_config without "auto". Before the data is read, the number of steps is a stand-in."""
+    run = run_values(args, total_steps)
+    if run.total_steps is None:
+        run = replace(run, total_steps=1_000_000)  # only the batch numbers of this round are used
+    return ds.resolve(
+        config, run=run, model=shape, world_size=ranks.world_size(), device=device_type(), name=_config_name(args)
+    )
+
+
+class _Named:
+    """Turn what a library raises about files into a UsageError that names the flag."""
+
+    def __init__(self, what: str):
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, OSError | ValueError | ImportError):
+            raise UsageError(f"the {self._what} cannot be loaded: {error}") from error
+
+
+def load_tokenizer(args: TrainArguments) -> Any:
+    """The tokenizer that was named, else the model's."""
+    from transformers import AutoTokenizer
+
+    name = args.tokenizer_name_or_path or args.model_name_or_path
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+
+
+def load_model_config(args: TrainArguments) -> Any:
+    """The Hugging Face config of a preset, a folder or a hub id."""
+    from transformers import AutoConfig
+
+    from bigtrain import shapes
+
+    name = args.model_name_or_path
+    if name.startswith(shapes.PREFIX):
+        values = shapes.config_dict(name.removeprefix(shapes.PREFIX))
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the config of {name} cannot be read: {error}") from error
+
+
+def vocabulary(args: TrainArguments, model_config: Any, tokenizer: Any) -> tuple[dict[str, Any], int | None]:
+    """(config overrides, new number of embeddings): the model must know every token, and a preset the special ones.
+
+    `model_config` is changed to match, so that the data can be checked against it.
+
+    Raises:
+        ModelError: the tokenizer has more tokens than the model and nobody allowed it to grow.
+    """
+    text = model_config.get_text_config()
+    size, needed = int(text.vocab_size), len(tokenizer)
+    overrides: dict[str, Any] = {}
+    if args.model_name_or_path.startswith("preset:"):
+        overrides = {n: getattr(tokenizer, n) for n in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    grown = None
+    if needed > size:
+        if not args.resize_vocab:
+            raise ModelError(
+                f"the tokenizer has {needed} tokens, the model's embedding {size}: pass --resize_vocab to grow the embedding, "
+                "or use the model's own tokenizer"
+            )
+        grown = -(-needed // 64) * 64  # a multiple of 64 keeps the output matrix on the fast tensor-core path
+        text.vocab_size = grown
+        if overrides:
+            overrides["vocab_size"], grown = grown, None
+    return overrides, grown
+
+
+def choose_seq_len(args: TrainArguments, model_config: Any) -> int:
+    """Tokens per row: as asked, else DEFAULT_SEQ_LEN or the model's limit if that is lower."""
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    return args.seq_len or min(DEFAULT_SEQ_LEN, limit or DEFAULT_SEQ_LEN)
+
+
+def load_rows(args: TrainArguments, tokenizer: Any, model_config: Any, seq_len: int) -> tuple[Any, Any]:
+    """(training rows, evaluation rows or None), tokenised once per host and packed."""
+    with ranks.together("reading the data"):
+        source = data.load_source(args.train_data)
+        held_out = data.load_source(args.eval_data, split="validation") if args.eval_data else None
+        if args.eval_fraction:
+            source, held_out = data.split_validation(source, args.eval_fraction, args.order_seed)
+
+    def pack(part: Any, what: str) -> Any:
+        first = ranks.main_first(f"tokenising the {what} data")
+        return data.build_rows(part, tokenizer, seq_len, args.packing, model_config=model_config, main_first=first)
+
+    return pack(source, "training"), None if held_out is None else pack(held_out, "evaluation")
+
+
+# ---------------------------------------------------------------- does it fit
+
+
+def check_fit(job: Job) -> dict[str, Any] | None:
+    """Plan the run's bytes and refuse what cannot fit; returns the plan, None for a model that has no formulas.
+
+    Every rank computes the same from the smallest card and host of all.
+
+    Raises:
+        DoesNotFitError: with the plan, row by row.
+    """
+    run, args = job.resolved.run, job.args
+    try:
+        layout = plan.predict(
+            plan.plan_input(
+                job.model_config.to_dict(),
+                ds_config=job.resolved.engine_config(),
+                world_size=ranks.world_size(),
+                gpus_per_node=ranks_per_host(),
+                seq_len=job.seq_len,
+                micro_batch=job.steps.micro_batch,
+                accumulation=job.steps.accumulation,
+                optimizer=layout_name(run.optim or "adamw"),
+                checkpointing="full" if run.gradient_checkpointing else "none",
+                kernels="liger" if args.use_liger_kernel and torch.cuda.is_available() else "hf",
+                device=device_type(),
+                frozen=tuple(args.freeze),
+            )
+        )
+    except UsageError as error:
+        logger.info("no memory plan: %s", error)
+        return None
+    gpu, host = memory_limits()
+    if not layout.fits(gpu, host):
+        raise DoesNotFitError(
+            f"{plan_text(layout, gpu, host)}\n\nNothing was built. Try --gradient_checkpointing, a smaller micro batch or "
+            "seq_len, --optim adamw_8bit, the next ds_config down the ladder, or `bigtrain plan --auto`. --no_plan starts the "
+            "run all the same."
+        )
+    return {k: v for k, v in layout.to_json().items() if k != "trees"}
+
+
+def ranks_per_host() -> int:
+    """Ranks that share this host, as the launcher said."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return ranks.world_size()
+
+
+def memory_limits() -> tuple[int | None, int | None]:
+    """(bytes of the smallest card, bytes of the smallest host) over all ranks; None where unknown."""
+    found = host_memory()
+    card = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if torch.cuda.is_available() else 0
+    mine = (card, found.usable_bytes if found else 0)
+    everyone = ranks.all_gather_object(mine)
+    return min(row[0] for row in everyone) or None, min(row[1] for row in everyone) or None
+
+
+# ---------------------------------------------------------------- the model
+
+
+def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
+    """The model of a job, sharded, with frozen parts, recomputation and isolation as asked. Collective."""
+    args, run, config = job.args, job.resolved.run, job.resolved.engine_config()
+    model = models.build_model(
+        args.model_name_or_path,
+        ds_config=config,
+        seed=args.seed,
+        dtype=torch.bfloat16 if run.bf16 else torch.float32,
+        freeze=args.freeze,
+        attn_implementation=args.attn_implementation,
+        resize_vocab_to=job.resize_vocab_to,
+        trust_remote_code=args.trust_remote_code,
+        keep_in_fp32=args.keep_in_fp32,
+        **job.config_overrides,
+    )
+    models.refuse_batchnorm_micro_batch_1(model, job.steps.micro_batch)
+    isolation = data.prepare_isolation(model, args.packing)
+    models.disable_cache(model)
+    if args.use_liger_kernel:
+        use_liger(model)
+    if run.gradient_checkpointing:
+        blocks = models.enable_activation_checkpointing(model)
+        logger.info("activation checkpointing: %d blocks are recomputed in backward", blocks)
+    models.set_moe_leaf_modules(model)
+    return model, isolation
+
+
+def use_liger(model: torch.nn.Module) -> None:
+    """Fused kernels in place of the model's own; on a CPU they are left out with a note.
+
+    Raises:
+        UsageError: the package is not installed.
+    """
+    if not torch.cuda.is_available():
+        logger.warning("use_liger_kernel: the kernels need a GPU and are left out on this machine")
+        return
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    except ImportError as error:
+        raise UsageError("use_liger_kernel: the package is not installed; run: pip install 'bigtrain[gpu]'") from error
+    _apply_liger_kernel_to_instance(model=model)
+
+
+def flops_formula(model: torch.nn.Module, seq_len: int) -> FlopsFormula:
+    """FLOPs per token of a built model; of routed experts only the active ones count."""
+    text = model.config.get_text_config() if hasattr(model, "config") else None  # type: ignore[operator,union-attr]
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
+    active = getattr(text, "num_experts_per_tok", None) or 1
+    counts = {True: 0, False: 0}
+    for name, param in model.named_parameters():
+        share = active / experts if ".experts." in name else 1.0
+        counts[param.requires_grad] += int(zero.full_numel(param) * share)
+    return FlopsFormula(
+        trained_parameters=counts[True],
+        frozen_parameters=counts[False],
+        layers=getattr(text, "num_hidden_layers", 0) or 0,
+        hidden=getattr(text, "hidden_size", 0) or 0,
+        seq_len=seq_len,
+    )

@@ -1,0 +1,107 @@
+"""ZeRO stage 0: whole fp32 master weights and fp32 gradient accumulation on every rank.
+
+DeepSpeed 0.19.8 without ZeRO accumulates bf16 gradients in bf16 and refuses fp32 accumulation ("unsupported mix of
+model_dtype and grad_accum_dtype"). This optimizer does it: each backward adds the parameters' gradients to one fp32 buffer,
+which DeepSpeed averages over ranks at the end of the step (it asks `get_grads_for_reduction`); the update runs on fp32
+masters and is rounded back once. A parameter that is fp32 already (fp32 training, `keep_in_fp32`) is its own master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Groups = list[dict[str, Any]]
+
+
+class MasterOptimizer(torch.optim.Optimizer):
+    """Wraps the real optimizer at stage 0.
+
+    Args:
+        groups: parameter groups over the model's parameters.
+        build: makes the inner optimizer from groups over the masters.
+        max_norm: clip the global gradient norm at this value; 0 for no clipping.
+
+    Attributes:
+        overflow: the last step was not applied because its gradient norm was not finite (DeepSpeed reads it).
+        refuse: discard the next step whatever its gradients are.
+    """
+
+    def __init__(self, groups: Groups, build: Callable[[Groups], torch.optim.Optimizer], max_norm: float):
+        # The base class is not initialised: state and groups are the inner optimizer's own objects.
+        self.model_params = [p for group in groups for p in group["params"]]
+        masters = {id(p): _master(p) for p in self.model_params}
+        self.masters = [masters[id(p)] for p in self.model_params]
+        self.inner = build([{**group, "params": [masters[id(p)] for p in group["params"]]} for group in groups])
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
+        self.defaults = self.inner.defaults
+        self.max_norm = max_norm
+        self.overflow = False
+        self.refuse = False
+        self._global_grad_norm = 0.0
+        self.flat = torch.zeros(sum(p.numel() for p in self.masters), device=self.masters[0].device)
+        self.views = [v.view_as(p) for v, p in zip(self.flat.split([p.numel() for p in self.masters]), self.masters)]
+        for param, view in zip(self.model_params, self.views):
+            param.register_post_accumulate_grad_hook(_adder(view))
+
+    def get_grads_for_reduction(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """What DeepSpeed averages over ranks: every parameter, so that one unused on some rank counts as zero there."""
+        return list(self.views), {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Norm, clip, update the masters, round them to the model's dtype."""
+        norm = torch.linalg.vector_norm(self.flat)
+        self.overflow = self.refuse or not bool(torch.isfinite(norm))
+        self._global_grad_norm = float("inf") if self.overflow else float(norm)
+        if self.overflow:
+            self.flat.zero_()
+            return
+        if self.max_norm > 0.0:
+            self.flat.mul_(1.0 / torch.clamp((norm + 1e-6) / self.max_norm, min=1.0))
+        for master, view in zip(self.masters, self.views):
+            master.grad = view
+        self.inner.step()
+        for param, master in zip(self.model_params, self.masters):
+            master.grad = None
+            if param is not master:
+                param.copy_(master)
+        self.flat.zero_()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget what has been accumulated."""
+        self.flat.zero_()
+        for param in self.model_params:
+            param.grad = None
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's state and the masters."""
+        return {"inner": self.inner.state_dict(), "masters": [m.detach() for m in self.masters]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Restore what `state_dict` gave."""
+        self.inner.load_state_dict(state_dict["inner"])
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        for param, master, saved in zip(self.model_params, self.masters, state_dict["masters"]):
+            master.copy_(saved)
+            if param is not master:
+                param.copy_(master)
+
+
+def _master(param: torch.nn.Parameter) -> torch.nn.Parameter:
+    if param.dtype == torch.float32:
+        return param
+    return torch.nn.Parameter(param.detach().float())
+
+
+def _adder(view: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    @torch.no_grad()
+    def add(param: torch.Tensor) -> None:
+        view.add_(param.grad)  # type: ignore[arg-type]
+        param.grad = None
+
+    return add

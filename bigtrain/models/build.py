@@ -1,0 +1,340 @@
+"""`build_model`: one way from any source to a model ready for the engine, at every ZeRO stage.
+
+Values are drawn by the plain constructor in torch's default dtype (fp32) from the seed, and rounded once to `dtype`: the
+reference is the same constructor without ZeRO, same seed, followed by `.to(dtype)` on its parameters. Stage, world size and
+offload do not change a bit of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigtrain import ranks, zero
+from bigtrain.errors import ModelError
+from bigtrain.models.batchnorm import keep_statistics_in_fp32
+from bigtrain.models.checkpointing import disable_cache
+from bigtrain.models.tables import tied_groups
+from bigtrain.models.frozen import freeze, load_checkpoint
+from bigtrain.models.info import BuildInfo
+from bigtrain.models.placement import rank_device, seeded
+from bigtrain.models.pretrained import initialise_missing, load_weights
+from bigtrain.models.sharding import DtypeRule, dtype_rule, shard, thaw
+from bigtrain.models.source import Source, fetched, resolve, set_config_dtype
+from bigtrain.models.window import Window
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where and how parameters end up."""
+
+    stage: int
+    seed: int
+    device: torch.device
+    rule: DtypeRule
+    partitioner: zero.Partitioner | None
+    shard_device: torch.device | None
+
+    def window(self, draw: bool = True) -> Window:
+        return Window(shard_device=self.shard_device, draw=draw)
+
+
+def build_model(
+    source: Any,
+    *,
+    ds_config: Mapping[str, Any] | str | Path | None = None,
+    seed: int = 42,
+    dtype: torch.dtype = torch.bfloat16,
+    init_device: str | torch.device | None = None,
+    freeze: Sequence[str] = (),
+    frozen_checkpoints: Mapping[str, str | Path] | None = None,
+    attn_implementation: str | None = "sdpa",
+    resize_vocab_to: int | None = None,
+    trust_remote_code: bool = False,
+    keep_in_fp32: Sequence[str] = (),
+    **config_overrides: Any,
+) -> torch.nn.Module:
+    """Build a model, sharded from its first parameter on where the ds_config says stage 3. All ranks call it alike.
+
+    Args:
+        source: a Hugging Face folder (with weights: they are loaded; with only config.json: drawn from the seed), hub id,
+            config object or dict, "preset:NAME", or any callable that returns an nn.Module.
+        ds_config: dict or file; only its ZeRO section matters here. None: stage 0.
+        seed: sets torch's, numpy's and Python's generators for the build; the caller's state is restored afterwards.
+        dtype: of floating parameters. Buffers keep the constructor's dtype and value.
+        init_device: where values are drawn; None: this rank's own CUDA device, or the CPU.
+        freeze: module or parameter names that do not train (see `bigtrain.models.frozen.freeze`).
+        frozen_checkpoints: module name -> checkpoint file; loaded, and frozen like `freeze`.
+        attn_implementation: for transformers models.
+        resize_vocab_to: new number of token embeddings (transformers' resize_token_embeddings).
+        trust_remote_code: allow a folder's own Python code to run.
+        keep_in_fp32: name patterns (`*` is a wildcard) of parameters that are not rounded.
+        **config_overrides: settings of the transformers config, or keyword arguments of the callable.
+
+    Returns:
+        The module in training mode, with `bigtrain_info: BuildInfo`.
+
+    Raises:
+        ModelError: the source, a name or a setting cannot be used; some parameter cannot be partitioned.
+        WeightsError: a weight file is damaged or does not match.
+    """
+    config = _config(ds_config)
+    stage = _stage(config)
+    _check_ranks(stage)
+    source = fetched(source)
+    with ranks.together("reading the model's config"):
+        recipe = resolve(
+            source, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code, overrides=config_overrides
+        )
+    checkpoints = dict(frozen_checkpoints or {})
+    target = _target(config, stage, seed, dtype, init_device, keep_in_fp32)
+    build = _build_pretrained if recipe.directory else _build_fresh
+    model, info = build(recipe, target, checkpoints, resize_vocab_to)
+    info.source, info.dtype, info.ds_config, info.keep_in_fp32 = recipe.label, dtype, config, tuple(keep_in_fp32)
+    _settle(model, info, target, [*freeze, *checkpoints])
+    return model
+
+
+def _config(ds_config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    if isinstance(ds_config, (str, Path)):
+        from bigtrain.config import load
+
+        return load(ds_config)
+    return dict(ds_config or {})
+
+
+def _stage(config: Mapping[str, Any]) -> int:
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ModelError(f"zero_optimization.stage is {stage!r}: a model can be built for stage 0, 1, 2 or 3.")
+    return int(stage)
+
+
+def _check_ranks(stage: int) -> None:
+    """A process group must exist before the first parameter is cut, or every rank would see a world of one."""
+    import os
+
+    if zero.inside_zero_init():
+        raise ModelError(
+            "build_model is called inside `with deepspeed.zero.Init()`: leave the context, build_model partitions itself."
+        )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if not ranks.is_distributed() and (stage == 3 or launched > 1):
+        zero.init_distributed()
+    if ranks.is_distributed() and ranks.world_size() == 1 and launched > 1:
+        raise ModelError(
+            f"the launcher started {launched} ranks, but the process group has one: some code created a group of its own before. "
+            "Call bigtrain.zero.init_distributed() first in every rank, then build the model."
+        )
+
+
+def _target(
+    config: dict[str, Any], stage: int, seed: int, dtype: torch.dtype, init_device: Any, keep_in_fp32: Sequence[str]
+) -> _Target:
+    partitioner = zero.Partitioner(config, dtype) if stage == 3 else None
+    shard_device = None
+    if partitioner is not None:
+        section = config["zero_optimization"]
+        offloads = [section.get("offload_optimizer"), section.get("offload_param")]
+        # fp32 slices take twice the room of the final ones; where the host will hold the fp32 master, it holds them too.
+        on_host = any(isinstance(o, Mapping) and o.get("device") in ("cpu", "nvme") for o in offloads)
+        shard_device = torch.device("cpu") if on_host else partitioner.partition_device
+    device = rank_device() if init_device is None else torch.device(init_device)
+    if device.type == "meta":
+        raise ModelError("init_device='meta' draws no values; leave it out, the model is never whole on a device anyway.")
+    return _Target(stage, seed, device, dtype_rule(dtype, keep_in_fp32), partitioner, shard_device)
+
+
+def _construct(recipe: Source, target: _Target) -> torch.nn.Module:
+    with target.device if target.device.type != "cpu" else contextlib.nullcontext():
+        model = recipe.construct()
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"{recipe.label} returned a {type(model).__name__}, not an nn.Module.")
+    return model
+
+
+def _build_fresh(
+    recipe: Source, target: _Target, checkpoints: Mapping[str, str | Path], vocab: int | None
+) -> tuple[torch.nn.Module, BuildInfo]:
+    window = target.window() if target.partitioner else None
+    with seeded(target.seed), window or ranks.together(f"building {recipe.label}"):
+        model = _construct(recipe, target)
+        if vocab is not None:
+            _resize(model, vocab)
+        for prefix, path in checkpoints.items():
+            load_checkpoint(_submodule(model, prefix), path)
+    _close(model, target, window)
+    info = _info(target)
+    info.peak_whole_bytes = window.peak_bytes if window else 0
+    return model, info
+
+
+def _build_pretrained(
+    recipe: Source, target: _Target, checkpoints: Mapping[str, str | Path], vocab: int | None
+) -> tuple[torch.nn.Module, BuildInfo]:
+    assert recipe.directory is not None
+    window = target.window(draw=False)
+    with seeded(target.seed), window:
+        model = _construct(recipe, target)
+    if target.partitioner:
+        shard(model, window, target.partitioner, target.rule)
+    else:
+        _allocate(model, window, target)
+    missing = load_weights(model, recipe.directory)
+    info = _info(target)
+    info.initialised = tuple(missing)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    fresh = [parameters[name] for name in missing if name in parameters]
+    separate = [p for prefix in checkpoints for p in _submodule(model, prefix).parameters()]
+    resized = _embeddings(model) if vocab is not None else []
+    if fresh or separate or resized:
+        dtype = torch.get_default_dtype()
+        with seeded(target.seed), _opened(model, target, drop=[*fresh, *separate], keep=resized, dtype=dtype):
+            initialise_missing(model, fresh)
+            if vocab is not None:
+                _resize(model, vocab)
+            for prefix, path in checkpoints.items():
+                load_checkpoint(_submodule(model, prefix), path)
+    return model, info
+
+
+def _info(target: _Target) -> BuildInfo:
+    return BuildInfo(source="", dtype=torch.get_default_dtype(), stage=target.stage, seed=target.seed)
+
+
+def _allocate(model: torch.nn.Module, window: Window, target: _Target) -> None:
+    """Stages 0 to 2: real, unset memory for a skeleton's parameters."""
+    for name, param in model.named_parameters():
+        parked = window.close(param)
+        param.data = torch.empty(parked.shape, dtype=target.rule(name, parked.dtype), device=target.device)
+
+
+def _close(model: torch.nn.Module, target: _Target, window: Window | None) -> None:
+    """Round, and at stage 3 partition, what is not yet."""
+    if target.partitioner is not None and window is not None:
+        shard(model, window, target.partitioner, target.rule)
+        return
+    for name, param in model.named_parameters():
+        param.data = param.data.to(target.rule(name, param.dtype))
+
+
+@contextlib.contextmanager
+def _opened(
+    model: torch.nn.Module,
+    target: _Target,
+    *,
+    drop: Sequence[torch.nn.Parameter] = (),
+    keep: Sequence[torch.nn.Parameter] = (),
+    dtype: torch.dtype | None = None,
+) -> Iterator[None]:
+    """Let code change parameters of a finished model as if they were whole: `drop` without their values, `keep` with them."""
+    dropped = {id(p) for p in drop}
+    opened = {id(p): p for p in [*drop, *keep]}.values()
+    if target.partitioner is None:
+        for p in opened:
+            p.data = torch.empty_like(p.data, dtype=dtype) if id(p) in dropped else p.data.to(dtype or p.dtype)
+        yield
+        _close(model, target, None)
+        return
+    window = target.window()
+    for p in opened:
+        thaw(p, window, dtype, values=id(p) not in dropped)
+    with window:
+        yield
+    _close(model, target, window)
+
+
+def _submodule(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        inner = [n for n, _ in model.named_modules() if n.endswith("." + name)]
+        if len(inner) == 1:
+            return model.get_submodule(inner[0])
+        raise ModelError(
+            f"frozen_checkpoints: there is no module {name!r}; candidates: {', '.join(inner) or 'none'}.", [name]
+        ) from None
+
+
+def _resize(model: torch.nn.Module, vocab: int) -> None:
+    if not hasattr(model, "resize_token_embeddings"):
+        raise ModelError(f"resize_vocab_to={vocab}: {type(model).__name__} has no resize_token_embeddings.")
+    model.resize_token_embeddings(vocab)  # type: ignore[operator]
+
+
+def _embeddings(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    parts = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
+    return [p for part in parts if part is not None for p in part.parameters()]
+
+
+def _settle(model: torch.nn.Module, info: BuildInfo, target: _Target, frozen: Sequence[str]) -> None:
+    """Everything that does not touch values."""
+    model.bigtrain_info = info  # type: ignore[assignment]
+    config = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        set_config_dtype(config, info.dtype)
+        disable_cache(model)
+    if info.dtype != torch.float32:
+        keep_statistics_in_fp32(model)
+    freeze(model, frozen)
+    info.frozen = tuple(n for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad)
+    info.tied = tied_groups(model)
+    info.fp32_wanted = tuple(sorted(getattr(model, "_keep_in_fp32_modules_strict", None) or ()))
+    if info.fp32_wanted and info.dtype != torch.float32 and not info.keep_in_fp32:
+        logger.warning(
+            "%s wants these in fp32: %s. They are %s now; keep_in_fp32=[...] leaves their parameters unrounded.",
+            info.source, ", ".join(info.fp32_wanted), str(info.dtype).removeprefix("torch."),
+        )  # fmt: skip
+    if target.partitioner is not None:
+        for buffer in model.buffers():  # DeepSpeed moves no buffers of a model that is partitioned already
+            buffer.data = buffer.data.to(target.partitioner.local_device)
+        target.partitioner.install_efficient_linear()
+
+
+def edit_model(model: torch.nn.Module, edit: Callable[[torch.nn.Module], Any], *, seed: int | None = None) -> torch.nn.Module:
+    """Run code that adds or changes parameters over a built model: adapters (`lambda m: get_peft_model(m, config)`), new heads.
+
+    At stage 3 the code sees full shapes and values, in the parameters' own dtype, with no more than a window of them whole;
+    afterwards everything is partitioned again and new parameters have the model's dtype. Call it before the engine exists.
+
+    Args:
+        edit: gets the model; may return another module that holds it.
+        seed: for values that `edit` draws; None: the build's.
+
+    Returns:
+        What `edit` returned, or the model.
+    """
+    info: BuildInfo = model.bigtrain_info  # type: ignore[assignment]
+    seed = info.seed if seed is None else seed
+    target = _target(info.ds_config, info.stage, seed, info.dtype, None, info.keep_in_fp32)
+    result = [model]
+    with seeded(seed), _opened_as(result, model, target):
+        edited = edit(model)
+        result[0] = edited if isinstance(edited, torch.nn.Module) else model
+    result[0].bigtrain_info = info  # type: ignore[assignment]
+    info.frozen = tuple(n for n, p in result[0].named_parameters(remove_duplicate=False) if not p.requires_grad)
+    info.tied = tied_groups(result[0])
+    return result[0]
+
+
+@contextlib.contextmanager
+def _opened_as(result: list[torch.nn.Module], model: torch.nn.Module, target: _Target) -> Iterator[None]:
+    """`_opened` over all parameters, closing the module that the caller puts into `result`."""
+    if target.partitioner is None:
+        yield
+        _close(result[0], target, None)
+        return
+    window = target.window()
+    for p in {id(p): p for p in model.parameters()}.values():
+        thaw(p, window, None, values=True)
+    with window:
+        yield
+    _close(result[0], target, window)

@@ -1,0 +1,151 @@
+"""Activation checkpointing that is really on: recompute blocks in backward instead of keeping their activations."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from bigtrain.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+
+def wants_activation_checkpointing(ds_config: Mapping[str, Any] | None) -> bool:
+    """True if the ds_config's `activation_checkpointing` block asks for it.
+
+    A block that is present means on, as its readers expect; `"enabled": false` in it, or all of its values false, means off.
+    """
+    block = (ds_config or {}).get("activation_checkpointing")
+    if not isinstance(block, Mapping):
+        return bool(block)
+    if "enabled" in block:
+        return bool(block["enabled"])
+    return not block or any(bool(v) for k, v in block.items() if k != "profile")
+
+
+def enable_activation_checkpointing(
+    model: torch.nn.Module, block_classes: Sequence[type | str] | type | str | None = None
+) -> int:
+    """Recompute blocks in backward (non-reentrant); parameters keep their names.
+
+    Args:
+        model: a transformers model, or any module if `block_classes` is given.
+        block_classes: classes, or names of classes, each instance of which is recomputed as a whole. None: the blocks that
+            the transformers model itself declares.
+
+    Returns:
+        How many blocks are recomputed; 0 comes with a warning, because memory use is then unchanged.
+
+    Raises:
+        ModelError: no module has a class of that name.
+    """
+    disable_cache(model)
+    if block_classes is None:
+        count = _enable_declared(model)
+    else:
+        count = _wrap_blocks(model, [block_classes] if isinstance(block_classes, (type, str)) else list(block_classes))
+    if count == 0:
+        logger.warning(
+            "activation checkpointing was asked for, but nothing in %s got wrapped: memory use is unchanged. Name the "
+            "repeated block's class; repeated classes here: %s.",
+            type(model).__name__,
+            ", ".join(_repeated_classes(model)) or "none",
+        )
+    info = getattr(model, "bigtrain_info", None)
+    if info is not None:
+        info.checkpointed_blocks = count
+    return count
+
+
+def _enable_declared(model: torch.nn.Module) -> int:
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        return 0
+    # transformers 5.24 renamed it; 5.17 knows only the older name.
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    on = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    blocks = [m for m in on if isinstance(m, GradientCheckpointingLayer)]
+    return len(blocks) or len(on)
+
+
+def _wrap_blocks(model: torch.nn.Module, classes: list[type | str]) -> int:
+    names = {c for c in classes if isinstance(c, str)}
+    kinds = tuple(c for c in classes if isinstance(c, type))
+    blocks = [m for m in model.modules() if isinstance(m, kinds) or names & _class_names(m)]
+    known = set().union(*(_class_names(m) for m in model.modules()))
+    unknown = sorted(names - known)
+    if unknown:
+        raise ModelError(
+            f"no module of class {', '.join(unknown)} in {type(model).__name__}; repeated classes here: "
+            f"{', '.join(_repeated_classes(model)) or 'none'}.",
+            unknown,
+        )
+    for block in blocks:
+        if "_bigtrain_inner_forward" not in block.__dict__:
+            block._bigtrain_inner_forward = block.__dict__.get("forward")  # type: ignore[assignment]
+            block.forward = types.MethodType(_checkpointed_forward, block)  # type: ignore[method-assign]
+    return len(blocks)
+
+
+def _class_names(module: torch.nn.Module) -> set[str]:
+    cls = type(module)
+    return {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}
+
+
+def _checkpointed_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Runs inside the module's __call__, so that DeepSpeed's hooks on the block itself stay outside of the recompute."""
+    inner = self.__dict__["_bigtrain_inner_forward"] or functools.partial(type(self).forward, self)
+    if not torch.is_grad_enabled():
+        return inner(*args, **kwargs)
+    return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+
+def _repeated_classes(model: torch.nn.Module) -> list[str]:
+    counts: dict[str, int] = {}
+    for module in model.modules():
+        if next(module.children(), None) is not None and not isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
+    return [name for name, n in sorted(counts.items(), key=lambda item: -item[1]) if n > 1][:5]
+
+
+def disable_cache(model: torch.nn.Module) -> bool | None:
+    """Switch `use_cache` off for training; what it was stays in `model.bigtrain_info.use_cache` and `export_config`."""
+    config = getattr(model, "config", None)
+    before = _use_cache(config)
+    info = getattr(model, "bigtrain_info", None)
+    if info is not None and info.use_cache is None:
+        info.use_cache = before
+    for part in _cached_configs(config):
+        part.use_cache = False
+    return before
+
+
+def export_config(model: torch.nn.Module) -> Any:
+    """A copy of the model's config as an exported folder must have it: `use_cache` as before training. None without config."""
+    config = copy.deepcopy(getattr(model, "config", None))
+    before = getattr(getattr(model, "bigtrain_info", None), "use_cache", None)
+    if before is not None:
+        for part in _cached_configs(config):
+            part.use_cache = before
+    return config
+
+
+def _cached_configs(config: Any) -> list[Any]:
+    nested = config.get_text_config() if hasattr(config, "get_text_config") else None
+    return [c for c in (config, nested) if c is not None and getattr(c, "use_cache", None) is not None]
+
+
+def _use_cache(config: Any) -> bool | None:
+    found = _cached_configs(config)
+    return bool(found[-1].use_cache) if found else None

@@ -1,0 +1,54 @@
+"""Values from weight files, and from the seed for what the files lack."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bigtrain.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+
+def load_weights(model: torch.nn.Module, directory: Path) -> list[str]:
+    """Load a Hugging Face folder into an allocated model; returns the names that the files lack.
+
+    Names tied to one that was found are not missing.
+    """
+    from bigtrain.weights import load_into
+
+    report = load_into(model, directory, allow_missing=("*",))
+    missing = set(report.missing)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found = {id(p) for name, p in parameters.items() if name not in missing}
+    missing -= {name for name, p in parameters.items() if id(p) in found}
+    if missing:
+        logger.warning(
+            "%d names are not in %s and were drawn from the seed: %s", len(missing), directory, ", ".join(sorted(missing)[:10])
+        )
+    _take_generation_config(model, directory)
+    return sorted(missing)
+
+
+def _take_generation_config(model: torch.nn.Module, directory: Path) -> None:
+    if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(directory)  # type: ignore[assignment]
+
+
+def initialise_missing(model: torch.nn.Module, missing: Sequence[torch.nn.Parameter]) -> None:
+    """Draw `missing` as transformers does for a checkpoint without them; everything else keeps its value."""
+    if not missing:
+        return
+    if not hasattr(model, "initialize_weights"):
+        raise ModelError(f"{type(model).__name__} cannot draw the {len(missing)} parameters that its files lack.")
+    wanted = {id(p) for p in missing}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor._is_hf_initialized = id(tensor) not in wanted  # type: ignore[attr-defined]
+    for module in model.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+    model.initialize_weights()  # type: ignore[operator]

@@ -1,0 +1,98 @@
+"""From a built model to ZeRO-3 parameters, and back for as long as code wants to change it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.nn import Parameter
+
+from bigtrain import ranks, zero
+from bigtrain.errors import ModelError
+from bigtrain.models.window import Window, can_be_parked, gather
+
+DtypeRule = Callable[[str, torch.dtype], torch.dtype]
+
+
+def dtype_rule(dtype: torch.dtype, keep_in_fp32: Iterable[str] = ()) -> DtypeRule:
+    """Floating parameters get `dtype`, except those whose name matches a pattern (`*` is a wildcard; anywhere in the name)."""
+    patterns = [re.compile(re.escape(p).replace(r"\*", ".*")) for p in keep_in_fp32]
+
+    def rule(name: str, drawn: torch.dtype) -> torch.dtype:
+        if not drawn.is_floating_point:
+            return drawn
+        return torch.float32 if any(p.search(name) for p in patterns) else dtype
+
+    return rule
+
+
+def shard(model: torch.nn.Module, window: Window, partitioner: zero.Partitioner, rule: DtypeRule) -> None:
+    """Partition every parameter that is not yet; call it after the window's context has ended.
+
+    Raises:
+        ModelError: on all ranks, with the names of parameters that cannot be partitioned, share memory with another one,
+            or got different values on different ranks.
+    """
+    fresh = [(name, p) for name, p in model.named_parameters() if not zero.is_partitioned(p)]
+    _refuse(fresh)
+    parked = {name: window.close(p) for name, p in fresh}
+    if window.draw:
+        _refuse_different_values({name: entry.sample for name, entry in parked.items()})
+    for name, param in fresh:
+        entry = parked[name]
+        dtype = rule(name, entry.dtype)
+        if partitioner.must_see_whole:
+            empty = torch.empty(entry.shape, dtype=dtype, device=param.device)
+            param.data = empty if entry.shard is None else gather(entry.shard, entry.shape, param.device)
+            partitioner.adopt_whole(param, dtype)
+        else:
+            partitioner.adopt(param, entry.shape, dtype, entry.shard)
+        entry.shard = None
+    window.restore_others()
+    left = [name for name, p in model.named_parameters() if not zero.is_partitioned(p)]
+    if left:
+        raise ModelError(f"{len(left)} parameters are not partitioned: {', '.join(left[:10])}.", left)
+
+
+def _refuse(named: list[tuple[str, Parameter]]) -> None:
+    bad = [name for name, p in named if not can_be_parked(p)]
+    if bad:
+        raise ModelError(
+            f"{len(bad)} parameters cannot be partitioned: {', '.join(bad[:10])}. They are lazy (give the layer its input size), "
+            "on the meta device (never given values) or quantized; build the layer with real values.",
+            bad,
+        )
+    owner: dict[int, str] = {}
+    for name, p in named:
+        if p.numel() and p.__dict__.get("_bigtrain_parked") is None:
+            other = owner.setdefault(p.data_ptr(), name)
+            if other != name:
+                raise ModelError(
+                    f"{other} and {name} are two parameters over the same memory; sharding would part them without a word. "
+                    "Tie them by assigning the same Parameter object: b.weight = a.weight.",
+                    [other, name],
+                )
+
+
+def _refuse_different_values(samples: dict[str, int]) -> None:
+    everyone = ranks.all_gather_object(samples)
+    if any(list(s) != list(samples) for s in everyone):
+        counts = [len(s) for s in everyone]
+        raise ModelError(
+            f"ranks built different models (number of parameters by rank: {counts}). Construct it alike everywhere."
+        )
+    different = [name for name in samples if any(s[name] != samples[name] for s in everyone)]
+    if different:
+        raise ModelError(
+            f"{len(different)} parameters got different values on different ranks: {', '.join(different[:10])}. The constructor "
+            "draws from a generator of its own, or depends on the rank; draw from torch's, numpy's or Python's global one.",
+            different,
+        )
+
+
+def thaw(param: Parameter, window: Window, dtype: torch.dtype | None, values: bool) -> None:
+    """Give a partitioned parameter back to a window, as `dtype` (None: as it is), with or without its values."""
+    shape = zero.full_shape(param)
+    part = zero.Partitioner.release(param)
+    window.resume(param, shape, dtype or part.dtype, part if values else None)

@@ -1,0 +1,140 @@
+"""Builders behind the table's rows."""
+
+from __future__ import annotations
+
+import logging
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bigtrain.errors import UsageError
+from bigtrain.optim.table import OPTIMIZERS, canonical_name
+
+log = logging.getLogger(__name__)
+Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a builder may use.
+
+    Attributes:
+        lr: learning rate until the engine sets it.
+        betas: decay rates of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: for groups that do not say their own.
+        offload: the optimizer's partitions live on the CPU although the model may be on a GPU.
+        device: "cuda" or "cpu", where the model is.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    offload: bool
+    device: str
+
+    @property
+    def adam(self) -> dict[str, Any]:
+        """The keyword arguments common to all AdamW classes."""
+        return {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
+
+
+def build_optimizer(
+    name: str,
+    groups: Groups,
+    *,
+    lr: float,
+    betas: Sequence[float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    offload: bool = False,
+    device: str = "cuda",
+) -> torch.optim.Optimizer:
+    """Build optimizer `name` for DeepSpeed to wrap. The config needs `engine_config_patch(name)` as well.
+
+    Args:
+        name: a key of `OPTIMIZERS` or an alias.
+        groups: from `param_groups`.
+        lr: peak learning rate; the engine sets the rate of each step.
+        betas: decay rates of the moments.
+        eps: added to the root of the second moment.
+        weight_decay: for groups without their own value.
+        offload: True if the config offloads the optimizer to the CPU.
+        device: "cuda" or "cpu", where the model is.
+
+    Raises:
+        UsageError: on an unknown name or values out of range.
+        BuildError: if the optimizer needs something that this machine lacks.
+    """
+    row = OPTIMIZERS[canonical_name(name)]
+    _check(lr, betas, eps, weight_decay)
+    options = Options(
+        lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, offload=offload, device=torch.device(device).type
+    )
+    return pkgutil.resolve_name(row.build)(groups, options)
+
+
+def after_initialize(name: str, ds_engine: Any) -> None:
+    """Call once after `deepspeed.initialize` with its engine: lets the optimizer settle into DeepSpeed's buffers."""
+    hook = OPTIMIZERS[canonical_name(name)].hook
+    if hook is not None:
+        pkgutil.resolve_name(hook)(ds_engine)
+
+
+def _check(lr: float, betas: Sequence[float], eps: float, weight_decay: float) -> None:
+    if not lr >= 0.0:
+        raise UsageError(f"the learning rate is {lr}: it must be 0 or more.")
+    if len(betas) != 2 or not all(0.0 <= b < 1.0 for b in betas):
+        raise UsageError(f"betas are {tuple(betas)}: they must be two numbers, each at least 0 and below 1.")
+    if not eps >= 0.0:
+        raise UsageError(f"eps is {eps}: it must be 0 or more.")
+    if not weight_decay >= 0.0:
+        raise UsageError(f"weight_decay is {weight_decay}: it must be 0 or more.")
+
+
+def adamw(groups: Groups, options: Options) -> torch.optim.Optimizer:
+    """torch's fused AdamW on a GPU, DeepSpeed's CPU Adam when offloaded, plain torch AdamW elsewhere."""
+    if options.offload:
+        from bigtrain import zero
+
+        return zero.cpu_adam(groups, **options.adam)
+    if options.device == "cuda":
+        return torch.optim.AdamW(groups, fused=True, **options.adam)
+    return adamw_torch(groups, options)
+
+
+def adamw_torch(groups: Groups, options: Options) -> torch.optim.Optimizer:
+    """torch's AdamW, one parameter after the other: the reference arithmetic."""
+    return torch.optim.AdamW(groups, foreach=False, **options.adam)
+
+
+def adamw_8bit(groups: Groups, options: Options) -> torch.optim.Optimizer:
+    """bitsandbytes' block-wise 8-bit AdamW on partitions of any size."""
+    from bigtrain.optim.eight_bit import AdamW8bit
+
+    return AdamW8bit(groups, **options.adam)
+
+
+def adamw_split(groups: Groups, options: Options) -> torch.optim.Optimizer:
+    """AdamW on bf16 weights with the rest of the fp32 master as 16 bits of state, fp32 moments."""
+    from bigtrain.optim.split import AdamWSplit
+
+    return AdamWSplit(groups, **options.adam)
+
+
+def adamw_split_8bit(groups: Groups, options: Options) -> torch.optim.Optimizer:
+    """The same with block-wise 8-bit moments."""
+    from bigtrain.optim.split import AdamWSplit
+
+    return AdamWSplit(groups, moments="8bit", **options.adam)
+
+
+def muon(groups: Groups, options: Options) -> torch.optim.Optimizer:
+    """Muon for hidden matrices and AdamW for the rest."""
+    from bigtrain.optim.orthogonal import OrthogonalMomentum
+
+    return OrthogonalMomentum(groups, **options.adam)

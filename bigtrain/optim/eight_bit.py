@@ -1,0 +1,126 @@
+"""bitsandbytes' 8-bit AdamW on ZeRO partitions of any size and on CPU tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bigtrain.errors import BuildError
+
+try:
+    import bitsandbytes.functional as bnb
+except ImportError as error:  # an optional part of the installation
+    bnb = None
+    _why = str(error)
+
+from bigtrain.optim.state import load_keeping_dtypes
+from bigtrain.optim.table import BLOCK_ELEMS, MIN_8BIT_ELEMS
+
+# bitsandbytes' kernels count elements in a signed 32-bit integer; a chunk must also end on a block of 8-bit state.
+MAX_CHUNK_ELEMS = (2**31 - 1) // BLOCK_ELEMS * BLOCK_ELEMS
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW with block-wise 8-bit moments, by bitsandbytes' kernels (CPU and CUDA).
+
+    Differs from `bitsandbytes.optim.AdamW8bit` in two points: a tensor above 2^31-1 elements is updated in chunks of whole
+    256-element blocks, with the same result, where bitsandbytes fails with "invalid argument ... ops.cu"; and the learning
+    rate, betas and so on are read from the group alone. Moments are uint8 with one fp32 scale a block; tensors below
+    `MIN_8BIT_ELEMS` elements keep fp32 moments. Per-parameter overrides of bitsandbytes' GlobalOptimManager have no effect:
+    ZeRO hands over flat partitions, in which parameters have no names.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        betas: decay rates of the moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay.
+        max_chunk_elems: elements handed to one kernel call, a multiple of 256.
+
+    Raises:
+        BuildError: if bitsandbytes is not installed.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_chunk_elems: int = MAX_CHUNK_ELEMS,
+    ):
+        if bnb is None:
+            raise BuildError(f"optimizer adamw_8bit needs bitsandbytes ({_why}): pip install 'bitsandbytes>=0.50'")
+        if max_chunk_elems % BLOCK_ELEMS:
+            raise ValueError(f"max_chunk_elems is {max_chunk_elems}, which is no multiple of {BLOCK_ELEMS}")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.max_chunk_elems = max_chunk_elems
+        self._maps: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.numel():
+                    self._update(param, group)
+
+    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state.update(_new_state(param))
+        state["step"] += 1
+        weight, grad = param.view(-1), param.grad.contiguous().view(-1)  # type: ignore[union-attr]
+        for start in range(0, weight.numel(), self.max_chunk_elems):
+            self._update_chunk(weight, grad, state, group, start)
+
+    def _update_chunk(
+        self, weight: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any], start: int
+    ) -> None:
+        here = slice(start, start + self.max_chunk_elems)
+        m, v = state["state1"].view(-1)[here], state["state2"].view(-1)[here]
+        beta1, beta2 = group["betas"]
+        decay, eps, lr, step = group["weight_decay"], group["eps"], float(group["lr"]), state["step"]
+        if m.dtype == torch.float32:
+            bnb.optimizer_update_32bit(
+                "adam", grad[here], weight[here], m, beta1, eps, step, lr, v, beta2, 0.0, 0.0, decay, 1.0, None, 0.0
+            )
+            return
+        blocks = slice(start // BLOCK_ELEMS, (start + m.numel() + BLOCK_ELEMS - 1) // BLOCK_ELEMS)
+        code1, code2 = self._codes(weight.device)
+        scales = state["absmax1"][blocks], state["absmax2"][blocks]
+        bnb.optimizer_update_8bit_blockwise(
+            "adam", grad[here], weight[here], m, v, beta1, beta2, 0.0, 0.0, eps, step, lr, code1, code2, *scales, decay
+        )
+
+    def _codes(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """bitsandbytes' dynamic 8-bit codes, signed and unsigned, on `device`."""
+        if device not in self._maps:
+            self._maps[device] = (
+                bnb.create_dynamic_map(signed=True).to(device),
+                bnb.create_dynamic_map(signed=False).to(device),
+            )
+        return self._maps[device]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's own rule would cast the uint8 moments and fp32 scales to the parameter's dtype; keep theirs."""
+        load_keeping_dtypes(self, state_dict, super().load_state_dict)
+
+
+def _new_state(param: torch.Tensor) -> dict[str, Any]:
+    def zeros(elems: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(elems, dtype=dtype, device=param.device)
+
+    n = param.numel()
+    if n < MIN_8BIT_ELEMS:
+        return {"step": 0, "state1": zeros(n, torch.float32), "state2": zeros(n, torch.float32)}
+    blocks = -(-n // BLOCK_ELEMS)
+    return {
+        "step": 0,
+        "state1": zeros(n, torch.uint8),
+        "state2": zeros(n, torch.uint8),
+        "absmax1": zeros(blocks, torch.float32),
+        "absmax2": zeros(blocks, torch.float32),
+    }

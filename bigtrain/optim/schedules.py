@@ -1,0 +1,100 @@
+"""Learning-rate schedules: pure functions of the step's number. The engine owns the rate and sets it itself.
+
+`step` counts optimizer updates from 0. With a warm-up of W steps, update `s < W` runs at `(s + 1) / W` of the peak rate, so the
+first update already moves the weights (transformers' lambdas give 0 there) and update `W - 1` is at the peak. From update W on
+the values are those of transformers' `get_*_schedule_with_warmup` at the same step; past the end the last value stays.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+
+from bigtrain.errors import UsageError
+
+Factor = Callable[[int], float]
+DECAYS: dict[str, Factor | Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "1-sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+ALIASES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
+NAMES = ("linear", "cosine", "constant", "wsd")
+
+
+def schedule(
+    name: str,
+    *,
+    warmup_steps: int = 0,
+    total_steps: int | None = None,
+    min_ratio: float = 0.0,
+    decay_steps: int | None = None,
+    decay: str = "linear",
+) -> Factor:
+    """The factor on the peak learning rate as a function of the update's number.
+
+    Args:
+        name: "linear", "cosine", "constant" or "wsd" (warm-up, stable, decay); the Hugging Face names are accepted.
+        warmup_steps: updates of linear warm-up.
+        total_steps: updates of the whole run; may be None for "constant" only.
+        min_ratio: what the decay ends at, as a part of the peak rate.
+        decay_steps: "wsd" only: updates of the decay at the end; a tenth of `total_steps` by default.
+        decay: "wsd" only: "linear", "cosine" or "1-sqrt".
+
+    Returns:
+        A function from the 0-based update number to the factor, without state.
+
+    Raises:
+        UsageError: on an unknown name or values that contradict each other.
+    """
+    kind = ALIASES.get(name, name)
+    if kind not in NAMES:
+        near = difflib.get_close_matches(str(name), [*NAMES, *ALIASES], n=2)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "."
+        raise UsageError(f"unknown schedule {name!r}{hint} Known: {', '.join(NAMES)} (also {', '.join(ALIASES)}).")
+    _check(kind, warmup_steps, total_steps, min_ratio, decay_steps, decay)
+    if kind == "constant":
+        return lambda step: _warm(step, warmup_steps, 1.0)
+    assert total_steps is not None
+    if kind == "wsd":
+        length = max(1, round(total_steps * 0.1)) if decay_steps is None else decay_steps
+        length = min(length, total_steps - warmup_steps)
+        return _decaying(warmup_steps, total_steps - length, length, min_ratio, DECAYS[decay])
+    return _decaying(warmup_steps, warmup_steps, total_steps - warmup_steps, min_ratio, DECAYS[kind])
+
+
+def _warm(step: int, warmup_steps: int, after: float) -> float:
+    return (step + 1) / warmup_steps if step < warmup_steps else after
+
+
+def _decaying(warmup_steps: int, start: int, length: int, min_ratio: float, shape: Callable) -> Factor:
+    """Warm up, stay at the peak until `start`, then follow `shape` for `length` updates down to `min_ratio`."""
+
+    def factor(step: int) -> float:
+        progress = min(max(step - start, 0) / max(1, length), 1.0)
+        return _warm(step, warmup_steps, shape(progress) * (1.0 - min_ratio) + min_ratio)
+
+    return factor
+
+
+def _check(
+    kind: str, warmup_steps: int, total_steps: int | None, min_ratio: float, decay_steps: int | None, decay: str
+) -> None:
+    if warmup_steps < 0:
+        raise UsageError(f"warmup_steps is {warmup_steps}: it must be 0 or more.")
+    if not 0.0 <= min_ratio <= 1.0:
+        raise UsageError(f"min_ratio is {min_ratio}: it is a part of the peak learning rate, between 0 and 1.")
+    if decay not in DECAYS:
+        raise UsageError(f"decay is {decay!r}: it must be one of {', '.join(DECAYS)}.")
+    if total_steps is None:
+        if kind != "constant":
+            raise UsageError(f"schedule {kind!r} needs total_steps: how many updates the run makes.")
+        return
+    if total_steps < 1:
+        raise UsageError(f"total_steps is {total_steps}: it must be at least 1.")
+    if warmup_steps > total_steps:
+        raise UsageError(f"warmup_steps is {warmup_steps}, more than the run's {total_steps} updates: shorten the warm-up.")
+    room = total_steps - warmup_steps
+    if kind == "wsd" and decay_steps is not None and not 0 <= decay_steps <= room:
+        raise UsageError(f"decay_steps is {decay_steps}: it must lie between 0 and total_steps - warmup_steps = {room}.")

@@ -1,0 +1,150 @@
+"""The split AdamW update as one GPU kernel: reads weight, rest, moments and gradient once, writes the first four once.
+
+The arithmetic and its order are those of `arithmetic.py`, with every operation rounded on its own: fused multiply-adds are
+written out and the compiler's own fusing is off (`enable_fp_fusion=False`), divisions and roots are the correctly rounded ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from bigtrain.optim.arithmetic import Scalars, code_tables
+from bigtrain.optim.table import BLOCK_ELEMS
+
+FP32_BLOCK = 1024
+ROWS = 8  # 8-bit blocks of 256 elements a program handles
+
+
+@triton.jit
+def _join(weight, low, tie):
+    bits = (weight.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low.to(tl.int32) + (tie << 16)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round(master):
+    """bf16 nearest even, the rest as int32 in [-32768, 32768]. In integers, because Triton's interpreter truncates the cast."""
+    bits = master.to(tl.int32, bitcast=True)
+    high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    high = tl.where(master == master, high, 0x7FC0)
+    return high.to(tl.int16).to(tl.bfloat16, bitcast=True), bits - (high << 16)
+
+
+@triton.jit
+def _adamw(master, g, m, v, decay, weight1, beta2, weight2, root2, eps, step_size):
+    master = master * decay
+    if weight1 < 0.5:
+        m = tl.fma(weight1, g - m, m)
+    else:
+        m = tl.fma(weight1 - 1.0, g - m, g)
+    v = tl.fma(weight2 * g, g, v * beta2)
+    d = tl.div_rn(tl.sqrt_rn(v), root2 + tl.zeros_like(v)) + eps
+    return master + tl.div_rn(step_size * m, d), m, v
+
+
+@triton.jit
+def _fp32_kernel(
+    weight_ptr, low_ptr, m_ptr, v_ptr, grad_ptr, factor_ptr, n,
+    decay, weight1, beta2, weight2, root2, eps, step_size,
+    HAS_FACTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    v = tl.load(v_ptr + at, mask=inside, other=0.0)
+    v_bits = v.to(tl.int32, bitcast=True)
+    tie = (v_bits >> 31) & 1
+    v = (v_bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    master = _join(tl.load(weight_ptr + at, mask=inside, other=0.0), tl.load(low_ptr + at, mask=inside, other=0), tie)
+    g = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_FACTOR:
+        g = g * tl.load(factor_ptr)
+    m = tl.load(m_ptr + at, mask=inside, other=0.0)
+    master, m, v = _adamw(master, g, m, v, decay, weight1, beta2, weight2, root2, eps, step_size)
+    weight, rest = _round(master)
+    tl.store(weight_ptr + at, weight, mask=inside)
+    tl.store(low_ptr + at, rest.to(tl.int16), mask=inside)
+    tl.store(m_ptr + at, m, mask=inside)
+    sign = tl.where(rest == 32768, -2147483648, 0).to(tl.int32)
+    tl.store(v_ptr + at, (v.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _nearest(x, middles_ptr):
+    """Number of mid-points below x, by halving: the nearest of 256 ascending codes."""
+    index = tl.zeros_like(x).to(tl.int32)
+    for power in tl.static_range(8):
+        step: tl.constexpr = 128 >> power
+        middle = tl.load(middles_ptr + index + (step - 1))
+        index = tl.where(x > middle, index + step, index)
+    return index
+
+
+@triton.jit
+def _8bit_kernel(
+    weight_ptr, low_ptr, code1_ptr, code2_ptr, scale1_ptr, scale2_ptr, grad_ptr, factor_ptr,
+    signed_ptr, signed_middles_ptr, unsigned_ptr, unsigned_middles_ptr, n,
+    decay, weight1, beta2, weight2, root2, eps, step_size,
+    HAS_FACTOR: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = at < n
+    has_row = row * WIDTH < n
+    scale1 = tl.load(scale1_ptr + row, mask=has_row, other=0.0)
+    scale2 = tl.load(scale2_ptr + row, mask=has_row, other=0.0)
+    m = tl.load(signed_ptr + tl.load(code1_ptr + at, mask=inside, other=0).to(tl.int32)) * scale1[:, None]
+    v = tl.load(unsigned_ptr + tl.load(code2_ptr + at, mask=inside, other=0).to(tl.int32)) * scale2[:, None]
+    low = tl.load(low_ptr + at, mask=inside, other=0)
+    master = _join(tl.load(weight_ptr + at, mask=inside, other=0.0), low, tl.zeros_like(low).to(tl.int32))
+    g = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_FACTOR:
+        g = g * tl.load(factor_ptr)
+    master, m, v = _adamw(master, g, m, v, decay, weight1, beta2, weight2, root2, eps, step_size)
+    weight, rest = _round(master)
+    tl.store(weight_ptr + at, weight, mask=inside)
+    tl.store(low_ptr + at, tl.minimum(rest, 32767).to(tl.int16), mask=inside)
+    m = tl.where(inside, m, 0.0)
+    v = tl.where(inside, v, 0.0)
+    scale1 = tl.max(tl.abs(m), axis=1)
+    scale2 = tl.max(v, axis=1)
+    index1 = _nearest(tl.div_rn(m, tl.where(scale1 == 0.0, 1.0, scale1)[:, None] + tl.zeros_like(m)), signed_middles_ptr)
+    index2 = _nearest(tl.div_rn(v, tl.where(scale2 == 0.0, 1.0, scale2)[:, None] + tl.zeros_like(v)), unsigned_middles_ptr)
+    index2 = tl.where((index2 == 0) & (v > 0.0), 1, index2)
+    tl.store(code1_ptr + at, index1.to(tl.uint8), mask=inside)
+    tl.store(code2_ptr + at, index2.to(tl.uint8), mask=inside)
+    tl.store(scale1_ptr + row, scale1, mask=has_row)
+    tl.store(scale2_ptr + row, scale2, mask=has_row)
+
+
+def update(
+    weight: torch.Tensor, grad: torch.Tensor, parts: dict[str, torch.Tensor], s: Scalars, factor: torch.Tensor | float | None
+) -> None:
+    """Update one flat chunk in place.
+
+    Args:
+        weight: bf16 [n], on the GPU.
+        grad: bf16 or fp32 [n].
+        parts: the state's tensors for this chunk, as `AdamWSplit` keeps them.
+        s: the update's scalars.
+        factor: what the gradient is multiplied by first, a 0-d fp32 tensor or a number, or None.
+    """
+    n = weight.numel()
+    has_factor = factor is not None
+    factor = torch.as_tensor(1.0 if factor is None else factor, dtype=torch.float32).to(weight.device)
+    scalars = (s.decay, s.weight1, s.beta2, s.weight2, s.root2, s.eps, s.step_size)
+    options: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
+    if "exp_avg" in parts:
+        _fp32_kernel[(triton.cdiv(n, FP32_BLOCK),)](
+            weight, parts["low"], parts["exp_avg"], parts["exp_avg_sq"], grad, factor, n, *scalars,
+            HAS_FACTOR=has_factor, BLOCK=FP32_BLOCK, **options,
+        )  # fmt: skip
+        return
+    tables = [*code_tables(True, weight.device), *code_tables(False, weight.device)]
+    _8bit_kernel[(triton.cdiv(n, ROWS * BLOCK_ELEMS),)](
+        weight, parts["low"], parts["state1"], parts["state2"], parts["absmax1"], parts["absmax2"], grad, factor,
+        *tables, n, *scalars, HAS_FACTOR=has_factor, ROWS=ROWS, WIDTH=BLOCK_ELEMS, **options,
+    )  # fmt: skip

@@ -1,0 +1,191 @@
+"""`bigtrain plan`: what fits, where every byte goes, which configuration is the fastest. Exit 3: it does not fit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from bigtrain import shapes
+from bigtrain.errors import DoesNotFitError, UsageError
+from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, Choice, choose
+from bigtrain.plan.families import read_json
+from bigtrain.plan.inputs import PlanInput, plan_input
+from bigtrain.plan.machine import gpu_memory, host_memory, parse_bytes
+from bigtrain.plan.predict import Plan, predict
+from bigtrain.plan.roofline import Rates, rates_from
+from bigtrain.plan.show import choice_text, plan_text
+from bigtrain.plan.states import LAYOUTS, layout_name
+
+DOES_NOT_FIT = DoesNotFitError.exit_code
+# Sequences of a step and a rank when --auto is told no batch: enough to let the micro batch vary.
+AUTO_SEQUENCES_PER_RANK = 8
+
+
+def add_parsers(subparsers: Any) -> None:
+    """Register the verb `plan`; the parser sets `run`, a function from args to exit code."""
+    p = subparsers.add_parser("plan", help="memory and speed of a job before it is launched; exit 3: does not fit")
+    model = p.add_mutually_exclusive_group(required=True)
+    model.add_argument(
+        "--model", metavar="DIR|preset:NAME", help="folder with config.json, that file, or a named shape"
+    )
+    model.add_argument("--shapes", metavar="FILE", help="JSON [[name, [sizes...]], ...] of any module")
+    p.add_argument("--gpus", "--world_size", type=int, default=1, metavar="N", help="ranks in all")
+    p.add_argument("--gpus_per_node", type=int, metavar="N", help="ranks of one host (default: all)")
+    p.add_argument("--gpu_memory", metavar="SIZE", help="of one card, for example 47.4GiB (default: nvidia-smi)")
+    p.add_argument("--host_memory", metavar="SIZE", help="of one host (default: machine or container limit)")
+    p.add_argument("--seq_len", "--max_length", "--max_seq_length", "--cutoff_len", type=int, default=4096, metavar="N")
+    p.add_argument("--micro_batch", "--per_device_train_batch_size", type=int, metavar="N")
+    p.add_argument("--accumulation", "--gradient_accumulation_steps", type=int, metavar="N")
+    p.add_argument("--global_batch", type=int, metavar="N", help="sequences of a step over all ranks")
+    _configuration(p)
+    p.add_argument("--json", action="store_true", help="everything as JSON on standard output")
+    p.set_defaults(run=run)
+
+
+def _configuration(p: argparse.ArgumentParser) -> None:
+    how = p.add_mutually_exclusive_group()
+    how.add_argument(
+        "--ds_config", "--deepspeed", "--deepspeed_config", metavar="FILE", help="plan this DeepSpeed JSON"
+    )
+    how.add_argument("--auto", action="store_true", help="choose the fastest configuration that fits")
+    p.add_argument("--stage", type=int, choices=[0, 1, 2, 3], help="ZeRO stage without a file (default 3)")
+    p.add_argument("--offload", choices=["none", "optimizer", "all"], help="what lives on the host, without a file")
+    p.add_argument("--optim", "--optimizer", metavar="NAME", help=f"one of {', '.join(LAYOUTS)}")
+    p.add_argument(
+        "--optimizers", metavar="A,B", help=f"what --auto may choose (default {','.join(DEFAULT_OPTIMIZERS)})"
+    )
+    p.add_argument("--checkpointing", choices=["none", "full"], default="full", help="activation checkpointing")
+    p.add_argument("--freeze", nargs="+", default=(), metavar="NAME", help="modules or parameters that do not train")
+    p.add_argument("--kernels", choices=["hf", "liger"], default="hf")
+    p.add_argument("--loss", choices=["full", "chunked", "fused"], help="logits in fp32, once in bf16, or never whole")
+    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    p.add_argument("--calibration", metavar="FILE", help="measured rates as JSON, over the defaults of the roofline")
+
+
+def model_config(name: str) -> dict[str, Any]:
+    """A config by `preset:NAME`, a folder with config.json, or that file.
+
+    Raises:
+        UsageError: none of these is there, or it is not a config.
+    """
+    path = Path(name)
+    if name.startswith(shapes.PREFIX) or (not path.exists() and name.lower() in shapes.names()):
+        return shapes.config_dict(name)
+    if not path.exists():
+        raise UsageError(f"there is no folder or file '{name}'; named shapes are written {shapes.PREFIX}NAME")
+    config = read_json(path / "config.json" if path.is_dir() else path, "the model config")
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise UsageError(f"the model config of '{name}' has no 'model_type'")
+    return config
+
+
+def read_ds_config(path: str) -> dict[str, Any]:
+    """A ds_config for planning; comments and trailing commas are fine where hjson is installed."""
+    try:
+        import hjson
+    except ImportError:
+        config = read_json(path, "the ds_config")
+    else:
+        try:
+            config = hjson.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"cannot read the ds_config '{path}': {error.strerror}") from error
+        except ValueError as error:
+            raise UsageError(f"the ds_config '{path}' is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"the ds_config '{path}' is not a JSON object")
+    return json.loads(json.dumps(config))
+
+
+def _input(args: argparse.Namespace) -> PlanInput:
+    """The command line as an input; --auto searches from it."""
+    values: dict[str, Any] = {
+        "world_size": args.gpus, "gpus_per_node": args.gpus_per_node, "seq_len": args.seq_len,
+        "checkpointing": args.checkpointing, "kernels": args.kernels, "loss": args.loss, "device": args.device,
+        "micro_batch": args.micro_batch, "accumulation": args.accumulation, "optimizer": args.optim,
+        "frozen": tuple(args.freeze),
+    }  # fmt: skip
+    values = {k: v for k, v in values.items() if v is not None}
+    config = model_config(args.model) if args.model else None
+    pairs = read_json(args.shapes, "the list of shapes") if args.shapes else None
+    ds_config = read_ds_config(args.ds_config) if args.ds_config else _plain_config(args)
+    base = plan_input(config, shapes=pairs, ds_config=ds_config, **values)
+    return _with_global_batch(base, args) if args.global_batch and not args.auto else base
+
+
+def _plain_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The ds_config that --stage and --offload stand for: fp32 gradient accumulation, as in the presets."""
+    zero: dict[str, Any] = {"stage": 3 if args.stage is None else args.stage, "overlap_comm": True}
+    if args.offload in ("optimizer", "all"):
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if args.offload == "all":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    return {"zero_optimization": zero, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def _with_global_batch(base: PlanInput, args: argparse.Namespace) -> PlanInput:
+    per_micro = base.world_size * base.micro_batch
+    if args.accumulation is not None or args.global_batch % per_micro:
+        raise UsageError(
+            f"--global_batch {args.global_batch} is not {base.world_size} ranks x micro batch {base.micro_batch} x a "
+            "whole accumulation: leave --accumulation out and give a multiple"
+        )
+    return base.but(accumulation=args.global_batch // per_micro)
+
+
+def _memories(args: argparse.Namespace) -> tuple[int | None, int | None]:
+    gpu = parse_bytes(args.gpu_memory, "--gpu_memory") if args.gpu_memory else min(gpu_memory(), default=None)
+    if args.host_memory:
+        return gpu, parse_bytes(args.host_memory, "--host_memory")
+    found = host_memory()
+    return gpu, found.usable_bytes if found else None
+
+
+def _rates(args: argparse.Namespace) -> Rates:
+    if not args.calibration:
+        return Rates()
+    values = read_json(args.calibration, "the calibration")
+    if not isinstance(values, dict):
+        raise UsageError(f"the calibration '{args.calibration}' is not a JSON object")
+    return rates_from(values)
+
+
+def _choice(args: argparse.Namespace, base: PlanInput, gpu: int | None, host: int | None, rates: Rates) -> Choice:
+    wanted = args.optimizers.split(",") if args.optimizers else [args.optim] if args.optim else DEFAULT_OPTIMIZERS
+    given = args.micro_batch is not None or args.accumulation is not None
+    batch = args.global_batch or base.world_size * (
+        base.micro_batch * base.accumulation if given else AUTO_SEQUENCES_PER_RANK
+    )
+    names = tuple(layout_name(name) for name in wanted)
+    return choose(
+        base, gpu_memory_bytes=gpu, host_memory_bytes=host, global_batch=batch, optimizers=names, rates=rates
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan or choose, print it, and say by the exit code whether it fits."""
+    base, rates = _input(args), _rates(args)
+    gpu, host = _memories(args)
+    if not args.auto:
+        return _print_plan(args, predict(base), gpu, host, rates)
+    choice = _choice(args, base, gpu, host, rates)
+    if args.json:
+        print(json.dumps(choice.to_json(), indent=2))
+    else:
+        print(choice_text(choice, rates))
+        if choice.best:
+            print(f"\nchosen: {choice.best.describe()}\n")
+            print(plan_text(predict(choice.best.input), gpu, host, rates))
+    return 0 if choice.best else DOES_NOT_FIT
+
+
+def _print_plan(args: argparse.Namespace, plan: Plan, gpu: int | None, host: int | None, rates: Rates) -> int:
+    fits = plan.fits(gpu, host)
+    if args.json:
+        limits = {"gpu_memory_bytes": gpu, "host_memory_bytes": host, "fits": fits}
+        print(json.dumps({**plan.to_json(), **limits}, indent=2))
+    else:
+        print(plan_text(plan, gpu, host, rates))
+    return 0 if fits else DOES_NOT_FIT

@@ -1,0 +1,37 @@
+"""Bytes that no formula gives: measured once per kind of machine, named, with what they rest on."""
+
+from __future__ import annotations
+
+_MIB, _GIB = 2**20, 2**30
+
+# CUDA context, cuBLAS/cuDNN/Triton modules of one process: 0.4-0.6 GB reported for Hopper with torch 2.11+cu130.
+CUDA_CONTEXT_BYTES = 500 * _MIB
+# cuBLAS workspace on Hopper: 32 MiB for each of two streams (torch allocates it in its own pool).
+CUBLAS_WORKSPACE_BYTES = 64 * _MIB
+# One NCCL communicator: 512 MiB even for a single rank (NCCL 2.28.9, github.com/NVIDIA/nccl issue 2363), 544 MB for two
+# ranks, 688 MB for four (issue 964).
+NCCL_SINGLE_BYTES = 512 * _MIB
+NCCL_PAIR_BYTES = 544_000_000
+NCCL_PER_FURTHER_RANK_BYTES = 72_000_000
+# A communicator grows by channels, not without end: eight ranks of one host and more share rings.
+NCCL_RANKS_THAT_GROW_IT = 8
+
+# Resident set of a training process before any buffer: torch with CUDA 2.05e9 B (measured on three H100/H200 runs with
+# everything on the GPU), CPU-only torch + transformers + deepspeed 379 MiB (measured at import).
+HOST_PROCESS_BYTES = {"cuda": 2_050_000_000, "cpu": 379 * _MIB}
+
+# Reading weights: rank-local byte ranges through one buffer. Saving: two staging buffers of the writer.
+READ_BUFFER_BYTES = 64 * _MIB
+SAVE_BUFFER_BYTES = 512 * _MIB
+
+# A configuration "fits" with this much to spare: error of the predictions, and what else lives on the card or host.
+GPU_MARGIN = 0.04
+HOST_MARGIN = 0.05
+
+
+def nccl_bytes(world_size: int) -> int:
+    """Device memory of one NCCL communicator."""
+    if world_size == 1:
+        return NCCL_SINGLE_BYTES
+    further = min(world_size, NCCL_RANKS_THAT_GROW_IT) - 2
+    return NCCL_PAIR_BYTES + further * NCCL_PER_FURTHER_RANK_BYTES

@@ -1,0 +1,286 @@
+"""One rank's GPU through a run: build, start-up, two steps (the first and a steady one), save, export; as a tape."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from bigtrain.plan.activations import BlockBytes, block_bytes, fused_loss_rows, norm_kept
+from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.tape import Tape
+from bigtrain.plan.zero_flat import FlatSharding
+from bigtrain.plan.zero_none import WholeSharding
+from bigtrain.plan.zero_sliced import SlicedSharding
+
+
+class Sharding(Protocol):
+    """What a ZeRO stage does to the tape at each point of a run."""
+
+    def build(self) -> None: ...
+    def initialise(self) -> None: ...
+    def fetch(self, key: str, members: list[int], *, backward: bool, steady: bool) -> None: ...
+    def release(self, key: str) -> None: ...
+    def start_backward(self, micro: int, last: bool) -> None: ...
+    def grad(self, i: int) -> None: ...
+    def end_backward(self) -> None: ...
+    def step(self, first: bool) -> None: ...
+    def export(self) -> None: ...
+
+
+def sharding(plan: PlanInput, tape: Tape) -> Sharding:
+    """The simulation of the plan's stage."""
+    kinds: dict[int, type] = {0: WholeSharding, 1: FlatSharding, 2: FlatSharding, 3: SlicedSharding}
+    return kinds[plan.settings.stage](plan, tape)
+
+
+class _Run:
+    """Forward and backward over the blocks; everything that is not about parameters and gradients."""
+
+    def __init__(self, plan: PlanInput, tape: Tape, shards: Sharding):
+        self.plan, self.tape, self.shards = plan, tape, shards
+        self.g, self.t = plan.geometry, plan.tokens
+        items = plan.parameters.items
+        self.blocks: dict[int, list[int]] = {}
+        for i, p in enumerate(items):
+            if p.block is not None:
+                self.blocks.setdefault(p.block, []).append(i)
+        outside = [i for i, p in enumerate(items) if p.block is None]
+        last_block = max((i for m in self.blocks.values() for i in m), default=-1)
+        self.before = [i for i in outside if i < last_block]
+        self.after = [i for i in outside if i >= last_block]
+        self.head = self._head()
+        self.tied = bool(plan.parameters.tied)
+        self.costs = {b: block_bytes(self.g, self.t, plan.kernels, b, plan.seq_len) for b in self._distinct_blocks()}
+        self.recompute = plan.checkpointing == "full"
+
+    def _head(self) -> list[int]:
+        """The matrix that makes the logits: the largest outside of the blocks, the last of two equals."""
+        outside = [i for i in (*self.before, *self.after) if len(self.plan.parameters.items[i].shape) == 2]
+        if not outside or not self.g.vocab:
+            return []
+        return [max(outside, key=lambda i: (self.plan.parameters.items[i].elems, i))]
+
+    def _distinct_blocks(self) -> list[int]:
+        return list(self.blocks) if self.g.dense_layers else [0]
+
+    def _cost(self, block: int) -> BlockBytes:
+        return self.costs.get(block) or self.costs[0]
+
+    def _grad(self, i: int) -> None:
+        """Autograd delivers a gradient, unless the parameter is frozen."""
+        if self.plan.trains[i]:
+            self.shards.grad(i)
+
+    # Forward.
+
+    def forward(self, steady: bool) -> None:
+        tape, g, t = self.tape, self.g, self.t
+        tape.phase("steady forward" if steady else "first forward")
+        tape.hold("batch", 24 * t, "batch")
+        self.shards.fetch("embedding", self.before, backward=False, steady=steady)
+        tape.hold(("stream", 0), 2 * t * g.hidden, "activations, embedding and final norm")
+        self.shards.release("embedding")
+        for block, members in self.blocks.items():
+            self._block_forward(block, members, steady)
+        tape.hold("final norm", norm_kept(g, t, self.plan.kernels), "activations, embedding and final norm")
+
+    def _block_forward(self, block: int, members: list[int], steady: bool) -> None:
+        cost = self._cost(block)
+        self.shards.fetch(f"f{block}", members, backward=False, steady=steady)
+        if self.recompute:
+            self.tape.touch(cost.forward_extra, "activations, in passing")
+            self.tape.hold(("checkpoint", block), cost.stream, "checkpoints")
+        else:
+            self._keep_block(block)
+            self.tape.touch(cost.forward_extra - cost.feed, "activations, in passing")
+        self.shards.release(f"f{block}")
+
+    def _keep_block(self, block: int) -> None:
+        cost, tape = self._cost(block), self.tape
+        tape.hold(("norm1", block), cost.first_norm, "activations, norms")
+        tape.hold(("attention", block), cost.attention, "activations, attention")
+        tape.hold(("norm2", block), cost.second_norm, "activations, norms")
+        tape.hold(("routing", block), cost.routing, "activations, experts")
+        tape.hold(("gate", block), cost.gate, "activations, feed-forward")
+        tape.hold(("middle", block), cost.middle, "activations, feed-forward")
+        tape.hold(("product", block), cost.product, "activations, feed-forward")
+
+    # Loss.
+
+    def loss(self, steady: bool) -> None:
+        """Forward and backward of the head and the cross entropy."""
+        self.tape.phase("loss")
+        self.shards.fetch("head", self.head, backward=True, steady=steady)
+        if self.g.vocab:
+            {"full": self._full_loss, "chunked": self._chunked_loss, "fused": self._fused_loss}[self.plan.loss_kind]()
+        self.shards.release("head")
+        self.tape.drop("final norm")
+        for i in reversed(self.after):
+            if i not in self.head:
+                self._grad(i)
+
+    def _full_loss(self) -> None:
+        tape, size = self.tape, self.t * self.g.vocab
+        tape.hold("logits", 2 * size, "logits, bf16")
+        if self.g.soft_cap:
+            tape.hold("cap", 4 * size, "logits, soft cap")
+        tape.hold("logits32", 4 * size, "logits, fp32")
+        tape.hold("logp", 4 * size, "log-probabilities, fp32")
+        tape.drop("logits32", "logits")
+        self.tape.phase("loss backward")
+        self._open_backward()
+        tape.hold("nll", 4 * size, "loss gradients, fp32")
+        tape.hold("dlogits32", 4 * size, "loss gradients, fp32")
+        tape.drop("nll", "logp")
+        tape.hold("dlogits", 2 * size, "loss gradient, bf16")
+        tape.drop("dlogits32", "cap")
+        self._head_backward()
+
+    def _chunked_loss(self) -> None:
+        size = self.t * self.g.vocab
+        self.tape.hold("logits", 2 * size + 4 * self.t, "logits, bf16")
+        self.tape.phase("loss backward")
+        self._open_backward()
+        self.tape.hold("dlogits", 2 * size, "loss gradient, bf16")
+        self.tape.drop("logits")
+        self._head_backward()
+
+    def _fused_loss(self) -> None:
+        # The gradients of hidden states and head are made in forward, chunk by chunk.
+        weight = self.g.vocab * self.g.hidden
+        self.tape.hold("dhidden", 2 * self.t * self.g.hidden, "fused loss")
+        if self._head_trains():
+            self.tape.hold("dhead", 2 * weight, "fused loss")
+        self.tape.touch(2 * fused_loss_rows(self.g, self.t) * self.g.vocab + 6 * weight, "fused loss")
+        self.tape.phase("loss backward")
+        self._open_backward()
+        self.tape.drop("dhead")
+        self._deliver_head_grad()
+        self.tape.drop("dhidden")
+
+    def _open_backward(self) -> None:
+        self.shards.start_backward(self.micro, self.last)
+
+    def _head_backward(self) -> None:
+        self.tape.hold("dhidden", 2 * self.t * self.g.hidden, "backward, residual stream")
+        if self._head_trains():
+            self.tape.hold("dhead", 2 * self.g.vocab * self.g.hidden, "gradient of the head")
+        self.tape.drop("dlogits", "dhead")
+        self._deliver_head_grad()
+        self.tape.drop("dhidden")
+
+    def _head_trains(self) -> bool:
+        return any(self.plan.trains[i] for i in self.head)
+
+    def _deliver_head_grad(self) -> None:
+        if self.tied and self._head_trains():
+            # Autograd waits for the embedding's part before it hands the sum over.
+            self.tape.hold("tied", 2 * self.g.vocab * self.g.hidden, "gradient of the tied matrix")
+            return
+        for i in self.head:
+            self._grad(i)
+
+    # Backward over the blocks.
+
+    def backward(self, steady: bool) -> None:
+        self.tape.phase("backward")
+        if not self.g.vocab:
+            self._open_backward()
+        self.tape.hold("dstream", 2 * self.t * self.g.hidden, "backward, residual stream")
+        for block in reversed(self.blocks):
+            self._block_backward(block, steady)
+        self.shards.fetch("embedding", self.before, backward=False, steady=steady)
+        for i in reversed(self.before):
+            if self.tape.holds("tied") and i in self.head:
+                self.tape.touch(2 * self.plan.parameters.items[i].elems, "gradients, fresh from autograd")
+                self.tape.drop("tied")
+            if i not in self.head or self.tied:
+                self._grad(i)
+        self.shards.release("embedding")
+        self.tape.drop("dstream", ("stream", 0), "batch")
+        self.tape.phase("bucket flush")
+        self.shards.end_backward()
+
+    def _block_backward(self, block: int, steady: bool) -> None:
+        tape, cost, members = self.tape, self._cost(block), self.blocks[block]
+        self.shards.fetch(f"b{block}", members, backward=True, steady=steady)
+        if self.recompute:
+            self._keep_block(block)
+            tape.touch(cost.forward_extra - cost.feed, "activations, in passing")
+        feed, attention, rest = self._parts(members)
+        self._feed_forward_backward(block, feed)
+        tape.touch(cost.norm_extra, "backward, norm temporaries")
+        tape.drop(("norm2", block))
+        tape.hold("dattention", cost.attention_extra, "backward, attention gradients")
+        tape.drop(("attention", block))
+        for i in reversed(attention):
+            self._grad(i)
+        tape.drop("dattention")
+        tape.touch(cost.norm_extra, "backward, norm temporaries")
+        tape.drop(("norm1", block), ("checkpoint", block))
+        for i in reversed(rest):
+            self._grad(i)
+        self.shards.release(f"b{block}")
+
+    def _feed_forward_backward(self, block: int, feed: list[int]) -> None:
+        tape, cost, row = self.tape, self._cost(block), "backward, feed-forward gradients"
+        last, others = feed[-1:], feed[:-1]
+        tape.hold("dproduct", cost.feed, row)
+        for i in last:
+            self._grad(i)
+        tape.drop(("product", block))
+        if cost.middle:
+            tape.hold("dmiddle", 2 * cost.feed, row)
+            tape.drop("dproduct", ("middle", block))
+        tape.hold("dgate", cost.feed, row)
+        tape.drop("dproduct", ("gate", block))
+        tape.hold("dinput", 2 * cost.stream, row)
+        for i in reversed(others):
+            self._grad(i)
+        tape.drop("dmiddle", "dgate", "dinput", ("routing", block))
+
+    def _parts(self, members: list[int]) -> tuple[list[int], list[int], list[int]]:
+        """Feed-forward, attention and other parameters of a block, by the names that all families use."""
+        feed: list[int] = []
+        attention: list[int] = []
+        rest: list[int] = []
+        for i in members:
+            name = self.plan.parameters.items[i].name.lower()
+            if "norm" in name or ".ln_" in name:
+                rest.append(i)
+            else:
+                (attention if "attn" in name or "attention" in name else feed).append(i)
+        return feed, attention, rest
+
+    def micro_step(self, micro: int, last: bool, steady: bool) -> None:
+        self.micro, self.last = micro, last
+        self.forward(steady)
+        self.loss(steady)
+        self.backward(steady)
+
+
+def device_tape(plan: PlanInput, *, steady_only: bool = False) -> Tape:
+    """The GPU's tape of one rank (the one that holds most).
+
+    Two steps stand for all: in the first the moments appear and nothing is prefetched; in the second both are there.
+    Two micro steps stand for any number of them. `steady_only` leaves the first step out, which never holds more than a
+    later one: half the work for a search.
+    """
+    tape = Tape()
+    shards = sharding(plan, tape)
+    run = _Run(plan, tape, shards)
+    tape.phase("build")
+    shards.build()
+    tape.phase("start-up")
+    shards.initialise()
+    micro_steps = min(plan.accumulation, 2)
+    if steady_only:
+        shards.step(first=True)
+    for step in (1,) if steady_only else (0, 1):
+        for micro in range(micro_steps):
+            run.micro_step(micro, last=micro == micro_steps - 1, steady=step > 0)
+        shards.step(first=step == 0)
+        tape.phase("all-gather")
+    tape.phase("checkpoint save")
+    tape.phase("export")
+    shards.export()
+    return tape

@@ -1,0 +1,127 @@
+"""From a Hugging Face config dictionary, or a file of shapes, to every named parameter of the model, in model order."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import UsageError
+from bigtrain.plan.family_decoders import DECODERS, decoder_model
+from bigtrain.plan.family_defaults import DEFAULTS
+from bigtrain.plan.family_others import HEADS, MODELS, VISION_LANGUAGE, values, vision_language
+from bigtrain.plan.parameters import Parameter
+
+_TIED_BY_DEFAULT = {"gemma3": True}
+
+
+@dataclass(frozen=True)
+class ModelParameters:
+    """Every distinct parameter of a model.
+
+    Attributes:
+        items: in the order of `named_parameters()`; a tied matrix appears once, under its first name.
+        tied: (second name, first name) of matrices shared inside the model.
+        kind: `model_type`, or "shapes" for a plain list.
+    """
+
+    items: tuple[Parameter, ...]
+    tied: tuple[tuple[str, str], ...]
+    kind: str
+
+    @property
+    def elems(self) -> int:
+        return sum(p.elems for p in self.items)
+
+    @property
+    def largest_elems(self) -> int:
+        return max(p.elems for p in self.items)
+
+
+def supported() -> tuple[str, ...]:
+    """All values of `model_type` that can be planned without building the model."""
+    return tuple(sorted({*DECODERS, *MODELS, *VISION_LANGUAGE}))
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether input embedding and output head are one matrix, with the family's default if the config is silent."""
+    kind = str(config.get("model_type"))
+    if kind == "t5":  # the class ties whatever the config says; T5Config reads the key as "scale the decoder's output"
+        return True
+    default = _TIED_BY_DEFAULT.get(kind, DEFAULTS.get(kind, {}).get("tie_word_embeddings", False))
+    return bool(config.get("tie_word_embeddings", default))
+
+
+def model_parameters(config: Mapping[str, Any]) -> ModelParameters:
+    """Names and shapes of all parameters, from the config alone.
+
+    Raises:
+        UsageError: unknown `model_type` (with the nearest known ones and the way out), or a size is missing or wrong.
+    """
+    kind = str(config.get("model_type"))
+    if kind in DECODERS:
+        items = decoder_model(DECODERS[kind], values(config))
+    elif kind in VISION_LANGUAGE:
+        items = vision_language(config)
+    elif kind in MODELS:
+        items = MODELS[kind](values(config))
+    else:
+        near = difflib.get_close_matches(kind, supported(), n=3, cutoff=0.5)
+        raise UsageError(
+            f"model_type '{kind}' is not known to the planner{'; the nearest are ' + ', '.join(near) if near else ''}. "
+            "Give a list of shapes instead: --shapes FILE.json with [[name, [sizes...]], ...], as "
+            "[[n, list(p.shape)] for n, p in model.named_parameters()] prints it."
+        )
+    return _tie(items, kind, is_tied(config))
+
+
+def _tie(items: list[Parameter], kind: str, tied: bool) -> ModelParameters:
+    head = HEADS.get(kind, "lm_head.weight")
+    names = {p.name for p in items}
+    if not tied or head not in names:
+        return ModelParameters(tuple(items), (), kind)
+    first = next(
+        p.name
+        for p in items
+        if p.name.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight"))
+    )
+    return ModelParameters(tuple(p for p in items if p.name != head), ((head, first),), kind)
+
+
+def parameters_from_shapes(pairs: Any) -> ModelParameters:
+    """From `[[name, [sizes...]], ...]`: any module at all.
+
+    A path component that is a number is taken as the index of a repeated block (`encoder.3.fc.weight` -> block 3).
+
+    Raises:
+        UsageError: the list is not of that form, or a name comes twice.
+    """
+    if isinstance(pairs, Mapping):
+        pairs = list(pairs.items())
+    items, seen = [], set()
+    for pair in pairs if isinstance(pairs, list) and pairs else [None]:
+        if not (isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) and _is_shape(pair[1])):
+            raise UsageError(f"shapes must be a list of [name, [sizes...]] with whole sizes >= 1, not {pair!r}")
+        if pair[0] in seen:
+            raise UsageError(f"the list of shapes names '{pair[0]}' twice")
+        seen.add(pair[0])
+        numbers = [int(part) for part in pair[0].split(".") if part.isdigit()]
+        items.append(Parameter(pair[0], tuple(pair[1]), numbers[0] if numbers else None))
+    return ModelParameters(tuple(items), (), "shapes")
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(n, int) and n >= 1 for n in value)
+
+
+def read_json(path: str | Path, what: str) -> Any:
+    """A JSON file, or a UsageError that says which file is wrong and where."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {what} '{path}': {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{what} '{path}' is not JSON: {error}") from error

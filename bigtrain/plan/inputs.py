@@ -1,0 +1,245 @@
+"""What a plan is made from: model, ZeRO settings and run values, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from bigtrain.errors import UsageError
+from bigtrain.plan.families import ModelParameters, model_parameters, parameters_from_shapes
+from bigtrain.plan.geometry import Geometry, geometry, geometry_of_shapes
+from bigtrain.plan.states import LAYOUTS, layout_name
+
+Kernels = Literal["hf", "liger"]
+Loss = Literal["full", "chunked", "fused"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroSettings:
+    """The memory-relevant part of a ds_config, as numbers. Sizes are elements, as in DeepSpeed's JSON.
+
+    Defaults are DeepSpeed 0.19.8's (runtime/zero/config.py, offload_config.py).
+    """
+
+    stage: int = 3
+    offload_optimizer: bool = False
+    offload_param: bool = False
+    pin_memory: bool = True
+    ratio: float = 1.0
+    reduce_bucket_elems: int = 500_000_000
+    overlap_comm: bool = False
+    reduce_scatter: bool = True
+    grad_bytes: int = 2
+    prefetch_elems: int = 50_000_000
+    persistence_elems: int = 100_000
+    max_live_elems: int = 1_000_000_000
+    max_reuse_elems: int = 1_000_000_000
+    sub_group_elems: int = 1_000_000_000
+    bf16_states: bool = False
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise UsageError(f"zero_optimization.stage is {self.stage!r}: it must be 0, 1, 2 or 3")
+        if self.offload_param and self.stage != 3:
+            raise UsageError(f"offload_param needs stage 3, not stage {self.stage}")
+        if self.offload_optimizer and self.stage == 0:
+            raise UsageError("offload_optimizer needs stage 1, 2 or 3, not stage 0")
+
+
+def _number(block: Mapping[str, Any], key: str, default: float, auto: float | None = None) -> int:
+    value = block.get(key, default)
+    if value == "auto":
+        value = default if auto is None else auto
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise UsageError(f"zero_optimization.{key} is {value!r}: a number of elements is needed")
+    return int(value)
+
+
+def _offload(zero: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
+    block = zero.get(key) or {}
+    device = block.get("device", "none")
+    if device == "nvme":
+        raise UsageError(f"zero_optimization.{key}.device is 'nvme': the planner covers GPU and host memory only")
+    return block if device == "cpu" else None
+
+
+def settings_from_config(config: Mapping[str, Any], hidden: int) -> ZeroSettings:
+    """Read a ds_config; "auto" follows the Hugging Face formulas (R = d^2, prefetch 0.9 d^2, persistence 10 d).
+
+    Args:
+        config: the parsed JSON. hidden: hidden size of the model, for "auto".
+
+    Raises:
+        UsageError: a value that the plan needs is wrong, or NVMe offload is asked for.
+    """
+    zero = config.get("zero_optimization") or {}
+    stage = zero.get("stage", 0)
+    if not isinstance(stage, int):
+        raise UsageError(f"zero_optimization.stage is {stage!r}: the plan needs a number")
+    overlap = zero.get("overlap_comm")
+    optimizer, param = _offload(zero, "offload_optimizer"), _offload(zero, "offload_param")
+    grad = (config.get("data_types") or {}).get("grad_accum_dtype")
+    bf16 = config.get("bf16") or {}
+    return ZeroSettings(
+        stage=stage,
+        offload_optimizer=optimizer is not None,
+        offload_param=param is not None,
+        pin_memory=bool((optimizer or param or {}).get("pin_memory", True)),
+        ratio=float((optimizer or {}).get("ratio", 1.0)),
+        reduce_bucket_elems=_number(zero, "reduce_bucket_size", 5e8, hidden * hidden),
+        overlap_comm=(stage == 3) if overlap in (None, "auto") else bool(overlap),
+        reduce_scatter=bool(zero.get("reduce_scatter", True)),
+        grad_bytes=4 if grad in ("fp32", "float32") else 2,
+        prefetch_elems=_number(zero, "stage3_prefetch_bucket_size", 5e7, 0.9 * hidden * hidden),
+        persistence_elems=_number(zero, "stage3_param_persistence_threshold", 1e5, 10 * hidden),
+        max_live_elems=_number(zero, "stage3_max_live_parameters", 1e9),
+        max_reuse_elems=_number(zero, "stage3_max_reuse_distance", 1e9),
+        sub_group_elems=_number(zero, "sub_group_size", 1e9),
+        bf16_states=bool(bf16.get("bf16_master_weights_and_grads")),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInput:
+    """Everything that decides what a rank holds.
+
+    Attributes:
+        parameters, geometry: of the model.
+        settings: ZeRO.
+        world_size: ranks; gpus_per_node: ranks of one host (default: all).
+        micro_batch: sequences a rank takes at once; seq_len: tokens of each; accumulation: micro steps a step.
+        optimizer: a name of `plan.states.LAYOUTS` or an alias.
+        checkpointing: "none", or "full" (each block is recomputed in backward).
+        kernels: "hf" (transformers' own modules with sdpa) or "liger".
+        loss: "full" (all logits in fp32), "chunked" (logits once, in bf16), "fused" (no logits); None: by kernels.
+        decay_groups: two parameter groups (matrices decay, vectors do not), as the optimizer builder makes them.
+        frozen: names of modules or parameters that do not train: no gradient, no states.
+        device: "cuda", or "cpu" for a run whose device memory is host memory.
+    """
+
+    parameters: ModelParameters
+    geometry: Geometry
+    settings: ZeroSettings = field(default_factory=ZeroSettings)
+    world_size: int = 1
+    gpus_per_node: int | None = None
+    micro_batch: int = 1
+    seq_len: int = 4096
+    accumulation: int = 1
+    optimizer: str = "adamw"
+    checkpointing: Literal["none", "full"] = "full"
+    kernels: Kernels = "hf"
+    loss: Loss | None = None
+    decay_groups: bool = True
+    frozen: tuple[str, ...] = ()
+    device: Literal["cuda", "cpu"] = "cuda"
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "micro_batch", "seq_len", "accumulation"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError(f"{name} is {value!r}: a whole number of at least 1 is needed")
+        if self.gpus_per_node is not None and self.gpus_per_node < 1:
+            raise UsageError(f"gpus_per_node is {self.gpus_per_node}: at least 1 is needed")
+        object.__setattr__(self, "optimizer", layout_name(self.optimizer))
+        if self.settings.bf16_states and self.optimizer == "adamw":
+            object.__setattr__(self, "optimizer", "adamw_bf16")
+        self._check_optimizer()
+        for name in self.frozen:
+            if not any(_under(p.name, name) for p in self.parameters.items):
+                raise UsageError(f"frozen names '{name}', but no module or parameter of the model is called so")
+        if not any(self.trains):
+            raise UsageError(f"frozen = {self.frozen} leaves no parameter to train")
+
+    def _check_optimizer(self) -> None:
+        layout, stage = LAYOUTS[self.optimizer], self.settings.stage
+        if stage not in layout.stages:
+            able = ", ".join(map(str, layout.stages))
+            raise UsageError(f"optimizer {self.optimizer} works at ZeRO stages {able}, not at stage {stage}")
+        if self.settings.offload_optimizer and not layout.offload:
+            able = ", ".join(name for name, other in LAYOUTS.items() if other.offload)
+            raise UsageError(
+                f"optimizer {self.optimizer} cannot step on the host: remove offload_optimizer or use {able}"
+            )
+
+    @cached_property
+    def trains(self) -> tuple[bool, ...]:
+        """For every parameter, whether it trains."""
+        return tuple(not any(_under(p.name, name) for name in self.frozen) for p in self.parameters.items)
+
+    @cached_property
+    def trained_elems(self) -> int:
+        """Elements that have gradients and optimizer states."""
+        return sum(p.elems for p, trains in zip(self.parameters.items, self.trains) if trains)
+
+    @cached_property
+    def largest_trained_elems(self) -> int:
+        return max(p.elems for p, trains in zip(self.parameters.items, self.trains) if trains)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro step of one rank."""
+        return self.micro_batch * self.seq_len
+
+    @property
+    def ranks_per_node(self) -> int:
+        return min(self.world_size, self.gpus_per_node or self.world_size)
+
+    @property
+    def loss_kind(self) -> Loss:
+        return self.loss or ("fused" if self.kernels == "liger" else "full")
+
+    def but(self, **changes: Any) -> PlanInput:
+        """A copy with other values; names of `ZeroSettings` are put there."""
+        inner = {f.name for f in fields(ZeroSettings)}
+        zero = {k: v for k, v in changes.items() if k in inner}
+        outer = {k: v for k, v in changes.items() if k not in inner}
+        settings = replace(outer.pop("settings", self.settings), **zero)
+        return replace(self, settings=settings, **outer)
+
+
+def _under(parameter: str, name: str) -> bool:
+    return parameter == name or parameter.startswith(name + ".")
+
+
+def plan_input(
+    config: Mapping[str, Any] | None = None,
+    *,
+    shapes: Any = None,
+    ds_config: Mapping[str, Any] | None = None,
+    **values: Any,
+) -> PlanInput:
+    """Make an input from a Hugging Face config (or a list of shapes) and a ds_config.
+
+    Args:
+        config: parsed config.json; or None with `shapes` = [[name, [sizes...]], ...].
+        ds_config: parsed DeepSpeed JSON; None: ZeRO defaults.
+        values: fields of `PlanInput` (`settings` overrides `ds_config`).
+
+    Raises:
+        UsageError: model type unknown, or a value is out of range.
+    """
+    if (config is None) == (shapes is None):
+        raise UsageError("a plan needs a model config or a list of shapes, and only one of them")
+    if config is not None:
+        parameters, sizes = model_parameters(config), geometry(config)
+    else:
+        parameters = parameters_from_shapes(shapes)
+        sizes = geometry_of_shapes(parameters)
+    if ds_config is not None:
+        values.setdefault("settings", settings_from_config(ds_config, sizes.hidden))
+        values = {**_run_values(ds_config), **values}
+    return PlanInput(parameters=parameters, geometry=sizes, **values)
+
+
+def _run_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, name in (
+        ("train_micro_batch_size_per_gpu", "micro_batch"),
+        ("gradient_accumulation_steps", "accumulation"),
+    ):
+        if isinstance(config.get(key), int):
+            found[name] = config[key]
+    kind = (config.get("optimizer") or {}).get("type")
+    return {**found, "optimizer": kind} if isinstance(kind, str) else found

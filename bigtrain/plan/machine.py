@@ -1,0 +1,137 @@
+"""What this machine has: host memory (the container's limit where it is lower), lockable memory, /dev/shm, GPU memory.
+
+Reads files only; every function takes the root folder, so that a test or a run can point it at a faked tree.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigtrain.errors import UsageError
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+_UNITS |= {f"{letter}{end}": 1024**power for power, letter in enumerate("KMGT", 1) for end in ("IB", "")}
+# cgroup v1 writes "no limit" as a huge number (2^63 rounded to pages).
+_NO_LIMIT = 2**60
+
+
+def parse_bytes(text: str | int | float, what: str = "size") -> int:
+    """`47.4GiB`, `80GB`, `128G` (= GiB) or plain bytes.
+
+    Raises:
+        UsageError: not a size, or nothing but a small number (a forgotten unit).
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
+    unit = match.group(2).upper() if match else None
+    if match is None or unit not in _UNITS:
+        raise UsageError(f"{what} is '{text}': write a number with a unit, for example 47.4GiB or 80GB")
+    try:
+        size = int(float(match.group(1)) * _UNITS[unit])
+    except ValueError as error:
+        raise UsageError(f"{what} is '{text}': '{match.group(1)}' is not a number") from error
+    if size < 2**20:
+        raise UsageError(f"{what} is '{text}', that is {size} bytes: add a unit, for example {text}GiB")
+    return size
+
+
+def show_bytes(size: float) -> str:
+    """Bytes for the eye, in GiB (MiB below 0.1 GiB)."""
+    return f"{size / 2**20:.1f} MiB" if abs(size) < 0.1 * 2**30 else f"{size / 2**30:.2f} GiB"
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory of the host that a job may use.
+
+    Attributes:
+        machine_bytes: MemTotal. limit_bytes: the lowest cgroup limit above this process, None if there is none.
+        lockable_bytes: RLIMIT_MEMLOCK, None if unlimited. shm_bytes: size of /dev/shm, None if unknown.
+    """
+
+    machine_bytes: int
+    limit_bytes: int | None
+    lockable_bytes: int | None = None
+    shm_bytes: int | None = None
+
+    @property
+    def usable_bytes(self) -> int:
+        return min(self.machine_bytes, self.limit_bytes or self.machine_bytes)
+
+    def describe(self) -> str:
+        """Which limit counts, in words."""
+        if self.limit_bytes is not None and self.limit_bytes < self.machine_bytes:
+            return f"{show_bytes(self.limit_bytes)} (container limit; the machine has {show_bytes(self.machine_bytes)})"
+        return f"{show_bytes(self.machine_bytes)} (the machine's)"
+
+
+def host_memory(root: str | Path = "/") -> HostMemory | None:
+    """Read the limits below `root`; None where /proc/meminfo does not exist."""
+    root = Path(root)
+    try:
+        text = (root / "proc/meminfo").read_text()
+    except OSError:
+        return None
+    match = re.search(r"^MemTotal:\s+(\d+) kB", text, re.MULTILINE)
+    if match is None:
+        return None
+    lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    lockable = None if lock == resource.RLIM_INFINITY else lock
+    return HostMemory(int(match.group(1)) * 1024, cgroup_limit(root), lockable, _shm_bytes(root))
+
+
+def _shm_bytes(root: Path) -> int | None:
+    try:
+        stat = os.statvfs(root / "dev/shm")
+    except OSError:
+        return None
+    return stat.f_blocks * stat.f_frsize
+
+
+def cgroup_limit(root: str | Path = "/") -> int | None:
+    """Lowest memory limit of this process's cgroup and all above it, version 2 or 1; None: no limit."""
+    root = Path(root)
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    found: list[int] = []
+    for line in lines or ["0::/"]:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers == "":
+            found += _limits(root / "sys/fs/cgroup", path, "memory.max")
+        elif "memory" in controllers.split(","):
+            found += _limits(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
+    return min(found, default=None)
+
+
+def _limits(base: Path, path: str, name: str) -> list[int]:
+    folder, found = base / path.lstrip("/"), []
+    while True:
+        try:
+            text = (folder / name).read_text().strip()
+        except OSError:
+            text = "max"
+        if text.isdigit() and int(text) < _NO_LIMIT:
+            found.append(int(text))
+        if folder == base or base not in folder.parents:
+            return found
+        folder = folder.parent
+
+
+def gpu_memory() -> tuple[int, ...]:
+    """Total memory of each NVIDIA card by `nvidia-smi`, without loading torch; empty where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(int(line) * 2**20 for line in done.stdout.split() if line.strip().isdigit())

@@ -1,0 +1,85 @@
+"""One named parameter, and the small builders that the family tables are written with.
+
+Shapes are in PyTorch order (`[out, in]` for a linear layer). The order of a list is the order of `named_parameters()`,
+because ZeRO flattens and buckets in that order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bigtrain.errors import UsageError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter by name and shape; `block` numbers the repeated layer it belongs to (None: outside of all)."""
+
+    name: str
+    shape: Shape
+    block: int | None = None
+
+    @property
+    def elems(self) -> int:
+        return math.prod(self.shape)
+
+
+class Values:
+    """A config's values with the family's defaults behind them; a missing one is named in the error."""
+
+    def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]):
+        self._given, self._defaults = given, defaults
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key in self._given:
+            return self._given[key]
+        return self._defaults.get(key, default)
+
+    def __getitem__(self, key: str) -> int:
+        value = self.get(key)
+        if value is None:
+            kind = self._given.get("model_type", "?")
+            raise UsageError(f"the model config (model_type '{kind}') has no '{key}': add it, it decides shapes")
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise UsageError(f"the model config has {key} = {value!r}: a positive whole number is needed")
+        return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        return bool(self.get(key, default))
+
+
+def linear(name: str, outputs: int, inputs: int, bias: bool = False) -> list[Parameter]:
+    """Weight `[outputs, inputs]` and, if asked, bias `[outputs]`."""
+    weight = [Parameter(f"{name}.weight", (outputs, inputs))]
+    return [*weight, Parameter(f"{name}.bias", (outputs,))] if bias else weight
+
+
+def norm(name: str, *shape: int, bias: bool = False) -> list[Parameter]:
+    """Scale and, for a LayerNorm, bias."""
+    scale = [Parameter(f"{name}.weight", shape)]
+    return [*scale, Parameter(f"{name}.bias", shape)] if bias else scale
+
+
+def plain(name: str, *shape: int) -> list[Parameter]:
+    """A parameter that carries its own name."""
+    return [Parameter(name, shape)]
+
+
+def under(prefix: str, items: Iterable[Parameter], block: int | None = None) -> list[Parameter]:
+    """The same parameters below a module prefix, in a block if given."""
+    return [Parameter(f"{prefix}.{p.name}", p.shape, p.block if block is None else block) for p in items]
+
+
+def head_dim(c: Values) -> int:
+    """`head_dim` of the config, else hidden size over heads, as the Hugging Face classes do it."""
+    return c["head_dim"] if c.get("head_dim") else c["hidden_size"] // c["num_attention_heads"]
+
+
+def kv_heads(c: Values) -> int:
+    """Number of key/value heads; without the key, as many as query heads."""
+    return c["num_key_value_heads"] if c.get("num_key_value_heads") else c["num_attention_heads"]

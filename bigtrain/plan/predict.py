@@ -1,0 +1,201 @@
+"""The plan of a run: bytes on GPU and host of one rank and of one host, row by row, with the moment of the peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bigtrain.plan.allocator import reserved_bytes
+from bigtrain.plan.constants import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, GPU_MARGIN, HOST_MARGIN, nccl_bytes
+from bigtrain.plan.device import device_tape
+from bigtrain.plan.family_others import VISION_LANGUAGE
+from bigtrain.plan.host import host_tape
+from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.rows import formula, source
+from bigtrain.plan.tape import Ledger, Tape
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a plan: `bytes` at the moment of the peak, how it is computed, where that was read."""
+
+    name: str
+    bytes: int
+    formula: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Rows that sum exactly to `bytes`; `phase` is where the peak is; `by_phase` is the most in each phase."""
+
+    name: str
+    bytes: int
+    phase: str
+    rows: tuple[Row, ...]
+    by_phase: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank and one host will hold. All numbers are bytes.
+
+    Attributes:
+        input: what was planned.
+        gpu: tree of the allocated peak ("allocated" as torch.cuda.max_memory_allocated counts).
+        gpu_reserved_bytes: as torch.cuda.max_memory_reserved counts.
+        gpu_used_bytes: as the driver counts: reserved + CUDA context + NCCL.
+        host: tree of one rank's peak resident memory.
+        ranks_per_node: ranks that share the host.
+    """
+
+    input: PlanInput
+    gpu: Tree
+    gpu_reserved_bytes: int
+    gpu_used_bytes: int
+    host: Tree
+    ranks_per_node: int
+
+    @property
+    def gpu_peak_allocated_bytes(self) -> int:
+        return self.gpu.bytes
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """One rank's."""
+        return self.host.bytes
+
+    @property
+    def host_node_bytes(self) -> int:
+        """All ranks of one host together."""
+        return self.host.bytes * self.ranks_per_node
+
+    @property
+    def rows(self) -> tuple[Tree, ...]:
+        """GPU and host as trees."""
+        return (self.gpu, self.host)
+
+    def gpu_need_bytes(self) -> int:
+        """What a card must have: the least that can work, with the margin.
+
+        Reserved memory is not all needed: at its limit the allocator gives cached blocks back. The need is the
+        allocated peak and what lives outside of the allocator.
+        """
+        outside = CUBLAS_WORKSPACE_BYTES + CUDA_CONTEXT_BYTES + nccl_bytes(self.input.world_size)
+        return int((self.gpu.bytes + outside) * (1 + GPU_MARGIN))
+
+    def host_need_bytes(self) -> int:
+        """What a host must have for its ranks, with the margin."""
+        return int(self.host_node_bytes * (1 + HOST_MARGIN))
+
+    def fits(self, gpu_memory_bytes: int | None, host_memory_bytes: int | None) -> bool:
+        """Whether card and host hold it, with the margins of `plan.constants`; None: not a limit."""
+        gpu = gpu_memory_bytes is None or self.input.device == "cpu" or self.gpu_need_bytes() <= gpu_memory_bytes
+        return gpu and (host_memory_bytes is None or self.host_need_bytes() <= host_memory_bytes)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What this plan does not know exactly, in words."""
+        plan, found = self.input, []
+        if plan.parameters.kind == "shapes":
+            found.append("activations are an estimate: only a list of shapes is known")
+        elif not plan.geometry.exact:
+            found.append(
+                f"activations are an estimate: blocks of '{plan.parameters.kind}' were not counted tensor by tensor"
+            )
+        if plan.parameters.kind in VISION_LANGUAGE:
+            found.append(
+                "images are counted as their text tokens: the vision tower's own activations are not in the plan"
+            )
+        if plan.kernels == "liger":
+            found.append("liger kernels: checked against one measured run only")
+        return tuple(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values, for `--json` and for storing beside a run."""
+        plan = self.input
+        return {
+            "model": {"kind": plan.parameters.kind, "parameters": plan.parameters.elems},
+            "world_size": plan.world_size,
+            "micro_batch": plan.micro_batch,
+            "seq_len": plan.seq_len,
+            "accumulation": plan.accumulation,
+            "optimizer": plan.optimizer,
+            "checkpointing": plan.checkpointing,
+            "kernels": plan.kernels,
+            "loss": plan.loss_kind,
+            "zero": {k: getattr(plan.settings, k) for k in plan.settings.__dataclass_fields__},
+            "gpu_peak_allocated_bytes": self.gpu.bytes,
+            "gpu_reserved_bytes": self.gpu_reserved_bytes,
+            "gpu_used_bytes": self.gpu_used_bytes,
+            "gpu_need_bytes": self.gpu_need_bytes(),
+            "host_peak_bytes": self.host.bytes,
+            "host_node_bytes": self.host_node_bytes,
+            "host_need_bytes": self.host_need_bytes(),
+            "notes": list(self.notes),
+            "trees": [_tree_json(tree) for tree in self.rows],
+        }
+
+
+def _tree_json(tree: Tree) -> dict[str, Any]:
+    rows = [{"name": r.name, "bytes": r.bytes, "formula": r.formula, "source": r.source} for r in tree.rows]
+    return {"name": tree.name, "bytes": tree.bytes, "phase": tree.phase, "rows": rows, "by_phase": tree.by_phase}
+
+
+def _tree(name: str, ledger: Ledger) -> Tree:
+    rows = [Row(row, size, formula(row), source(row)) for row, size in ledger.rows.items()]
+    rows.sort(key=lambda row: -row.bytes)
+    return Tree(name, ledger.peak_bytes, ledger.peak_phase, tuple(rows), ledger.by_phase)
+
+
+def _on_cpu(plan: PlanInput, device: Tape, host: Tape) -> tuple[Tree, Tree]:
+    """A CPU run has one memory: the phases' peaks of both tapes add up where they meet."""
+    gpu, own = device.ledger(), host.ledger()
+    phase = max(gpu.by_phase, key=lambda p: gpu.by_phase[p] + _host_level(own, p))
+    rows = device.rows_at_peak_of(phase)
+    for row, size in host.rows_at_peak_of(_host_phase(own, phase)).items():
+        rows[row] = rows.get(row, 0) + size
+    total = sum(rows.values())
+    both = Ledger(total, phase, rows, {p: b + _host_level(own, p) for p, b in gpu.by_phase.items()}, total)
+    return _tree("GPU", Ledger(0, phase, {}, {}, 0)), _tree("host", both)
+
+
+# A phase of the GPU's tape -> the phase of the host's tape that is under way.
+_HOST_PHASES = {
+    "build": "build",
+    "start-up": "start-up",
+    "backward": "backward",
+    "bucket flush": "backward",
+    "norm": "optimizer step",
+    "optimizer step": "optimizer step",
+    "all-gather": "optimizer step",
+    "checkpoint save": "checkpoint save",
+    "export": "export",
+}
+
+
+def _host_phase(own: Ledger, phase: str) -> str:
+    name = _HOST_PHASES.get(phase, "optimizer step")  # forward and loss: what a finished step has left behind
+    return name if name in own.by_phase else "start-up"
+
+
+def _host_level(own: Ledger, phase: str) -> int:
+    return own.by_phase[_host_phase(own, phase)]
+
+
+def predict(plan: PlanInput, *, reserve: bool = True) -> Plan:
+    """Simulate the run and read the ledgers.
+
+    Args:
+        plan: what to simulate.
+        reserve: also replay the caching allocator and the first step; without it "reserved" is the allocated peak, and
+            the same peaks are found in half the time.
+    """
+    device, host = device_tape(plan, steady_only=not reserve), host_tape(plan)
+    if plan.device == "cpu":
+        gpu_tree, host_tree = _on_cpu(plan, device, host)
+        return Plan(plan, gpu_tree, 0, 0, host_tree, plan.ranks_per_node)
+    gpu_tree = _tree("GPU", device.ledger())
+    reserved = (reserved_bytes(device)[0] if reserve else gpu_tree.bytes) + CUBLAS_WORKSPACE_BYTES
+    used = reserved + CUDA_CONTEXT_BYTES + nccl_bytes(plan.world_size)
+    return Plan(plan, gpu_tree, reserved, used, _tree("host", host.ledger()), plan.ranks_per_node)

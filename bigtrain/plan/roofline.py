@@ -1,0 +1,158 @@
+"""Seconds of one optimizer step: matmul time, collectives, PCIe bytes, work on the host. A ranking, not a promise.
+
+The defaults were measured on one H100 80GB HBM3 with 16 cores (PCIe gen5); `bigtrain doctor` measures them on other
+machines, and `--calibration FILE.json` puts its numbers in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from bigtrain.errors import UsageError
+from bigtrain.plan.inputs import PlanInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a machine does in a second.
+
+    Attributes:
+        matmul_flops: large bf16 matmul, FLOP/s. hf_share, liger_share: part of it that a whole model reaches.
+        device_bytes_s: GPU memory copied. h2d_bytes_s, d2h_bytes_s: pinned PCIe. pageable_bytes_s: unpinned.
+        cpu_adam_s_per_elem: DeepSpeedCPUAdam; cpu_adam_8bit_s_per_elem: its 8-bit stand-in (assumed twice that).
+        host_bytes_s: elementwise passes over host memory with all cores; host_copy_bytes_s: with one thread.
+        link_bytes_s: collectives between the cards of one host; network_bytes_s: between hosts.
+        peak_flops: what MFU is counted against.
+        ranks_share_host: ranks of one host divide its cores and memory bandwidth.
+    """
+
+    matmul_flops: float = 784e12
+    hf_share: float = 0.57
+    liger_share: float = 0.71
+    device_bytes_s: float = 2.95e12
+    h2d_bytes_s: float = 53e9
+    d2h_bytes_s: float = 54e9
+    pageable_bytes_s: float = 10e9
+    cpu_adam_s_per_elem: float = 0.174e-9
+    cpu_adam_8bit_s_per_elem: float = 0.348e-9
+    host_bytes_s: float = 95e9
+    host_copy_bytes_s: float = 28e9
+    link_bytes_s: float = 200e9
+    network_bytes_s: float = 40e9
+    peak_flops: float = 989e12
+    ranks_share_host: bool = True
+
+
+def rates_from(values: Mapping[str, Any]) -> Rates:
+    """Defaults with some values replaced.
+
+    Raises:
+        UsageError: a key is unknown or a value is not a positive number.
+    """
+    known = {f.name for f in fields(Rates)}
+    for key, value in values.items():
+        if key not in known:
+            raise UsageError(f"calibration has the unknown key '{key}': use {', '.join(sorted(known))}")
+        if key != "ranks_share_host" and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
+            raise UsageError(f"calibration {key} is {value!r}: a positive number is needed")
+    return replace(Rates(), **values)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step of all ranks, and its parts.
+
+    Attributes:
+        compute_s, communication_s, fetch_s: of all micro steps together; what overlaps is counted once in `total_s`.
+        optimizer_s: everything after backward. total_s: the step.
+        tokens: trained in a step by all ranks. mfu: model FLOP/s (no recompute) over `peak_flops`.
+    """
+
+    compute_s: float
+    communication_s: float
+    fetch_s: float
+    optimizer_s: float
+    total_s: float
+    tokens: int
+    mfu: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.total_s
+
+
+def active_elems(plan: PlanInput) -> int:
+    """Parameters that one token passes through: all of a dense model, the chosen experts of a sparse one."""
+    g, total = plan.geometry, 0
+    for p in plan.parameters.items:
+        sparse = ".experts." in p.name and g.experts
+        total += p.elems * g.experts_per_token // g.experts if sparse else p.elems
+    return total
+
+
+def model_flops_per_token(plan: PlanInput) -> float:
+    """6 N + 6 L s d: forward and backward of the matrices, causal attention counted at half."""
+    g = plan.geometry
+    return 6 * active_elems(plan) + 6 * g.layers * plan.seq_len * g.query
+
+
+def _communication_s(plan: PlanInput, rates: Rates) -> float:
+    """Collectives of one micro step; ring algorithms move (N - 1) / N of the bytes once (twice for an all-reduce)."""
+    world, zero = plan.world_size, plan.settings
+    if world == 1:
+        return 0.0
+    size = 2 * plan.parameters.elems * (world - 1) / world
+    speed = rates.link_bytes_s if plan.ranks_per_node == world else rates.network_bytes_s
+    if zero.stage == 3:
+        return 3 * size / speed  # gather for forward, gather for backward, reduce-scatter
+    every = zero.stage == 2
+    return 2 * size / speed / (1 if every else plan.accumulation)  # all-reduce, also at stage 2
+
+
+def _optimizer_s(plan: PlanInput, rates: Rates) -> float:
+    zero, world = plan.settings, plan.world_size
+    owned = plan.trained_elems / world
+    gather = 0.0
+    if world > 1 and zero.stage in (0, 1, 2):
+        speed = rates.link_bytes_s if plan.ranks_per_node == world else rates.network_bytes_s
+        gather = 2 * plan.parameters.elems * (world - 1) / world / speed
+    if not zero.offload_optimizer:
+        # 16 B states read and written, gradient cast and copied: about 40 B an element.
+        return gather + 40 * owned / rates.device_bytes_s
+    share = plan.ranks_per_node if rates.ranks_share_host else 1
+    on_host = owned * (zero.ratio if zero.stage == 3 else 1.0)
+    eight_bit = "8bit" in plan.optimizer
+    adam = on_host * share * (rates.cpu_adam_8bit_s_per_elem if eight_bit else rates.cpu_adam_s_per_elem)
+    passes = on_host * share * 14 / rates.host_bytes_s  # clipping 8 B, bf16 copy 6 B
+    if zero.stage == 3:
+        # Gradients go down, come back up and go down in fp32; weights return through pageable memory, converted by
+        # one thread.
+        bus = on_host * (6 / rates.d2h_bytes_s + 2 / rates.h2d_bytes_s)
+        back = 0.0 if zero.offload_param else on_host * (2 / rates.pageable_bytes_s + 6 / rates.host_copy_bytes_s)
+        return adam + passes + bus + back
+    return gather + adam + passes + on_host * (4 / rates.d2h_bytes_s + 2 / rates.h2d_bytes_s)
+
+
+def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
+    """Seconds of one step of this plan."""
+    rates = rates or Rates()
+    g = plan.geometry
+    share = rates.liger_share if plan.kernels == "liger" else rates.hf_share
+    model = model_flops_per_token(plan)
+    done = model * (4 / 3 if plan.checkpointing == "full" else 1)
+    compute = plan.accumulation * plan.tokens * done / (rates.matmul_flops * share)
+    if g.vocab and plan.loss_kind == "full":
+        compute += plan.accumulation * 40 * plan.tokens * g.vocab / rates.device_bytes_s  # passes over fp32 logits
+    communication = plan.accumulation * _communication_s(plan, rates)
+    fetch = 0.0
+    if plan.settings.offload_param:
+        fetch = plan.accumulation * 2 * 2 * plan.parameters.elems / plan.world_size / rates.h2d_bytes_s
+    hidden = plan.settings.overlap_comm or plan.settings.stage == 3
+    micro = max(compute, communication + fetch) if hidden else compute + communication + fetch
+    optimizer = _optimizer_s(plan, rates)
+    tokens = plan.tokens * plan.accumulation * plan.world_size
+    total = micro + optimizer
+    mfu = model * tokens / plan.world_size / total / rates.peak_flops
+    return StepTime(compute, communication, fetch, optimizer, total, tokens, mfu)

@@ -1,0 +1,93 @@
+"""Plans and choices as text for the eye."""
+
+from __future__ import annotations
+
+from bigtrain.plan.choose import Choice
+from bigtrain.plan.constants import GPU_MARGIN, HOST_MARGIN
+from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.machine import show_bytes
+from bigtrain.plan.predict import Plan, Tree
+from bigtrain.plan.roofline import Rates, step_time
+
+_LADDER_LINES = 12
+
+
+def heading(plan: PlanInput) -> str:
+    """Model and run in two lines."""
+    zero = plan.settings
+    offload = "all" if zero.offload_param else "optimizer" if zero.offload_optimizer else "none"
+    ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
+    tensors = f"{plan.parameters.elems / 1e9:.3f} B parameters in {len(plan.parameters.items)} tensors"
+    work = f"micro batch {plan.micro_batch} x {plan.seq_len} tokens, accumulation {plan.accumulation}"
+    return (
+        f"{plan.parameters.kind}, {tensors}; {ranks}\n"
+        f"ZeRO-{zero.stage}, offload {offload}, {plan.optimizer}, checkpointing {plan.checkpointing}, "
+        f"{plan.kernels} kernels, {plan.loss_kind} loss, {work}"
+    )
+
+
+def tree_text(tree: Tree, sources: bool = True) -> str:
+    """One tree: total, rows that sum to it with formula and source, peaks of the phases."""
+    lines = [f"{tree.name}: {show_bytes(tree.bytes)} ({tree.bytes} B) at the peak, in phase '{tree.phase}'"]
+    width = max((len(row.name) for row in tree.rows), default=0)
+    for row in tree.rows:
+        line = f"  {row.name:<{width}}  {show_bytes(row.bytes):>11}"
+        lines.append(line + (f"   {row.formula}   [{row.source}]" if sources else ""))
+    phases = ", ".join(f"{name} {show_bytes(size)}" for name, size in tree.by_phase.items())
+    return "\n".join([*lines, f"  most in each phase: {phases}"])
+
+
+def _verdict(name: str, need: int, have: int | None, margin: float) -> str:
+    if have is None:
+        return f"{name}: needs {show_bytes(need)} with a margin of {margin:.0%}; no limit given"
+    word = "fits" if need <= have else f"DOES NOT FIT, short by {show_bytes(need - have)}"
+    return f"{name}: needs {show_bytes(need)} of {show_bytes(have)} with a margin of {margin:.0%}: {word}"
+
+
+def plan_text(plan: Plan, gpu_memory: int | None, host_memory: int | None, rates: Rates | None = None) -> str:
+    """The whole plan: heading, trees, what the driver will show, verdicts, speed."""
+    time = step_time(plan.input, rates)
+    lines = [heading(plan.input), ""]
+    if plan.input.device == "cuda":
+        lines += [
+            tree_text(plan.gpu),
+            f"  allocated {show_bytes(plan.gpu.bytes)}, reserved {show_bytes(plan.gpu_reserved_bytes)}, "
+            f"device-used {show_bytes(plan.gpu_used_bytes)} (with CUDA context and NCCL)",
+            "",
+        ]
+    lines += [
+        tree_text(plan.host),
+        f"  one host: {plan.ranks_per_node} x {show_bytes(plan.host.bytes)} = {show_bytes(plan.host_node_bytes)}",
+        "",
+    ]
+    lines += [f"note: {note}" for note in plan.notes]
+    if plan.input.device == "cuda":
+        lines.append(_verdict("GPU", plan.gpu_need_bytes(), gpu_memory, GPU_MARGIN))
+    lines.append(_verdict("host", plan.host_need_bytes(), host_memory, HOST_MARGIN))
+    lines.append(
+        f"speed (roofline): {time.total_s:.2f} s a step, {time.tokens_per_s:,.0f} tokens/s, MFU {time.mfu:.1%} "
+        f"(compute {time.compute_s:.2f}, communication {time.communication_s:.2f}, fetch {time.fetch_s:.2f}, "
+        f"optimizer {time.optimizer_s:.2f})"
+    )
+    return "\n".join(lines)
+
+
+def choice_text(choice: Choice, rates: Rates | None = None) -> str:
+    """The ladder: what fits, fastest first; what was rejected and why; the chosen plan or what would help."""
+    lines = [f"global batch {choice.global_batch} sequences; {len(choice.fitting)} configurations fit, "
+             f"{len(choice.rejected)} do not"]  # fmt: skip
+    for candidate in choice.fitting[:_LADDER_LINES]:
+        need = f"GPU {show_bytes(candidate.plan.gpu_need_bytes())}" if candidate.plan else ""
+        host = f"host {show_bytes(candidate.plan.host_need_bytes())}" if candidate.plan else ""
+        speed = f"{candidate.time.tokens_per_s:>9,.0f} tokens/s"
+        lines.append(f"  fits      {speed}  {candidate.describe()}  ({need}, {host})")
+    for candidate in choice.rejected[:_LADDER_LINES]:
+        lines.append(
+            f"  rejected  {candidate.time.tokens_per_s:>9,.0f} tokens/s  {candidate.describe()}: {candidate.why}"
+        )
+    hidden = max(0, len(choice.fitting) - _LADDER_LINES) + max(0, len(choice.rejected) - _LADDER_LINES)
+    if hidden:
+        lines.append(f"  ... and {hidden} more (--json lists all)")
+    if choice.best is None:
+        lines += ["", "NOTHING FITS. What would:", *(f"  {line}" for line in choice.advice)]
+    return "\n".join(lines)

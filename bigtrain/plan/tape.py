@@ -1,0 +1,128 @@
+"""A recording of what is allocated and freed, phase by phase, and the ledger that is read off it.
+
+The simulation writes a tape; the ledger (what is held, and when it is most) and the allocator replay (what is reserved
+for it) both read it. Nothing here knows about models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+# PyTorch's allocators hand out multiples of 512 B on the GPU (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+ROUND_BYTES = 512
+
+ALLOC, FREE, PHASE, EMPTY_CACHE = 0, 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a tape amounts to.
+
+    Attributes:
+        peak_bytes: most bytes held at any moment.
+        peak_phase: the phase in which that was first so.
+        rows: row -> bytes held at that moment; sums to `peak_bytes` exactly.
+        by_phase: phase -> most bytes held during it, in order of first appearance.
+        final_bytes: bytes held at the end.
+    """
+
+    peak_bytes: int
+    peak_phase: str
+    rows: dict[str, int]
+    by_phase: dict[str, int]
+    final_bytes: int
+
+
+class Tape:
+    """Events in order. Bytes are rounded up to the allocator's unit when they are written."""
+
+    def __init__(self, unit: int = ROUND_BYTES):
+        self.unit = unit
+        self.events: list[tuple[int, int, int, str]] = []  # kind, slot, bytes, row or phase
+        self._open: dict[Hashable, int] = {}
+        self._sizes: list[int] = []
+        self._rows: list[str] = []
+        self.streams: list[int] = []  # by slot: the stream that allocated it
+
+    def phase(self, name: str) -> None:
+        """Everything from here on belongs to `name`."""
+        self.events.append((PHASE, -1, 0, name))
+
+    def hold(self, key: Hashable, size: float, row: str, stream: int = 0) -> None:
+        """Allocate `size` bytes under `key` until `drop(key)`; nothing happens for size 0.
+
+        `stream` matters to what is reserved only: the caching allocator keeps a pool for every CUDA stream.
+        """
+        if key in self._open:
+            raise AssertionError(f"'{key}' is held already")
+        if size <= 0:
+            return
+        rounded = -(-int(size) // self.unit) * self.unit
+        slot = len(self._sizes)
+        self._open[key] = slot
+        self._sizes.append(rounded)
+        self._rows.append(row)
+        self.streams.append(stream)
+        self.events.append((ALLOC, slot, rounded, row))
+
+    def drop(self, *keys: Hashable) -> None:
+        """Free what is held under these keys; unknown keys (size 0) are fine."""
+        for key in keys:
+            slot = self._open.pop(key, None)
+            if slot is not None:
+                self.events.append((FREE, slot, self._sizes[slot], self._rows[slot]))
+
+    def touch(self, size: float, row: str, stream: int = 0) -> None:
+        """Allocate and free at once: a temporary."""
+        self.hold("touch", size, row, stream)
+        self.drop("touch")
+
+    def empty_cache(self) -> None:
+        """`torch.cuda.empty_cache()`: matters to what is reserved only."""
+        self.events.append((EMPTY_CACHE, -1, 0, ""))
+
+    def holds(self, key: Hashable) -> bool:
+        return key in self._open
+
+    def ledger(self) -> Ledger:
+        """Read the tape: peak, its phase, and what was held at the peak."""
+        held = peak = 0
+        peak_at, phase, peak_phase = 0, "", ""
+        by_phase: dict[str, int] = {}
+        for at, (kind, _, size, name) in enumerate(self.events):
+            if kind == ALLOC:
+                held += size
+                if held > by_phase.get(phase, -1):
+                    by_phase[phase] = held
+                    if held > peak:
+                        peak, peak_at, peak_phase = held, at + 1, phase
+            elif kind == FREE:
+                held -= size
+            elif kind == PHASE:
+                phase = name
+                by_phase[phase] = max(held, by_phase.get(phase, 0))
+        return Ledger(peak, peak_phase, self._held_rows(peak_at), by_phase, held)
+
+    def rows_at_peak_of(self, phase: str) -> dict[str, int]:
+        """What is held at the largest moment of one phase."""
+        held, best, best_at, current = 0, -1, 0, ""
+        for at, (kind, _, size, name) in enumerate(self.events):
+            if kind == ALLOC:
+                held += size
+            elif kind == FREE:
+                held -= size
+            elif kind == PHASE:
+                current = name
+            if current == phase and held > best:
+                best, best_at = held, at + 1
+        return self._held_rows(best_at)
+
+    def _held_rows(self, until: int) -> dict[str, int]:
+        rows: dict[str, int] = {}
+        for kind, _, size, row in self.events[:until]:
+            if kind == ALLOC:
+                rows[row] = rows.get(row, 0) + size
+            elif kind == FREE:
+                rows[row] -= size
+        return {row: size for row, size in rows.items() if size}

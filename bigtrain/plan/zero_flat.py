@@ -1,0 +1,198 @@
+"""ZeRO-1 and ZeRO-2 on the GPU: flat groups, gradient buckets, the partition's gradients, the step.
+
+Follows deepspeed 0.19.8 runtime/zero/stage_1_and_2.py in the order in which it allocates. Names in quotes in the
+comments are its functions and attributes.
+"""
+
+from __future__ import annotations
+
+from bigtrain.plan.flat import flat_group, heaviest_rank, split_groups, touched_elems
+from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.states import LAYOUTS
+from bigtrain.plan.tape import Tape
+
+
+class FlatSharding:
+    """Device memory of one rank under stage 1 or 2."""
+
+    def __init__(self, plan: PlanInput, tape: Tape):
+        self.plan, self.tape, self.zero = plan, tape, plan.settings
+        self.items, self.layout = plan.parameters.items, LAYOUTS[plan.optimizer]
+        world = plan.world_size
+        members = split_groups(self.items, plan.decay_groups, plan.trains)
+        self.groups = [flat_group(self.items, m, world) for m in members]
+        self.rank = heaviest_rank(self.items, self.groups, world)
+        self.place = {i: (g, at) for g, group in enumerate(self.groups) for at, i in enumerate(group.members)}
+        self.touched = sum(touched_elems(self.items, g, self.rank) for g in self.groups)
+        self.compact = self.zero.grad_bytes == 4
+        self.bucket: list[int] = []
+        self.filled = 0
+        # Without overlap_comm, stage 1 reduces after backward; so does every micro step before the last.
+        self.deferred: list[int] = []
+        self.side = 1 if self.zero.overlap_comm else 0  # 'reduction_stream'
+
+    # Start-up.
+
+    def build(self) -> None:
+        for i, p in enumerate(self.items):
+            row = "weights before flattening" if self.plan.trains[i] else "weights, frozen"
+            self.tape.hold(("built", i), 2 * p.elems, row)
+
+    def initialise(self) -> None:
+        tape, offload = self.tape, self.zero.offload_optimizer
+        for g, group in enumerate(self.groups):
+            tape.empty_cache()
+            tape.hold(("flat", g), 2 * group.padded, "weights, bf16")
+            tape.drop(*(("built", i) for i in group.members))
+            tape.hold("clone", 2 * group.partition, "weights, slice clone")
+            if not offload:
+                tape.hold(("master", g), self.layout.remainder * group.partition, "master")
+            tape.drop("clone")
+        if offload:
+            tape.hold("offload", 2 * self.plan.largest_trained_elems, "offload buffer on the GPU")
+            return
+        for g, group in enumerate(self.groups):
+            tape.hold(("zeros", g), self.layout.step_grad * group.partition, "gradient, zeros at start-up")
+        tape.drop(*(("zeros", g) for g in range(len(self.groups))))
+
+    # Forward: the weights are all there.
+
+    def fetch(self, key: str, members: list[int], *, backward: bool, steady: bool) -> None:
+        pass
+
+    def release(self, key: str) -> None:
+        pass
+
+    # Backward.
+
+    def start_backward(self, micro: int, last: bool) -> None:
+        self.micro, self.last = micro, last
+        self.bucket, self.filled, self.deferred = [], 0, []
+
+    def _open_buckets(self) -> None:
+        # 'setup_buckets': at the first gradient of every backward, full size whatever is used of it.
+        size = 2 if self.zero.stage == 2 else self.zero.grad_bytes
+        for copy in range(2 if self.zero.overlap_comm else 1):
+            self.tape.hold(("bucket", copy), size * self.zero.reduce_bucket_elems, "reduce buckets")
+
+    def grad(self, i: int) -> None:
+        """Autograd delivers the gradient of parameter `i`, 2 n bytes."""
+        if not self.tape.holds(("bucket", 0)):
+            self._open_buckets()
+        if self.zero.stage == 1 and (not self.zero.overlap_comm or not self.last):
+            if not self.tape.holds(("full", i)):
+                self.tape.hold(("full", i), self.zero.grad_bytes * self.items[i].elems, "gradients, kept")
+            self.deferred.append(i)
+            return
+        self.tape.hold(("fresh", i), 2 * self.items[i].elems, "gradients, fresh from autograd")
+        self.tape.drop(("full", i))  # stage 1: the sum of the earlier micro steps goes into the bucket with it
+        self._into_bucket(i)
+
+    def _into_bucket(self, i: int) -> None:
+        elems, limit = self.items[i].elems, self.zero.reduce_bucket_elems
+        if self.filled + elems > limit:
+            self._flush()
+        if elems > limit:
+            if self.zero.offload_optimizer:
+                self.tape.touch(2 * elems, "gradients, larger than the bucket")  # the clone of offload's safety
+            self.tape.drop(("fresh", i))
+            self.tape.hold(("large", i), 2 * elems, "gradients, larger than the bucket")
+        else:
+            self.tape.drop(("fresh", i))
+        self.bucket.append(i)
+        self.filled += elems
+
+    def _flush(self) -> None:
+        """'reduce_ipg_grads': reduce what the bucket holds, keep what this rank owns."""
+        if not self.bucket:
+            return
+        if self._needs_copy():
+            self.tape.touch(2 * self.filled, "reduce copy", self.side)
+        for i in self.bucket:
+            self._keep(i)
+        self.bucket, self.filled = [], 0
+
+    def _needs_copy(self) -> bool:
+        # 'allreduce_bucket' flattens its slices; a single slice (one owner for all of it) is used as it is.
+        owners = {rank for i in self.bucket for rank in self._owners(i)}
+        return self.plan.world_size > 1 and (len(owners) > 1 or (self.compact and len(self.bucket) > 1))
+
+    def _owners(self, i: int) -> range:
+        g, at = self.place[i]
+        return self.groups[g].owners(at, self.items[i].elems)
+
+    def _keep(self, i: int) -> None:
+        g, at = self.place[i]
+        owned = self.groups[g].owned(at, self.items[i].elems, self.rank)
+        if self.zero.offload_optimizer:
+            if owned and self.last:
+                self.tape.touch(8 * owned, "gradient norm in fp64", self.side)
+                self.tape.touch(4 * owned, "gradient, fp32 slice", self.side)
+            self.tape.drop(("large", i))
+            return
+        if self.compact:
+            # fp32 accumulation: one flat buffer for the step; '.grad' of large parameters stays to the epilogue.
+            if not self.tape.holds("compact"):
+                self.tape.hold("compact", 4 * sum(x.partition for x in self.groups), "gradients, kept", self.side)
+            self.tape.touch(4 * owned, "gradient, fp32 slice", self.side)
+            if not owned:
+                self.tape.drop(("large", i))
+            return
+        if owned and not self.tape.holds(("kept grads", self.micro)):
+            self.tape.hold(("kept grads", self.micro), 2 * self.touched, "gradients, kept", self.side)
+        self.tape.drop(("large", i))
+
+    def end_backward(self) -> None:
+        for i in self.deferred if self.last else ():
+            self._into_bucket(i)
+        self._flush()
+        if self.last:
+            self.tape.drop(*(("full", i) for i in self.deferred))
+            self.deferred = []
+        self.tape.drop(("bucket", 0), ("bucket", 1), *(("large", i) for i in range(len(self.items))))
+        if self.micro > 0 and self.tape.holds(("kept grads", self.micro)) and self.tape.holds(("kept grads", 0)):
+            self.tape.drop(("kept grads", self.micro))  # added to the first micro step's, then freed
+
+    # Step.
+
+    def step(self, first: bool) -> None:
+        if self.zero.offload_optimizer:
+            return
+        self.tape.phase("norm")
+        largest = max(
+            g.owned(at, self.items[i].elems, self.rank) for g in self.groups for at, i in enumerate(g.members)
+        )
+        self.tape.touch(8 * largest, "gradient norm in fp64")
+        self.tape.phase("optimizer step")
+        for g, group in enumerate(self.groups):
+            self._update(g, group.partition, first, last=g == len(self.groups) - 1)
+
+    def _update(self, g: int, partition: int, first: bool, last: bool) -> None:
+        tape, layout = self.tape, self.layout
+        if not self.compact:
+            tape.hold("flat grad", 2 * partition, "gradients, flat for the step")
+            if layout.step_grad == 4:
+                tape.hold("cast", 4 * partition, "gradients, fp32 for the step")
+                tape.drop("flat grad")
+        elif layout.step_grad == 2:
+            tape.hold("cast", 2 * partition, "gradients, flat for the step")
+        if last and not self.compact:
+            tape.drop(("kept grads", 0), ("kept grads", 1))
+        if first:
+            tape.hold(("moments", g), self._moment_bytes(g, partition), "moments")
+        if self.plan.optimizer == "muon":
+            tape.touch(4 * partition, "muon staging")
+        tape.drop("cast", "flat grad")
+        if last:
+            tape.drop("compact")
+
+    def _moment_bytes(self, g: int, partition: int) -> float:
+        group, layout = self.groups[g], self.layout
+        if layout.matrix_moments == layout.moments:
+            return layout.moments * partition
+        owned = [(self.items[i], group.owned(at, self.items[i].elems, self.rank)) for at, i in enumerate(group.members)]
+        matrix = sum(n for p, n in owned if len(p.shape) > 1 and p.block is not None)
+        return layout.matrix_moments * matrix + layout.moments * (partition - matrix)
+
+    def export(self) -> None:
+        pass

@@ -1,0 +1,154 @@
+"""ZeRO-3 on the GPU: slices, the window of gathered weights, the gradient partitions, the step by sub-groups.
+
+Follows deepspeed 0.19.8 runtime/zero/stage3.py, partition_parameters.py and partitioned_param_coordinator.py.
+"""
+
+from __future__ import annotations
+
+from bigtrain.plan.flat import slice_elems, split_groups, sub_groups
+from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.states import LAYOUTS
+from bigtrain.plan.tape import Tape
+
+# 'reduce_and_partition' keeps at most this many buckets in flight ('max_param_reduce_events').
+_REDUCES_IN_FLIGHT = 1
+# '_constant_buffered_norm2' works through 250e6 elements at a time.
+_NORM_CHUNK_ELEMS = 250_000_000
+
+
+class SlicedSharding:
+    """Device memory of one rank under stage 3."""
+
+    def __init__(self, plan: PlanInput, tape: Tape):
+        self.plan, self.tape, self.zero = plan, tape, plan.settings
+        self.items, self.layout, self.world = plan.parameters.items, LAYOUTS[plan.optimizer], plan.world_size
+        self.local = [slice_elems(p.elems, self.world) for p in self.items]
+        self.total = sum(self.local)
+        self.gathered = sum(p.elems for p in self.items if p.elems > self.zero.persistence_elems)
+        groups = split_groups(self.items, plan.decay_groups, plan.trains)
+        self.subs = sub_groups(self.items, groups, self.world, self.zero.sub_group_elems)
+        self.on_gpu = [] if self.zero.offload_optimizer else self.subs
+        if self.zero.offload_optimizer and self.zero.ratio < 1:
+            self.on_gpu = self.subs[: int((1 - self.zero.ratio) * len(self.subs))]
+        self.bucket: list[int] = []
+        self.filled = 0
+        # 'reduce_and_partition_stream' and the coordinator's '__allgather_stream'.
+        self.side, self.gather = (1, 2) if self.zero.overlap_comm else (0, 0)
+
+    # Start-up.
+
+    def build(self) -> None:
+        for i, p in enumerate(self.items):
+            self.tape.hold("whole", 2 * p.elems, "weights, one whole parameter")
+            if not self.zero.offload_param:
+                self.tape.hold(("built", i), 2 * self.local[i], "weights before flattening")
+            self.tape.drop("whole")
+
+    def initialise(self) -> None:
+        tape = self.tape
+        # 'defragment' goes through the host: the slices are gone before the flat buffer is there.
+        tape.drop(*(("built", i) for i in range(len(self.items))))
+        tape.empty_cache()
+        if not self.zero.offload_param:
+            tape.hold("slices", 2 * self.total, "weights, bf16")
+        for s, size in enumerate(self.on_gpu):
+            tape.touch(self.layout.remainder * size, "master, conversion copy")
+            tape.hold(("master", s), self.layout.remainder * size, "master")
+            if self.zero.offload_optimizer:
+                tape.hold(("sub grad", s), 4 * size, "gradients, fp32 for the step")
+        if not self.zero.offload_optimizer:
+            tape.touch(self.layout.step_grad * max(self.subs), "gradient, zeros at start-up")
+        tape.hold("bucket", 2 * self.zero.reduce_bucket_elems, "reduce buckets")
+        if not self.zero.offload_optimizer:
+            tape.hold("grads", self.zero.grad_bytes * sum(self.subs), "gradients, kept")
+        if self.world > 1:
+            persistent = sum(p.elems for p in self.items if p.elems <= self.zero.persistence_elems)
+            tape.hold("persistent", 2 * persistent, "weights, persistent")
+            tape.touch(2 * self.plan.parameters.largest_elems, "weights, one whole parameter")
+
+    # The window.
+
+    def fetch(self, key: str, members: list[int], *, backward: bool, steady: bool) -> None:
+        """Gather the weights of a block: one module at a time in forward, all of them until its backward is done.
+
+        With one rank a gather is a view of the slice and costs nothing, unless the slice lives on the host.
+        """
+        if self.world == 1 and not self.zero.offload_param:
+            return
+        whole = [p.elems for p in (self.items[i] for i in members) if p.elems > self.zero.persistence_elems]
+        if not whole:
+            return
+        row = "weights, gathered" if self.world > 1 else "weights, copied to the GPU"
+        size = sum(whole) if backward else max(whole)
+        self.tape.hold(("window", key), 2 * size, row, self.gather)
+        if steady:
+            # A prefetched bucket is gathered flat and copied apart: twice its size while the handle lives.
+            ahead = min(self.zero.prefetch_elems, self.zero.max_live_elems, self.gathered - sum(whole))
+            self.tape.hold(("ahead", key), (4 if self.world > 1 else 2) * ahead, row, self.gather)
+
+    def release(self, key: str) -> None:
+        self.tape.drop(("window", key), ("ahead", key))
+
+    # Backward.
+
+    def start_backward(self, micro: int, last: bool) -> None:
+        self.micro, self.last = micro, last
+
+    def grad(self, i: int) -> None:
+        elems = self.items[i].elems
+        self.tape.hold(("fresh", i), 2 * elems, "gradients, fresh from autograd")
+        if self.filled + elems > self.zero.reduce_bucket_elems:
+            self._flush()
+        if elems > self.zero.reduce_bucket_elems:
+            self.tape.drop(("fresh", i))
+            self.tape.hold(("large", i), 2 * elems, "gradients, larger than the bucket")
+        else:
+            self.tape.drop(("fresh", i))
+        self.bucket.append(i)
+        self.filled += elems
+
+    def _flush(self) -> None:
+        if not self.bucket:
+            return
+        single = len(self.bucket) == 1 and self.items[self.bucket[0]].elems % self.world == 0
+        if not single:
+            self.tape.hold("reduce", 2 * self.filled * _REDUCES_IN_FLIGHT, "reduce copy", self.side)
+        if self.zero.offload_optimizer:
+            for i in self.bucket:
+                self._offload_slice(i)
+        self.tape.drop("reduce", *(("large", i) for i in self.bucket))
+        self.bucket, self.filled = [], 0
+
+    def _offload_slice(self, i: int) -> None:
+        # The slice goes to the host buffer and comes back ('grad_buffer.to'), for the norm and the fp32 cast.
+        size = self.local[i]
+        self.tape.hold("slice", 2 * size, "gradient, fp32 slice", self.side)
+        if self.last:
+            self.tape.touch(8 * min(size, _NORM_CHUNK_ELEMS), "gradient norm in fp64", self.side)
+            self.tape.touch(4 * size, "gradient, fp32 slice", self.side)
+        self.tape.drop("slice")
+
+    def end_backward(self) -> None:
+        self._flush()
+
+    # Step.
+
+    def step(self, first: bool) -> None:
+        self.tape.phase("norm")
+        if not self.zero.offload_optimizer:
+            largest = slice_elems(self.plan.largest_trained_elems, self.world)
+            self.tape.touch(8 * largest, "gradient norm in fp64")
+        self.tape.phase("optimizer step")
+        for s, size in enumerate(self.on_gpu):
+            if not self.zero.offload_optimizer:
+                self.tape.hold("flat grad", self.zero.grad_bytes * size, "gradients, flat for the step")
+                if self.layout.step_grad != self.zero.grad_bytes:
+                    self.tape.hold("cast", self.layout.step_grad * size, "gradients, fp32 for the step")
+                    self.tape.drop("flat grad")
+            if first:
+                self.tape.hold(("moments", s), self.layout.moments * size, "moments")
+            self.tape.drop("cast", "flat grad")
+
+    def export(self) -> None:
+        if self.world > 1 or self.zero.offload_param:
+            self.tape.touch(2 * self.plan.parameters.largest_elems, "export, one whole parameter")

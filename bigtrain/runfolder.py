@@ -1,0 +1,154 @@
+"""The output folder of a run: what may be written over, which checkpoints there are, what run.json says.
+
+OUT/run.json  metrics.jsonl  eval.jsonl  ds_config.resolved.json  checkpoint-<step>/  model/  runs/  report.html  report.png
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import CheckpointError, UsageError
+
+OWN_FILES = ("run.json", "metrics.jsonl", "eval.jsonl", "ds_config.resolved.json", "report.html", "report.png", "latest")
+OWN_FOLDERS = ("model", "runs")
+PACKAGES = (
+    "torch",
+    "deepspeed",
+    "transformers",
+    "bitsandbytes",
+    "safetensors",
+    "datasets",
+    "accelerate",
+    "liger-kernel",
+    "numpy",
+)
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+class RunFolder:
+    """One output folder. Reading is safe on every rank, writing is rank 0's."""
+
+    def __init__(self, root: str | Path):
+        self.root = Path(root).expanduser().resolve()
+
+    def open(self, *, resume: str | None, overwrite: bool) -> None:
+        """Make the folder ready for a run.
+
+        Raises:
+            UsageError: it holds a run and the user said neither to resume nor to overwrite it.
+        """
+        if self.root.exists() and not self.root.is_dir():
+            raise UsageError(f"output_dir {self.root} is a file")
+        there = self._own()
+        if there and resume is None:
+            if not overwrite:
+                names = ", ".join(sorted(p.name for p in there)[:6])
+                raise UsageError(
+                    f"output_dir {self.root} already holds a run ({names}). Continue it with --resume_from_checkpoint auto, "
+                    "start over with --overwrite_output_dir, or name another folder."
+                )
+            for path in there:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.root.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.root, os.W_OK):
+            raise UsageError(f"output_dir {self.root} cannot be written to")
+
+    def _own(self) -> list[Path]:
+        names = [self.root / n for n in (*OWN_FILES, *OWN_FOLDERS)]
+        return [p for p in names if p.exists()] + [path for _, path in self.checkpoints()]
+
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """(step, folder) of every checkpoint, oldest first."""
+        if not self.root.is_dir():
+            return []
+        found = [(int(m[1]), p) for p in self.root.iterdir() if p.is_dir() and (m := _CHECKPOINT.fullmatch(p.name))]
+        return sorted(found)
+
+    def resume_point(self, asked: str | None) -> Path | None:
+        """The checkpoint folder to start from; None to start at step 0.
+
+        Raises:
+            CheckpointError: the one that was named is no checkpoint folder.
+        """
+        if asked is None:
+            return None
+        if asked == "auto":
+            found = self.checkpoints()
+            return found[-1][1] if found else None
+        path = Path(asked).expanduser().resolve()
+        if not path.is_dir():
+            raise CheckpointError(f"resume_from_checkpoint: {path} is no folder", str(path))
+        return path
+
+    def prune(self, keep: int | None) -> list[Path]:
+        """Remove all but the newest `keep` checkpoints; returns what went."""
+        old = [path for _, path in self.checkpoints()[:-keep]] if keep else []
+        for path in old:
+            shutil.rmtree(path, ignore_errors=True)
+        return old
+
+    def read_run(self) -> dict[str, Any]:
+        """run.json as it is, empty if there is none."""
+        path = self.root / "run.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    def write_json(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write a JSON file in one piece: readers see the old one or the new one."""
+        draft = self.root / f".{name}.new"
+        draft.write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
+        os.replace(draft, self.root / name)
+
+    def update_run(self, **values: Any) -> None:
+        """Set keys of run.json."""
+        self.write_json("run.json", {**self.read_run(), **values})
+
+
+def now() -> str:
+    """Local time with zone, for people."""
+    return time.strftime("%Y-%m-%d %H:%M:%S %z")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides results: Python, packages, CUDA, this project and its commit."""
+    from bigtrain import __version__
+
+    found = {"bigtrain": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    commit = _commit()
+    if commit:
+        found["commit"] = commit
+    return found
+
+
+def _commit() -> str | None:
+    """Commit of the clone that this package runs from, with a mark if files differ from it; None outside a clone."""
+    clone = Path(__file__).resolve().parents[1]
+    if not (clone / ".git").exists():
+        return None
+    try:
+        git: Sequence[str] = ["git", "-C", str(clone)]
+        commit = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+        dirty = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, timeout=10, check=False).returncode
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + (" (with local changes)" if dirty else "")

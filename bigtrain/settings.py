@@ -1,0 +1,242 @@
+"""From a ds_config and the Engine's arguments to what DeepSpeed is started with: pure, and every decision is said.
+
+The Engine owns the optimizer, the schedule, clipping at stage 0 and the accumulation count; DeepSpeed gets a private config.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bigtrain import optim
+from bigtrain.errors import ConfigError, UsageError
+
+# DeepSpeed's schedulers and what the same curve is called here.
+_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "adamw8bit": "adamw_8bit", "muon": "muon"}
+
+
+@dataclass
+class Settings:
+    """What was decided.
+
+    Attributes:
+        config: for `deepspeed.initialize`.
+        stage, bf16, offload: what the config asks for.
+        micro_batch, accumulation, max_grad_norm: as used; micro_batch and accumulation from the config unless given.
+        optimizer, learning_rate, betas, eps, weight_decay: as used.
+        scheduler, warmup_steps, total_steps: as used.
+        notes: decisions between two sources, one sentence each.
+    """
+
+    config: dict[str, Any]
+    stage: int
+    bf16: bool
+    offload: bool
+    micro_batch: int
+    accumulation: int
+    max_grad_norm: float
+    optimizer: str
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    scheduler: str
+    warmup_steps: int
+    total_steps: int | None
+    notes: list[str] = field(default_factory=list)
+
+
+def read(ds_config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """A private copy of the config; a file is read as JSON.
+
+    Raises:
+        ConfigError: if the file cannot be read or is no JSON object.
+    """
+    if isinstance(ds_config, Mapping):
+        return copy.deepcopy(dict(ds_config))
+    try:
+        config = json.loads(Path(ds_config).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the DeepSpeed config {ds_config}: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"the DeepSpeed config {ds_config} holds a {type(config).__name__}, not an object of sections.")
+    return config
+
+
+def settle(
+    config: dict[str, Any],
+    *,
+    world_size: int,
+    optimizer: str | None,
+    learning_rate: float | None,
+    betas: tuple[float, float] | None,
+    eps: float | None,
+    weight_decay: float | None,
+    lr_scheduler: str | None,
+    warmup_steps: int | None,
+    total_steps: int | None,
+    max_grad_norm: float | None,
+    micro_batch: int | None,
+    accumulation: int | None,
+) -> Settings:
+    """Decide every value once. An argument that is None was not given; a given argument wins over the config, and it is said.
+
+    Raises:
+        ConfigError: on values that contradict each other.
+        UsageError: on an optimizer or schedule that cannot be used here.
+    """
+    notes: list[str] = []
+    zero = config.get("zero_optimization") or {}
+    stage = int(zero.get("stage", 0))
+    if (config.get("fp16") or {}).get("enabled") is True:
+        raise ConfigError(
+            "fp16.enabled is true: bigtrain trains in bf16 (or fp32), without loss scaling. Write bf16.enabled: true."
+        )
+    bf16 = (config.get("bf16") or {}).get("enabled") is True
+    offload = (zero.get("offload_optimizer") or {}).get("device", "none") not in ("none", None)
+    optimizer_section = config.pop("optimizer", None) or {}
+    scheduler_section = config.pop("scheduler", None) or {}
+    params = {k: v for k, v in (optimizer_section.get("params") or {}).items() if v != "auto"}
+    if optimizer is not None and optimizer_section:
+        notes.append(
+            f"two optimizers were given: {optimizer!r} to the Engine and {optimizer_section.get('type')!r} in the ds_config. "
+            "The Engine's is used; the values of the ds_config's section serve where the Engine was given none."
+        )
+    name = optimizer or _optimizer_name(optimizer_section)
+    scheduler = _scheduler(scheduler_section, lr_scheduler, notes)
+    scheduled = {k: v for k, v in (scheduler_section.get("params") or {}).items() if v != "auto"}
+    lr = _first("learning rate", notes, learning_rate, ("optimizer.params.lr", params.get("lr")), ("scheduler.params.warmup_max_lr", scheduled.get("warmup_max_lr")))  # fmt: skip
+    micro, accum = _batch(config, world_size, micro_batch, accumulation, notes)
+    clip = _number(config.get("gradient_clipping"))
+    norm = _first("gradient clipping", notes, max_grad_norm, ("gradient_clipping", clip))
+    norm = 1.0 if norm is None else float(norm)
+    private = _private(config, stage, bf16, micro, accum, world_size, norm, notes)
+    patch = optim.engine_config_patch(name, stage=stage, offload=offload)
+    private.update(patch)
+    steps = total_steps if total_steps is not None else scheduled.get("total_num_steps")
+    return Settings(
+        config=private,
+        stage=stage,
+        bf16=bf16,
+        offload=offload,
+        micro_batch=micro,
+        accumulation=accum,
+        max_grad_norm=norm,
+        optimizer=name,
+        learning_rate=5e-5 if lr is None else float(lr),
+        betas=tuple(betas or params.get("betas") or (0.9, 0.999)),
+        eps=float(eps if eps is not None else params.get("eps", 1e-8)),
+        weight_decay=float(weight_decay if weight_decay is not None else params.get("weight_decay", 0.0)),
+        scheduler=scheduler if steps is not None or scheduler == "constant" else _constant(scheduler, lr_scheduler, notes),
+        warmup_steps=int(warmup_steps if warmup_steps is not None else scheduled.get("warmup_num_steps", 0)),
+        total_steps=None if steps is None else int(steps),
+        notes=notes,
+    )
+
+
+def _optimizer_name(section: dict[str, Any]) -> str:
+    if not section:
+        return "adamw"
+    kind = str(section.get("type", "")).lower().replace("_", "")
+    if kind not in _OPTIMIZERS:
+        raise UsageError(
+            f"optimizer.type {section.get('type')!r} of the ds_config is not one of bigtrain's ({', '.join(optim.OPTIMIZERS)}). "
+            "Remove the section and pass optimizer=... to the Engine."
+        )
+    return _OPTIMIZERS[kind]
+
+
+def _scheduler(section: dict[str, Any], argument: str | None, notes: list[str]) -> str:
+    if not section:
+        return argument or "linear"
+    kind = section.get("type")
+    if argument is not None:
+        notes.append(
+            f"two schedules were given: {argument!r} to the Engine and {kind!r} in the ds_config. The Engine's is used; the "
+            "section's warm-up and total steps serve where the Engine was given none."
+        )
+        return argument
+    if kind not in _SCHEDULERS:
+        raise UsageError(
+            f"scheduler.type {kind!r} of the ds_config is not known here: the Engine owns the schedule. It translates "
+            f"{', '.join(_SCHEDULERS)}; else remove the section and pass lr_scheduler=... to the Engine."
+        )
+    notes.append(
+        f"scheduler {kind!r} of the ds_config is run as bigtrain's {_SCHEDULERS[kind]!r} with the same warm-up and steps."
+    )
+    return _SCHEDULERS[kind]
+
+
+def _constant(scheduler: str, asked: str | None, notes: list[str]) -> str:
+    if asked is not None:
+        raise UsageError(f"schedule {scheduler!r} needs total_steps: how many updates the run makes.")
+    notes.append("total_steps was not given, so the learning rate stays constant after the warm-up.")
+    return "constant"
+
+
+def _first(what: str, notes: list[str], argument: Any, *sources: tuple[str, Any]) -> Any:
+    """The argument, else the first source with a value; a contradiction is noted."""
+    known = [(path, value) for path, value in sources if value is not None]
+    if argument is None:
+        return known[0][1] if known else None
+    for path, value in known:
+        if float(value) != float(argument):
+            notes.append(f"{what}: the Engine was given {argument}, {path} of the ds_config says {value}; {argument} is used.")
+    return argument
+
+
+def _number(value: Any) -> Any:
+    return None if value in (None, "auto") else value
+
+
+def _batch(config: dict[str, Any], world: int, micro: int | None, accum: int | None, notes: list[str]) -> tuple[int, int]:
+    """Micro batch and accumulation, from arguments, config, and the global batch."""
+    total = _number(config.get("train_batch_size"))
+    file_micro = _number(config.get("train_micro_batch_size_per_gpu"))
+    file_accum = _number(config.get("gradient_accumulation_steps"))
+    for name, argument, value in (("micro_batch", micro, file_micro), ("accumulation", accum, file_accum)):
+        if argument is not None and value is not None and argument != value:
+            raise ConfigError(
+                f"{name}: the Engine was given {argument}, the ds_config says {value}. Say it in one place, or the same."
+            )
+    micro, accum = micro or file_micro, accum or file_accum
+    if total is not None and micro is None:
+        accum = accum or 1
+        micro = total // (world * accum)
+    elif total is not None and accum is None:
+        assert micro is not None
+        accum = total // (world * micro)
+    micro, accum = int(micro or 1), int(accum or 1)
+    if total is not None and total != micro * accum * world:
+        raise ConfigError(
+            f"train_batch_size {total} is not micro batch {micro} x accumulation {accum} x ranks {world} = {micro * accum * world}. "
+            f"Write train_batch_size {micro * accum * world}, or leave it out."
+        )
+    return micro, accum
+
+
+def _private(
+    config: dict[str, Any], stage: int, bf16: bool, micro: int, accum: int, world: int, norm: float, notes: list[str]
+) -> dict[str, Any]:
+    config = {**config, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accum}
+    config["train_batch_size"] = micro * accum * world
+    config["gradient_clipping"] = norm
+    zero = config["zero_optimization"] = {**(config.get("zero_optimization") or {}), "stage": stage}
+    config.setdefault("steps_per_print", 1_000_000_000)  # the Engine's own log has these numbers, and more
+    if stage == 0:
+        # bigtrain.master holds the fp32 masters and accumulators and clips: DeepSpeed is not to do either a second time.
+        config["bf16"] = {"enabled": False}
+        config["gradient_clipping"] = 0.0
+        config.pop("data_types", None)
+    elif bf16 and not (config.get("bf16") or {}).get("bf16_master_weights_and_grads"):
+        types = config["data_types"] = dict(config.get("data_types") or {})
+        types.setdefault("grad_accum_dtype", "fp32")
+    if stage == 1 and zero.get("overlap_comm"):
+        zero["overlap_comm"] = False
+        notes.append("overlap_comm is off at stage 1: gradients are reduced once a step, in one order on every rank.")
+    return config

@@ -1,0 +1,233 @@
+"""Named model shapes: `preset:NAME` is a Hugging Face config without a download and without weights.
+
+Plain dictionaries with the keys of a `config.json`, so that `AutoConfig.for_model(**config_dict(name))`, the planner
+and the model builder read the same thing. Sizes follow the public config files of the models that they are named after;
+`llama-tiny` and `llama-50m` are this project's own, for demonstrations and tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from typing import Any
+
+from bigtrain.errors import UsageError
+
+PREFIX = "preset:"
+
+
+def _llama(
+    hidden: int,
+    ffn: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    vocab: int = 128256,
+    tied: bool = False,
+    positions: int = 8192,
+    theta: float = 500000.0,
+    eos: int | list[int] = 128001,
+    bos: int = 128000,
+) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "vocab_size": vocab,
+        "hidden_act": "silu",
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": theta,
+        "tie_word_embeddings": tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "initializer_range": 0.02,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _qwen2(
+    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, *, vocab: int = 152064, tied: bool = False
+) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": tied,
+        "use_sliding_window": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _qwen3(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, *, tied: bool = False) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _mixtral(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, experts: int, active: int) -> dict[str, Any]:
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_local_experts": experts,
+        "num_experts_per_tok": active,
+        "vocab_size": 32000,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _mistral(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+    config = _llama(hidden, ffn, layers, heads, kv_heads, vocab=vocab, positions=32768, theta=1e6, bos=1, eos=2)
+    for key in ("attention_bias", "mlp_bias"):
+        del config[key]
+    return {**config, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+
+
+_LLAMA2: dict[str, Any] = {"vocab": 32000, "positions": 4096, "theta": 10000.0, "bos": 1, "eos": 2}
+
+_QWEN2_5_VL_7B = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "tie_word_embeddings": False,
+    "text_config": {
+        **{k: v for k, v in _qwen2(3584, 18944, 28, 28, 4).items() if k != "architectures"},
+        "model_type": "qwen2_5_vl_text",
+        "rope_theta": 1000000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    },
+    "vision_config": {
+        "model_type": "qwen2_5_vl",
+        "depth": 32,
+        "hidden_size": 1280,
+        "hidden_act": "silu",
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_channels": 3,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    "torch_dtype": "bfloat16",
+}
+
+_LLAVA_7B = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "image_token_index": 32000,
+    "projector_hidden_act": "gelu",
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+    "tie_word_embeddings": False,
+    "text_config": _llama(4096, 11008, 32, 32, 32, vocab=32064, positions=4096, theta=10000.0, bos=1, eos=2),
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 1024,
+        "image_size": 336,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "projection_dim": 768,
+        "vocab_size": 32000,
+    },
+    "torch_dtype": "bfloat16",
+}
+
+_SHAPES: dict[str, dict[str, Any]] = {
+    # 2.5 M parameters, a vocabulary of 512: trains on two CPU cores in seconds.
+    "llama-tiny": _llama(192, 512, 6, 6, 2, vocab=512, tied=True, positions=1024, theta=10000.0, bos=1, eos=2),
+    "llama-50m": _llama(512, 1408, 8, 8, 4, vocab=32000, tied=False, positions=2048, theta=10000.0, bos=1, eos=2),
+    "llama-135m": _llama(576, 1536, 30, 9, 3, vocab=49152, tied=True, positions=8192, theta=100000.0, bos=1, eos=2),
+    "llama-360m": _llama(960, 2560, 32, 15, 5, vocab=49152, tied=True, positions=8192, theta=100000.0, bos=1, eos=2),
+    "llama-1b": _llama(2048, 8192, 16, 32, 8, tied=True),
+    "llama-3b": _llama(3072, 8192, 28, 24, 8, tied=True),
+    "llama-7b": _llama(4096, 11008, 32, 32, 32, **_LLAMA2),
+    "llama-8b": _llama(4096, 14336, 32, 32, 8),
+    # 8.36 B parameters: the size of a public out-of-memory case on 47.4 GB cards, as a Llama.
+    "llama-8.36b": _llama(4096, 14688, 32, 32, 8, vocab=152064),
+    "llama-13b": _llama(5120, 13824, 40, 40, 40, **_LLAMA2),
+    "llama-20b": _llama(6144, 16384, 48, 48, 8, vocab=128256),
+    "llama-34b": _llama(8192, 22016, 48, 64, 8, vocab=32000, positions=16384, theta=1e6, bos=1, eos=2),
+    "llama-70b": _llama(8192, 28672, 80, 64, 8),
+    "llama-405b": _llama(16384, 53248, 126, 128, 8, positions=131072),
+    "mistral-7b": _mistral(4096, 14336, 32, 32, 8, 32768),
+    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, vocab=151936, tied=True),
+    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, vocab=151936, tied=True),
+    "qwen2.5-3b": _qwen2(2048, 11008, 36, 16, 2, vocab=151936, tied=True),
+    "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4),
+    "qwen2.5-14b": _qwen2(5120, 13824, 48, 40, 8),
+    "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8),
+    "qwen2.5-72b": _qwen2(8192, 29568, 80, 64, 8),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8),
+    "mixtral-tiny": _mixtral(128, 256, 4, 4, 2, 4, 2),
+    "mixtral-8x7b": _mixtral(4096, 14336, 32, 32, 8, 8, 2),
+    "mixtral-8x22b": _mixtral(6144, 16384, 56, 48, 8, 8, 2),
+    "qwen2.5-vl-7b": _QWEN2_5_VL_7B,
+    "llava-1.5-7b": _LLAVA_7B,
+}
+
+
+def names() -> tuple[str, ...]:
+    """Names of all shapes, in the order in which they are listed to a user (families, then size)."""
+    return tuple(_SHAPES)
+
+
+def config_dict(name: str) -> dict[str, Any]:
+    """Config of a named shape, as a fresh dictionary with the keys of a Hugging Face `config.json`.
+
+    Args:
+        name: one of `names()`, with or without the leading `preset:`; case does not matter.
+
+    Raises:
+        UsageError: there is no such shape; the message gives the nearest names.
+    """
+    key = name.strip().lower().removeprefix(PREFIX)
+    if key in _SHAPES:
+        return copy.deepcopy(_SHAPES[key])
+    near = difflib.get_close_matches(key, _SHAPES, n=3, cutoff=0.5)
+    hint = f"the nearest are {', '.join(near)}" if near else f"there are {', '.join(_SHAPES)}"
+    raise UsageError(f"there is no model shape called '{name}': {hint}. A directory with a config.json works as well.")

@@ -1,0 +1,126 @@
+"""What a step is made of: the targets it counts, the batches it moves, what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bigtrain.errors import DataError
+
+IGNORE = -100
+Batch = Mapping[str, Any]
+CountTargets = Callable[[Batch], int]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step.
+
+    Attributes:
+        step: its number, from 1; skipped steps count.
+        loss: sum of the losses of all target tokens of the global batch, over their number (through `backward`: mean over
+            micro batches and ranks of the loss given).
+        lr: learning rate used, of the first parameter group.
+        grad_norm: global 2-norm of the gradient before clipping; NaN if the step was skipped.
+        tokens: target tokens in the global batch (samples, for a model without labels; 0 if unknown).
+        applied: False if the update was skipped.
+        skipped: steps skipped so far.
+        reason: why it was skipped.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    applied: bool
+    skipped: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Loss over an evaluation set: sum over target tokens of all ranks, over their number."""
+
+    loss: float
+    tokens: int
+
+
+def target_counter(model: torch.nn.Module) -> CountTargets:
+    """How many terms the model's own mean loss has for a batch, by what the model says of itself.
+
+    Causal language models shift the labels by one, so the first of each row is no target. Masked and sequence-to-sequence
+    models do not shift. Labels of fewer than two dimensions, float labels and batches without labels count samples.
+    """
+    config = getattr(model, "config", None)
+    shifts = "MaskedLM" not in str(getattr(model, "loss_type", "")) and not getattr(config, "is_encoder_decoder", False)
+
+    def count(batch: Batch) -> int:
+        labels = batch.get("labels")
+        if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
+            return samples(batch)
+        return int(((labels[..., 1:] if shifts else labels) != IGNORE).sum())
+
+    return count
+
+
+def samples(batch: Batch) -> int:
+    """Rows of a batch."""
+    for value in batch.values():
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            return int(value.shape[0])
+    raise DataError(f"a batch holds no tensor with a batch dimension; its keys are {sorted(batch)}")
+
+
+def without_targets(batch: Batch) -> Batch:
+    """The batch with one label made valid: a mean over no target is 0/0, and a NaN times a weight of zero stays NaN."""
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
+        return batch
+    labels = labels.clone()
+    labels[..., -1] = 0
+    return {**batch, "labels": labels}
+
+
+def move(batch: Batch, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Tensors onto the device; floating inputs to the model's dtype, as the Hugging Face Trainer does under DeepSpeed."""
+    out = {}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            value = value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
+        out[name] = value
+    return out
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in a model's output: `.loss`, `["loss"]`, the first of a tuple, or the output itself.
+
+    Raises:
+        DataError: if there is none.
+    """
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif isinstance(output, tuple):
+        loss = output[0]
+    else:
+        loss = output.loss if hasattr(output, "loss") else output
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise DataError(
+            "the model returned no scalar loss: give it labels, or let its forward return the loss first (or as `.loss`). "
+            f"It returned {type(output).__name__}."
+        )
+    return loss.reshape(())
+
+
+def output_tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors of a model's output that a backward could start from."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.requires_grad else []
+    if isinstance(output, Mapping):
+        return [t for v in output.values() for t in output_tensors(v)]
+    if isinstance(output, (tuple, list)):
+        return [t for v in output for t in output_tensors(v)]
+    return []

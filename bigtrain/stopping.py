@@ -1,0 +1,43 @@
+"""Ctrl-C and the scheduler's SIGTERM: finish the step, save, leave with exit code 75.
+
+The handler only notes the wish; ranks agree on it after each step, so that all stop after the same one. A second Ctrl-C
+leaves at once. Launchers pass a Ctrl-C on to ranks that the terminal has already told, so what comes within
+`ECHO_S` of the first is taken for its echo.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+ECHO_S = 2.0
+EXIT_INTERRUPTED = 130
+
+
+class StopSignal:
+    """Whether this process was asked to stop: inside `with StopSignal() as stop:`, `stop.requested` names the signal."""
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self._first_at = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.requested is None:
+            self.requested, self._first_at = signal.Signals(number).name, now
+        elif number == signal.SIGINT and now - self._first_at > ECHO_S:
+            os.write(2, b"\nsecond Ctrl-C: leaving at once\n")
+            os._exit(EXIT_INTERRUPTED)

@@ -1,0 +1,389 @@
+"""The training program, top to bottom: arguments, config, data, model, engine, loop, export, report.
+
+`main` is what launch/train.py runs. Exit codes: 0 done, 1 failed, 2 bad usage or config, 3 does not fit, 75 stopped on
+request and resumable (Ctrl-C or SIGTERM with --save_steps).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import BigtrainError, StoppedError
+from bigtrain.stopping import StopSignal
+
+logger = logging.getLogger("bigtrain")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the command line says; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    with StopSignal() as stop, tools_on_path():
+        try:
+            from bigtrain.arguments import parse
+
+            start_logging()
+            args = parse(words)
+            train(args, stop)
+            return 0
+        except BigtrainError as error:
+            return report_error(error)
+        except Exception as error:
+            return report_error(error)
+        finally:
+            leave()
+
+
+def train(args: Any, stop: StopSignal) -> dict[str, Any]:
+    """One run; returns its summary. Every rank calls it with the same arguments."""
+    from bigtrain import job as jobs
+    from bigtrain import placement, ranks, zero
+    from bigtrain.engine import Engine
+    from bigtrain.runfolder import RunFolder
+
+    config = jobs.read_ds_config(args)  # every fault of the file, before anything starts
+    with placement.meeting_port():
+        zero.init_distributed(timeout_s=args.ddp_timeout)
+        ranks.control_group()
+    ranks.agree(args.as_dict(), "the arguments")
+    places = check_places()
+    folder = RunFolder(args.output_dir)
+    ranks.main_decides(
+        lambda: folder.open(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir), "opening output_dir"
+    )
+    resume = ranks.main_decides(lambda: folder.resume_point(args.resume_from_checkpoint), "looking for a checkpoint")
+    job = jobs.prepare(args, config)
+    planned = None if args.no_plan else jobs.check_fit(job)
+    if ranks.is_main():
+        announce(job, folder, places, planned)
+    model, isolation = jobs.build(job)
+    engine = Engine(model, **engine_settings(job))
+    if resume is not None:
+        engine.load_checkpoint(resume.parent, tag=resume.name)
+        logger.info("resumed from %s at step %d", resume, engine.global_step)
+    run = Run(job, engine, folder, stop, jobs.flops_formula(model, job.seq_len), places, isolation.document_bounds)
+    try:
+        return run.finish(run.loop())
+    finally:
+        run.close()
+        engine.close()
+
+
+def engine_settings(job: Any) -> dict[str, Any]:
+    """The Engine's arguments: every number from the resolved config, so that it and the Engine cannot differ."""
+    run = job.resolved.run
+    return {
+        "ds_config": job.resolved.engine_config(),
+        "optimizer": run.optim,
+        "learning_rate": run.learning_rate,
+        "betas": (run.adam_beta1, run.adam_beta2),
+        "eps": run.adam_epsilon,
+        "weight_decay": run.weight_decay,
+        "lr_scheduler": run.lr_scheduler_type,
+        "warmup_steps": run.warmup_steps,
+        "total_steps": job.steps.steps,
+        "max_grad_norm": run.max_grad_norm,
+        "micro_batch": job.steps.micro_batch,
+        "accumulation": job.steps.accumulation,
+        "seed": job.args.seed,
+        "keep_in_fp32": job.args.keep_in_fp32,
+        "nonfinite_limit": job.args.nonfinite_limit,
+    }
+
+
+class Run:
+    """The loop and what goes with it: loaders, rows, progress, evaluation, checkpoints."""
+
+    def __init__(
+        self, job: Any, engine: Any, folder: Any, stop: StopSignal, flops: Any, places: Sequence[Any], document_bounds: bool
+    ):
+        from bigtrain import data, ranks
+        from bigtrain.diagnostics.metrics import HostMemory, RowLog, StepClock
+        from bigtrain.diagnostics.progress import Progress, open_trackers
+
+        args = job.args
+        self.job, self.engine, self.folder, self.stop = job, engine, folder, stop
+        self.args, self.flops, self.card = args, flops, places[0].device
+        where: dict[str, Any] = {"rank": ranks.rank(), "world_size": ranks.world_size(), "document_bounds": document_bounds}
+        workers = args.dataloader_num_workers
+        start = engine.global_step
+        order = data.SampleOrder(len(job.rows), args.order_seed)
+        self.loader = data.StepLoader(job.rows, order, job.steps, start_step=start, num_workers=workers, **where)
+        self.eval_loader = None
+        if job.eval_rows is not None:
+            plan = data.plan_eval(
+                len(job.eval_rows), args.per_device_eval_batch_size or job.steps.micro_batch, where["world_size"]
+            )
+            self.eval_loader = data.EvalLoader(job.eval_rows, plan, num_workers=workers, **where)
+        self.clock, self.memory = StepClock(), HostMemory()
+        self.main = ranks.is_main()
+        self.saved_step = self.evaluated_step = start if start else -1
+        self.trackers = []
+        if self.main:
+            self.rows = RowLog(folder.root / "metrics.jsonl", keep_to_step=start)
+            self.evals = RowLog(folder.root / "eval.jsonl", keep_to_step=start)
+            self.trackers = open_trackers(args.trackers, folder.root, args.as_dict(), run_name=args.run_name, first_step=start)
+            folder.update_run(flops_formula=str(flops), engine=engine.summary(), resumed_at_step=start or None)
+            logger.info("%s", flops)
+        self.progress = Progress(
+            total_steps=job.steps.steps,
+            first_step=start,
+            every=args.logging_steps,
+            enabled=self.main,
+            bar=not args.disable_tqdm,
+        )
+
+    def loop(self) -> str:
+        """All steps; returns how it ended."""
+        engine, args = self.engine, self.args
+        self.clock.lap()
+        for micro_batches in self.loader:
+            result = engine.train_step(micro_batches)
+            engine.data_position = self.loader.position(result.step)
+            stopping = self.record(result)
+            if stopping:
+                return self.stopped(result.step)
+            if args.eval_steps and result.step % args.eval_steps == 0:
+                self.evaluate()
+            if args.save_steps and result.step % args.save_steps == 0:
+                self.save()
+        return "finished"
+
+    def record(self, result: Any) -> bool:
+        """One row for the step just made; True if any rank was asked to stop. The one exchange a step that the loop adds."""
+        from bigtrain import ranks
+
+        host, pss = self.memory.rss_bytes(), self.memory.pss_bytes()
+        allocated, reserved = gpu_memory_bytes()
+        said = [self.stop.requested is not None, host, pss, allocated, reserved]
+        stop, host, pss, allocated, reserved = (int(v) for v in ranks.max_each([float(v) for v in said]))
+        if not self.main:
+            return bool(stop)
+        seconds = self.clock.lap()
+        tokens = self.job.tokens_per_step
+        row = {
+            "step": result.step,
+            "epoch": result.step / self.job.steps.steps_per_epoch,
+            "loss": result.loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "tokens": tokens,
+            "target_tokens": result.tokens,
+            "step_time_s": seconds,
+            "tokens_per_s": tokens / seconds,
+            "mfu": self.flops.mfu(tokens / seconds / ranks.world_size(), self.card),
+            "gpu_allocated_bytes": allocated,
+            "gpu_reserved_bytes": reserved,
+            "host_rss_bytes": host,
+            "host_pss_bytes": pss,
+            "skipped": not result.applied,
+        }
+        self.rows.write(row)
+        self.progress.step(row)
+        self._track(row, result.step)
+        return bool(stop)
+
+    def evaluate(self) -> None:
+        """Loss over the evaluation data, on all ranks."""
+        if self.eval_loader is None or self.evaluated_step == self.engine.global_step:
+            return
+        begin = time.perf_counter()
+        with self.clock.paused("evaluation"):
+            result = self.engine.evaluate(self.eval_loader)
+        self.evaluated_step = step = self.engine.global_step
+        if self.main:
+            seconds = time.perf_counter() - begin
+            self.evals.write({"step": step, "eval_loss": result.loss, "eval_tokens": result.tokens, "eval_time_s": seconds})
+            self._track({"eval/loss": result.loss}, step)
+            self.progress.note(f"evaluation after step {step}: loss {result.loss:.4f} over {result.tokens:,} target tokens")
+
+    def save(self) -> None:
+        """A checkpoint that training continues from bit for bit."""
+        from bigtrain import ranks
+
+        step = self.engine.global_step
+        with self.clock.paused("saving"):
+            path = self.engine.save_checkpoint(self.folder.root, tag=f"checkpoint-{step}", state={"seq_len": self.job.seq_len})
+            self.saved_step = step
+            if self.main:
+                self.folder.prune(self.args.save_total_limit)
+            ranks.barrier("after saving")
+        self.progress.note(f"saved {path}")
+
+    def stopped(self, step: int) -> str:
+        """Asked to stop: save if this run saves, then leave."""
+        why = self.stop.requested or "another rank's signal"
+        if not self.args.save_steps:
+            return f"stopped by {why} after step {step}; no checkpoint, because --save_steps was not given"
+        if self.saved_step != step:
+            self.save()
+        return f"stopped by {why} after step {step}; continue with --resume_from_checkpoint auto"
+
+    def finish(self, outcome: str) -> dict[str, Any]:
+        """Last evaluation and checkpoint, the exported model, the summary, the report.
+
+        Raises:
+            StoppedError: the run was stopped; nothing is exported then.
+        """
+        if outcome == "finished":
+            self.evaluate()
+            if self.args.save_steps and self.saved_step != self.engine.global_step:
+                self.save()
+            self.engine.export(self.folder.root / "model", tokenizer=self.job.tokenizer)
+        self.progress.close()
+        summary = self._summarise(outcome) if self.main else {}
+        if outcome != "finished":
+            if self.args.save_steps:
+                raise StoppedError(outcome)
+            raise BigtrainError(outcome)
+        return summary
+
+    def _summarise(self, outcome: str) -> dict[str, Any]:
+        from bigtrain.diagnostics.metrics import read_rows, summarise
+        from bigtrain.diagnostics.report import flatten, write_report
+        from bigtrain.runfolder import now
+
+        rows = read_rows(self.folder.root / "metrics.jsonl")
+        summary = summarise(rows, self.clock.totals_s)
+        self.folder.update_run(summary=summary, outcome=outcome, ended=now())
+        if rows:
+            page = write_report(self.folder.root)
+            logger.info("%s\nreport: %s", "\n".join(f"  {k}: {v}" for k, v in flatten(summary)), page)
+        return summary
+
+    def _track(self, numbers: Mapping[str, Any], step: int) -> None:
+        from bigtrain.diagnostics.progress import loggable
+
+        for tracker in self.trackers:
+            tracker.log(loggable(numbers), step)
+
+    def close(self) -> None:
+        """Let go of workers and files."""
+        self.loader.close()
+        if self.eval_loader is not None:
+            self.eval_loader.close()
+        self.progress.close()
+        for tracker in self.trackers:
+            tracker.close()
+        if self.main:
+            self.rows.close()
+            self.evals.close()
+
+
+# ---------------------------------------------------------------- small things
+
+
+def gpu_memory_bytes() -> tuple[int, int]:
+    """(allocated, reserved) at their highest since the last call; 0 on a CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0, 0
+    peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def check_places() -> list[Any]:
+    """Where every rank runs; refuses two ranks on one card."""
+    from bigtrain import placement, ranks
+
+    places = ranks.all_gather_object(placement.this_place())
+    placement.refuse_shared_cards(places)
+    conflict = placement.scheduler_conflict(os.environ)
+    if ranks.is_main():
+        if conflict:
+            logger.warning("%s", conflict)
+        for place in places:
+            logger.info("%s", place)
+    return places
+
+
+def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str, Any] | None) -> None:
+    """Say, and write down, what is about to run: decisions, plan, versions."""
+    import torch
+
+    from bigtrain.config import report, table
+    from bigtrain.runfolder import now, versions
+
+    resolved = job.resolved
+    backend = torch.distributed.get_backend()
+    logger.info("%d rank(s) over %s", len(places), backend)
+    logger.info("ds_config, who decided what:\n%s", table(resolved.decisions))
+    if resolved.problems:
+        logger.warning("%s", report(resolved.problems, "ds_config"))
+    logger.info("%s", job.steps.describe())
+    decided_by = {d.path: f"{d.source}: {d.reason}" for d in resolved.decisions}
+    # DeepSpeed and the linter pass over names that begin with an underscore, so the file still runs as it is.
+    folder.write_json("ds_config.resolved.json", {**resolved.config, "_decided_by": decided_by})
+    folder.update_run(
+        command=shlex.join(sys.argv),
+        arguments=job.args.as_dict(),
+        versions=versions(),
+        world_size=len(places),
+        backend=backend,
+        device=places[0].device,
+        placement=[p.as_dict() for p in places],
+        decisions=[d.__dict__ for d in resolved.decisions],
+        steps=job.steps.describe(),
+        planned=planned,
+        started=now(),
+    )
+
+
+def start_logging() -> None:
+    """INFO on rank 0, warnings with the rank's number elsewhere; libraries speak up from WARNING on."""
+    rank = os.environ.get("RANK", "0")
+    logging.basicConfig(format="%(message)s" if rank == "0" else f"[rank {rank}] %(message)s", level=logging.WARNING)
+    logger.setLevel(logging.INFO if rank == "0" else logging.WARNING)
+    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 renames: nothing that a user could do about it.
+    warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
+
+
+@contextmanager
+def tools_on_path() -> Iterator[None]:
+    """Put this Python's own bin folder on PATH: building CPU Adam needs the `ninja` that was installed beside it."""
+    own = str(Path(sys.executable).parent)
+    if own not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = own + os.pathsep + os.environ.get("PATH", "")
+    yield
+
+
+def report_error(error: Exception) -> int:
+    """Print an error once, or with its rank where only that rank has it; returns the exit code."""
+    from bigtrain import placement
+
+    ours = error if isinstance(error, BigtrainError) else placement.explain_port(error)
+    rank = os.environ.get("RANK", "0")
+    if ours is None:
+        print(f"[rank {rank}] {''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
+        return BigtrainError.exit_code
+    if rank == "0":
+        print(f"{type(ours).__name__}: {ours}" if ours.exit_code != StoppedError.exit_code else str(ours), file=sys.stderr)
+    elif os.environ.get("LOCAL_RANK") == "0" or _has_met():
+        print(f"[rank {rank}] {type(ours).__name__}: {str(ours).splitlines()[0]}", file=sys.stderr)
+    sys.stderr.flush()
+    return ours.exit_code
+
+
+def _has_met() -> bool:
+    """True once a process group exists; imports nothing."""
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def leave() -> None:
+    """End the process group, so that no rank's exit looks like a crash to the others."""
+    if _has_met():
+        import torch.distributed as dist
+
+        dist.destroy_process_group()

@@ -1,0 +1,134 @@
+"""From a DeepSpeed checkpoint folder to a Hugging Face folder, streamed, on any number of ranks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigtrain import ranks
+from bigtrain.errors import WeightsError
+from bigtrain.weights.deepspeed_folder import DeepSpeedFolder, open_deepspeed
+from bigtrain.weights.dtypes import as_dtype
+from bigtrain.weights.export import ExportReport, finish, prepare, range_ops, wait_for_all
+from bigtrain.weights.layout import Layout, plan_layout
+from bigtrain.weights.slots import Piece, Slot, without_wrappers
+from bigtrain.weights.write import WriteOp, Writer
+
+
+def export_deepspeed(
+    checkpoint: str | Path,
+    out_dir: str | Path,
+    *,
+    dtype: torch.dtype | str,
+    model_dir: str | Path | None = None,
+    tag: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> ExportReport:
+    """Write the fp32 master weights of a DeepSpeed checkpoint (ZeRO 1-3) as a Hugging Face folder in `dtype`.
+
+    Args:
+        checkpoint: what `engine.save_checkpoint` wrote: the folder with `latest`, or one of its tags.
+        out_dir: folder to make.
+        dtype: of every float tensor.
+        model_dir: folder with the model's config.json (and tokenizer), which also says how names map to files. Without it
+            the names stay as in the checkpoint and only the weights are written.
+        tag: which checkpoint.
+
+    Raises:
+        WeightsError: files are missing or damaged, or do not match the model of `model_dir`; before anything is written.
+    """
+    begin = time.monotonic()
+    with ranks.together(f"reading the checkpoint {checkpoint}"):
+        wanted = as_dtype(dtype)
+        folder = open_deepspeed(checkpoint, tag)
+        model, tokenizer = _model_of(model_dir)
+        slots, held = _slots(folder, model)
+        layout = plan_layout(model, slots, wanted, max_shard_bytes)
+    temporary = ranks.main_decides(lambda: prepare(model, slots, layout, str(out_dir), wanted, tokenizer, None), "export")
+    problem: Exception | None = None
+    written = 0
+    try:
+        written = _write(layout, temporary, folder, held)
+    except Exception as error:
+        problem = error
+    wait_for_all(problem, temporary)
+    finish(layout, temporary, str(out_dir))
+    names = [shard.name for shard in layout.shards]
+    return ExportReport(str(out_dir), names, len(layout.dtypes), layout.total_bytes, written, time.monotonic() - begin)
+
+
+def _model_of(model_dir: str | Path | None) -> tuple[torch.nn.Module, Any]:
+    """The model's class on the meta device, and the tokenizer if the folder has one."""
+    if model_dir is None:
+        return torch.nn.Module(), None
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(model_dir)
+    names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
+    cls = getattr(transformers, names[0], None)
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
+        model = cls(config) if cls is not None else transformers.AutoModelForCausalLM.from_config(config)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    except Exception:  # no tokenizer in the folder: the export then has none either
+        tokenizer = None
+    return model, tokenizer
+
+
+def _slots(folder: DeepSpeedFolder, model: torch.nn.Module) -> tuple[list[Slot], dict[str, str]]:
+    """Slots for the checkpoint's weights, and which name of the checkpoint holds the values of each name of the model."""
+    held = {without_wrappers(name): name for name in folder.shapes}
+    held |= {without_wrappers(new): old for new, old in folder.tied.items()}
+    state = model.state_dict(keep_vars=True)
+    if not state:
+        state = {name: torch.empty(folder.shapes[source], device="meta") for name, source in held.items()}
+        for new, old in folder.tied.items():
+            state[without_wrappers(new)] = state[without_wrappers(old)]
+    groups: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        groups.setdefault(id(tensor), []).append(name)
+    slots, absent = [], []
+    for names in groups.values():
+        source = next((held[name] for name in names if name in held), None)
+        if source is None:
+            absent.append(names[0])
+            continue
+        held |= {name: source for name in names}
+        shape, wanted = folder.shapes[source], tuple(state[names[0]].shape)
+        if shape != wanted:
+            raise WeightsError(
+                f"{folder.path}: {source} is {list(shape)}, the model wants {list(wanted)}.", folder.path, source
+            )
+        slots.append(Slot(names, state[names[0]], shape, folder.pieces[source][0].flat.dtype))
+    extra = [name for name in held if name not in state]
+    if absent or extra:
+        raise WeightsError(
+            f"{folder.path}: does not match the model: {len(absent)} tensors are missing ({', '.join(absent[:5])}), "
+            f"{len(extra)} are unexpected ({', '.join(extra[:5])}). Give the config of the model that was trained.",
+            file=folder.path,
+        )
+    return slots, held
+
+
+def _write(layout: Layout, temporary: str, folder: DeepSpeedFolder, held: dict[str, str]) -> int:
+    def mine(name: str) -> list[Piece]:
+        pieces = folder.pieces[held[name]]
+        return [piece for number, piece in enumerate(pieces) if number % ranks.world_size() == ranks.rank()]
+
+    writer = Writer()
+    written = writer.run(range_ops(layout, temporary, mine))
+    shuffled = [
+        (shard, part, begin) for shard in layout.shards for part, begin in zip(shard.parts, shard.begins) if part.runs is None
+    ]
+    for number, (shard, part, begin) in enumerate(shuffled):
+        if number % ranks.world_size() == ranks.rank() and part.conversion is not None:
+            dtype = layout.dtypes[part.name]
+            made = part.conversion.run({name: folder.whole(held[name]).to(dtype) for name in part.sources})
+            written += writer.run([WriteOp(f"{temporary}/{shard.name}", begin, made[part.made].reshape(-1), dtype)])
+    writer.close()
+    return written

@@ -1,0 +1,152 @@
+"""A folder of weights: which files, which tensors, checked against each other before any tensor is read.
+
+Torch-free for safetensors. A Hugging Face folder holds `model.safetensors`, or shards and
+`model.safetensors.index.json`, or the same as `pytorch_model.bin` pickles (read through torch's restricted
+unpickler, file by file, memory-mapped).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import WeightsError
+from bigtrain.weights.header import TensorInfo, read_header
+
+SAFE_NAMES = ("model.safetensors.index.json", "model.safetensors")
+PICKLE_NAMES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+
+
+@dataclass
+class Folder:
+    """The tensors of one folder of weights.
+
+    Attributes:
+        path: the folder.
+        tensors: name in the file -> where it lies.
+        files: the weight files, in the order of their names.
+        config: config.json, {} if there is none.
+        pickled: True for .bin files; then `loaded` maps a file to its memory-mapped tensors.
+    """
+
+    path: str
+    tensors: dict[str, TensorInfo]
+    files: list[str]
+    config: dict[str, Any] = field(default_factory=dict)
+    pickled: bool = False
+    loaded: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+
+def open_folder(path: str | Path) -> Folder:
+    """Read every header of a folder of weights and check that the files are whole.
+
+    Raises:
+        WeightsError: something is missing, cut off or damaged; names file, tensor, expected and actual.
+    """
+    path = str(path)
+    if not os.path.isdir(path):
+        raise WeightsError(f"{path}: no such folder. Give the folder that holds config.json and the weights.", file=path)
+    config = _read_config(path)
+    found = next((name for name in (*SAFE_NAMES, *PICKLE_NAMES) if os.path.exists(os.path.join(path, name))), None)
+    if found is None:
+        raise WeightsError(
+            f"{path}: holds none of {', '.join((*SAFE_NAMES, *PICKLE_NAMES))}; it holds: {_listing(path)}. "
+            "Download the weights, or name the folder that has them.",
+            file=path,
+        )
+    weight_map = read_index(os.path.join(path, found)) if found.endswith(".index.json") else None
+    names = sorted(set(weight_map.values())) if weight_map is not None else [found]
+    folder = Folder(path, {}, [os.path.join(path, name) for name in names], config, pickled=found in PICKLE_NAMES)
+    _refuse_absent_files(folder, found)
+    for file in folder.files:
+        for info in _pickle_infos(folder, file) if folder.pickled else read_header(file):
+            other = folder.tensors.get(info.name)
+            if other is not None:
+                raise WeightsError(
+                    f"{path}: tensor {info.name} is in two files, {os.path.basename(other.file)} and {os.path.basename(file)}.",
+                    file=file,
+                    tensor=info.name,
+                )
+            folder.tensors[info.name] = info
+    if weight_map is not None:
+        _check_index(folder, found, weight_map)
+    return folder
+
+
+def _listing(path: str) -> str:
+    names = sorted(os.listdir(path))
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing"
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    file = os.path.join(path, "config.json")
+    if not os.path.exists(file):
+        return {}
+    try:
+        with open(file, encoding="utf-8") as handle:
+            config = json.load(handle)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{file}: not valid JSON ({error}).", file=file) from error
+    if not isinstance(config, dict):
+        raise WeightsError(f"{file}: expected a JSON object, found {type(config).__name__}.", file=file)
+    return config
+
+
+def read_index(file: str) -> dict[str, str]:
+    """`weight_map` of an index: tensor name -> file name, a plain name inside the same folder."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({key for key, _ in pairs}) != len(pairs):
+            raise WeightsError(f"{file}: names a tensor more than once: damaged.", file=file)
+        return dict(pairs)
+
+    try:
+        with open(file, encoding="utf-8") as handle:
+            index = json.load(handle, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{file}: not valid JSON ({error}): copy the file again.", file=file) from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(f"{file}: has no weight_map of tensor to file: not an index, or damaged.", file=file)
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard or shard != os.path.basename(shard) or shard in (".", "..") or "\0" in shard:
+            raise WeightsError(f"{file}: tensor {name} points to {shard!r}, which is not a file of this folder.", file, name)
+    return weight_map
+
+
+def _refuse_absent_files(folder: Folder, index: str) -> None:
+    absent = [os.path.basename(file) for file in folder.files if not os.path.isfile(file)]
+    if absent:
+        raise WeightsError(
+            f"{folder.path}: {index} lists {len(folder.files)} files, {len(absent)} are missing: {', '.join(absent[:5])}"
+            f"{' ...' if len(absent) > 5 else ''}. The folder holds: {_listing(folder.path)}. Download the missing files.",
+            file=os.path.join(folder.path, absent[0]),
+        )
+
+
+def _check_index(folder: Folder, index: str, weight_map: dict[str, str]) -> None:
+    for name, shard in weight_map.items():
+        info = folder.tensors.get(name)
+        if info is None or os.path.basename(info.file) != shard:
+            where = "no file of the folder has it" if info is None else f"it is in {os.path.basename(info.file)}"
+            raise WeightsError(
+                f"{folder.path}: {index} says that tensor {name} is in {shard}, but {where}. "
+                "Index and files do not belong together: copy both again.",
+                file=os.path.join(folder.path, shard),
+                tensor=name,
+            )
+
+
+def _pickle_infos(folder: Folder, file: str) -> list[TensorInfo]:
+    from bigtrain.weights import pickles
+
+    folder.loaded[file] = pickles.read(file)
+    return pickles.describe(file, folder.loaded[file])

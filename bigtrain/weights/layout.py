@@ -1,0 +1,142 @@
+"""What an export will write: names, shapes, types, shards and exact sizes, before anything is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bigtrain.errors import WeightsError
+from bigtrain.weights import mapping
+from bigtrain.weights.dtypes import NAMES
+from bigtrain.weights.header import byte_length, encode_header
+from bigtrain.weights.mapping import Part
+from bigtrain.weights.slots import Slot, meta_state
+
+METADATA = {"format": "pt"}  # transformers refuses a file without it
+
+
+@dataclass
+class Shard:
+    """One file: its tensors in order, the bytes it begins with, each tensor's first byte, and its whole size."""
+
+    name: str
+    parts: list[Part]
+    head: bytes = b""
+    begins: list[int] = field(default_factory=list)
+    size: int = 0
+
+
+@dataclass
+class Layout:
+    """The files of an export. `slots` maps the names that parts are made of to the model's tensors."""
+
+    shards: list[Shard]
+    slots: dict[str, Slot]
+    dtypes: dict[str, torch.dtype]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all weight files."""
+        return sum(shard.size for shard in self.shards)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors, as the index states it."""
+        return sum(byte_length(NAMES[self.dtypes[p.name]], p.shape) for shard in self.shards for p in shard.parts)
+
+    @property
+    def numel(self) -> int:
+        """Number of values."""
+        return sum(_numel(p.shape) for shard in self.shards for p in shard.parts)
+
+    def index(self) -> dict[str, Any]:
+        """The content of model.safetensors.index.json."""
+        weight_map = {part.name: shard.name for shard in self.shards for part in shard.parts}
+        return {"metadata": {"total_parameters": self.numel, "total_size": self.tensor_bytes}, "weight_map": weight_map}
+
+
+def plan_layout(model: torch.nn.Module, slots: Sequence[Slot], dtype: torch.dtype, max_shard_bytes: int) -> Layout:
+    """Decide the files of an export.
+
+    Raises:
+        WeightsError: a tensor is empty, or a conversion cannot be reverted.
+    """
+    by_name = saved_names(model, slots)
+    empty = [name for name, slot in by_name.items() if slot.numel == 0]
+    if empty:
+        raise WeightsError(
+            f"refusing to write {len(empty)} empty tensors, first {empty[0]} of shape {list(by_name[empty[0]].shape)}: "
+            "the model is only a stand-in (a ZeRO-3 module outside its engine?).",
+            tensor=empty[0],
+        )
+    parts = list(mapping.model_to_file(model, meta_state(list(slots)), by_name).parts.values())
+    dtypes = {part.name: _stored(by_name[part.sources[0]].dtype, dtype) for part in parts}
+    return Layout(_shards(parts, dtypes, max_shard_bytes), by_name, dtypes)
+
+
+def _stored(held: torch.dtype, wanted: torch.dtype) -> torch.dtype:
+    return wanted if held.is_floating_point else held
+
+
+def saved_names(model: torch.nn.Module, slots: Sequence[Slot]) -> dict[str, Slot]:
+    """The names under which each tensor is saved: tied weights once, under the name that `from_pretrained` ties from.
+
+    Source: `remove_tied_weights_from_state_dict`, transformers 5.24. A tie that the class does not declare would not be
+    made again on load, so such a tensor is saved under each of its names.
+    """
+    patterns = [
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        for key in (getattr(module, "_tied_weights_keys", None) or {})
+    ]
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    known = hasattr(model, "_tied_weights_keys")  # a transformers model
+    chosen: dict[str, Slot] = {}
+    for slot in slots:
+        names = list(slot.names)
+        for name in sorted(slot.names):
+            if len(names) > 1 and any(re.search(pattern, name) for pattern in patterns):
+                names.remove(name)
+        for name in names if known else names[:1]:
+            if name not in ignored:
+                chosen[name] = slot
+    return chosen
+
+
+def _shards(parts: Sequence[Part], dtypes: dict[str, torch.dtype], max_shard_bytes: int) -> list[Shard]:
+    groups: list[list[Part]] = []
+    room = 0
+    for part in parts:
+        nbytes = byte_length(NAMES[dtypes[part.name]], part.shape)
+        if not groups or nbytes > room:
+            groups.append([])
+            room = max_shard_bytes
+        groups[-1].append(part)
+        room -= nbytes
+    shards = []
+    for number, group in enumerate(groups, 1):
+        name = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        shards.append(_laid_out(Shard(name, group), dtypes))
+    return shards
+
+
+def _laid_out(shard: Shard, dtypes: dict[str, torch.dtype]) -> Shard:
+    # wide types first, as safetensors itself does, so that every tensor starts at a multiple of its item size
+    shard.parts.sort(key=lambda part: -dtypes[part.name].itemsize)
+    shard.head, shard.begins = encode_header(
+        [(part.name, NAMES[dtypes[part.name]], part.shape) for part in shard.parts], METADATA
+    )
+    last = shard.parts[-1]
+    shard.size = shard.begins[-1] + byte_length(NAMES[dtypes[last.name]], last.shape)
+    return shard
+
+
+def _numel(shape: Sequence[int]) -> int:
+    n = 1
+    for size in shape:
+        n *= size
+    return n

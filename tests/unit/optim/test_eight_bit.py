@@ -1,0 +1,52 @@
+"""The 8-bit AdamW: bitsandbytes' result, in chunks, through a checkpoint."""
+
+import bitsandbytes
+import pytest
+import torch
+
+from bigtrain.optim.eight_bit import MAX_CHUNK_ELEMS, AdamW8bit
+
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def _run(optimizer, param, steps, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+
+
+def _start(n):
+    return torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("n", [777, 4096, 9999])
+def test_equals_bitsandbytes(n):
+    ours, theirs = _start(n), _start(n)
+    _run(AdamW8bit([ours], **SETTINGS), ours, 10)
+    _run(bitsandbytes.optim.AdamW8bit([theirs], **SETTINGS), theirs, 10)
+    assert torch.equal(ours, theirs)
+
+
+def test_trap4_chunks_give_the_same_bits_as_one_call():
+    whole, split = _start(9999), _start(9999)
+    _run(AdamW8bit([whole], **SETTINGS), whole, 10)
+    _run(AdamW8bit([split], **SETTINGS, max_chunk_elems=1024), split, 10)
+    assert torch.equal(whole, split)
+    assert MAX_CHUNK_ELEMS < 2**31 and MAX_CHUNK_ELEMS % 256 == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_keeps_its_dtypes_through_a_checkpoint(dtype, tmp_path):
+    straight = torch.nn.Parameter(_start(5000).detach().to(dtype))
+    optimizer = AdamW8bit([straight], **SETTINGS)
+    _run(optimizer, straight, 3)
+    torch.save({"weight": straight.detach(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    saved = torch.load(tmp_path / "x.pt")
+    resumed = torch.nn.Parameter(saved["weight"].clone())
+    other = AdamW8bit([resumed], **SETTINGS)
+    other.load_state_dict(saved["optimizer"])
+    assert other.state[resumed]["state1"].dtype == torch.uint8 and other.state[resumed]["absmax1"].dtype == torch.float32
+    _run(optimizer, straight, 3, seed=5)
+    _run(other, resumed, 3, seed=5)
+    assert torch.equal(straight, resumed)

@@ -1,0 +1,152 @@
+"""The command: exit codes, JSON, limits of the machine, speed without torch."""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from bigtrain import shapes
+from bigtrain.errors import UsageError
+from bigtrain.plan import cli
+from bigtrain.plan.machine import cgroup_limit, host_memory, parse_bytes, show_bytes
+
+GIB = 2**30
+
+
+def run(*words):
+    parser = argparse.ArgumentParser()
+    cli.add_parsers(parser.add_subparsers())
+    args = parser.parse_args(["plan", *map(str, words)])
+    return args.run(args)
+
+
+LIMITS = ("--gpu_memory", "80GB", "--host_memory", "1TB")
+
+
+def test_exit_codes_say_whether_it_fits(capsys):
+    assert run("--model", "preset:llama-1b", *LIMITS) == 0
+    assert run("--model", "preset:llama-1b", "--gpu_memory", "4GiB", "--host_memory", "1TB") == 3
+    assert run("--model", "preset:llama-1b", "--offload", "all", "--gpu_memory", "80GB", "--host_memory", "8GiB") == 3
+    out = capsys.readouterr().out
+    assert "GPU: needs" in out and "DOES NOT FIT, short by" in out
+
+
+def test_json_has_rows_that_sum(capsys):
+    assert run("--model", "preset:llama-8b", "--gpus", 8, "--json", *LIMITS) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] is True
+    for tree in plan["trees"]:
+        assert sum(row["bytes"] for row in tree["rows"]) == tree["bytes"]
+
+
+def test_model_can_be_a_folder_or_a_file(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(shapes.config_dict("llama-tiny")))
+    assert run("--model", tmp_path, *LIMITS) == run("--model", tmp_path / "config.json", *LIMITS) == 0
+    with pytest.raises(UsageError, match="no folder or file"):
+        run("--model", tmp_path / "nothing", *LIMITS)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UsageError, match=r"config.json' is not JSON"):
+        run("--model", tmp_path, *LIMITS)
+
+
+def test_shapes_file(tmp_path, capsys):
+    file = tmp_path / "shapes.json"
+    file.write_text(json.dumps([["a.0.weight", [64, 64]], ["a.0.bias", [64]]]))
+    assert run("--shapes", file, *LIMITS) == 0
+    assert "an estimate" in capsys.readouterr().out
+
+
+def test_ds_config_with_comments(tmp_path, capsys):
+    file = tmp_path / "zero.json"
+    file.write_text('{"zero_optimization": {"stage": 2}, // two\n "gradient_accumulation_steps": 4,}')
+    assert run("--model", "preset:llama-tiny", "--ds_config", file, "--json", *LIMITS) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["zero"]["stage"], plan["accumulation"]) == (2, 4)
+
+
+def test_auto_prints_the_ladder_and_the_plan(capsys):
+    assert run("--model", "preset:llama-8.36b", "--gpus", 2, "--auto", "--gpu_memory", "47.4GiB", "--host_memory",
+               "256GiB", "--global_batch", 4) == 0  # fmt: skip
+    out = capsys.readouterr().out
+    assert "chosen:" in out and "rejected" in out and "short by" in out
+    assert run("--model", "preset:llama-405b", "--auto", "--gpu_memory", "24GiB", "--host_memory", "64GiB") == 3
+    assert "NOTHING FITS" in capsys.readouterr().out
+
+
+def test_global_batch_becomes_accumulation(capsys):
+    assert (
+        run("--model", "preset:llama-tiny", "--gpus", 2, "--micro_batch", 2, "--global_batch", 16, "--json", *LIMITS)
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["accumulation"] == 4
+    with pytest.raises(UsageError, match="--global_batch 15"):
+        run("--model", "preset:llama-tiny", "--gpus", 2, "--micro_batch", 2, "--global_batch", 15, *LIMITS)
+
+
+@pytest.mark.parametrize("name", ["llama-405b", "llama-70b", "llama-8b", "qwen2.5-7b", "mixtral-8x7b", "qwen2.5-vl-7b"])
+def test_a_plan_takes_less_than_a_second_without_torch(name):
+    code = (
+        "import sys, argparse; from bigtrain.plan import cli; p = argparse.ArgumentParser(); "
+        "cli.add_parsers(p.add_subparsers()); a = p.parse_args(sys.argv[1:]); a.run(a); "
+        "print([m for m in ('torch', 'numpy', 'transformers', 'deepspeed') if m in sys.modules])"
+    )
+    words = [sys.executable, "-c", code, "plan", "--model", f"preset:{name}", "--gpus", "8", *LIMITS]
+    start = time.perf_counter()
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    took = time.perf_counter() - start
+    assert done.stdout.splitlines()[-1] == "[]"
+    # About 0.2-0.5 s; shared, busy machines get room.
+    assert took < 3
+
+
+@pytest.mark.parametrize("text, size", [("47.4GiB", int(47.4 * GIB)), ("80GB", 80 * 10**9), ("128G", 128 * GIB),
+                                        ("1.5 TiB", 3 * 2**39), ("2000000", 2000000), ("1e12", 10**12)])  # fmt: skip
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4 parsecs", "-3GiB", "1.2.3GB"])
+def test_wrong_sizes(text):
+    with pytest.raises(UsageError, match="size is"):
+        parse_bytes(text)
+
+
+def test_a_forgotten_unit_is_noticed():
+    with pytest.raises(UsageError, match="for example 80GiB"):
+        parse_bytes("80", "--gpu_memory")
+    assert show_bytes(3 * GIB) == "3.00 GiB" and show_bytes(2**20) == "1.0 MiB"
+
+
+def fake(tmp_path, meminfo_kb=64 * 2**20, cgroup="0::/a/b\n", files=()):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal:       {meminfo_kb} kB\nMemFree: 1 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    for name, text in dict(files).items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return host_memory(tmp_path)
+
+
+def test_B48_the_lowest_limit_above_the_process_counts(tmp_path):
+    files = {"a/memory.max": str(32 * GIB), "a/b/memory.max": "max\n", "memory.max": str(48 * GIB)}
+    memory = fake(tmp_path, files=files)
+    assert memory.machine_bytes == 64 * GIB and memory.limit_bytes == memory.usable_bytes == 32 * GIB
+    assert "container limit" in memory.describe()
+
+
+def test_version_1_limits_and_no_limit(tmp_path):
+    files = {"memory/job/memory.limit_in_bytes": str(8 * GIB), "memory/memory.limit_in_bytes": "9223372036854771712"}
+    assert fake(tmp_path, cgroup="5:cpu:/\n4:memory:/job\n", files=files).usable_bytes == 8 * GIB
+    assert fake(tmp_path / "none").usable_bytes == 64 * GIB
+    assert cgroup_limit(tmp_path / "nowhere") is None and host_memory(tmp_path / "nowhere") is None
+
+
+def test_host_default_is_this_machine(capsys):
+    memory = host_memory()
+    assert memory is not None and 0 < memory.usable_bytes <= memory.machine_bytes
+    run("--model", "preset:llama-tiny", "--device", "cpu", "--json")
+    assert json.loads(capsys.readouterr().out)["host_memory_bytes"] == memory.usable_bytes

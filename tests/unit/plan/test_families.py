@@ -1,0 +1,111 @@
+"""Parameter names and shapes from the config alone against the real classes on the meta device."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+from bigtrain import shapes
+from bigtrain.errors import UsageError
+from bigtrain.plan.families import model_parameters, parameters_from_shapes, supported
+from tests.unit.plan.family_configs import CAUSAL, OTHER
+
+CASES = {name: ("AutoModelForCausalLM", config) for name, config in CAUSAL.items()} | OTHER
+
+
+def build(auto_class, config):
+    with torch.device("meta"):
+        hf = transformers.AutoConfig.for_model(**copy.deepcopy(config))
+        return getattr(transformers, auto_class).from_config(hf)
+
+
+def compare(model, planned):
+    real = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    assert [(p.name, p.shape) for p in planned.items] == real
+    assert planned.elems == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_small_configs_equal_the_real_class_name_by_name(name):
+    auto_class, config = CASES[name]
+    compare(build(auto_class, config), model_parameters(config))
+
+
+def test_at_least_twenty_families():
+    assert len({config["model_type"] for _, config in CASES.values()}) >= 20
+    assert {config["model_type"] for _, config in CASES.values()} <= set(supported())
+
+
+# Text families whose class defaults are a real model: a config.json that leaves every size out.
+# (nemotron's class cannot be built from its own defaults: it has no number of key/value heads.)
+DECODER_KINDS = sorted({c["model_type"] for c in CAUSAL.values()} - {"nemotron"})
+DEFAULT_SIZED = [*DECODER_KINDS, "bert", "roberta", "t5", "vit", "gemma3"]
+
+
+@pytest.mark.parametrize("kind", DEFAULT_SIZED)
+def test_left_out_sizes_are_the_class_defaults(kind):
+    auto_class = {c["model_type"]: a for a, c in OTHER.values()}.get(kind, "AutoModelForCausalLM")
+    compare(build(auto_class, {"model_type": kind}), model_parameters({"model_type": kind}))
+
+
+@pytest.mark.parametrize("name", shapes.names())
+def test_presets_equal_the_real_class(name):
+    config = shapes.config_dict(name)
+    auto_class = "AutoModelForImageTextToText" if "vision_config" in config else "AutoModelForCausalLM"
+    compare(build(auto_class, config), model_parameters(config))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt2", "opt"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_and_untied(name, tied):
+    auto_class, config = CASES[name]
+    config = {**config, "tie_word_embeddings": tied}
+    planned = model_parameters(config)
+    compare(build(auto_class, config), planned)
+    assert bool(planned.tied) is tied
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_saved_config_json_is_enough(name, tmp_path):
+    auto_class, config = CASES[name]
+    model = build(auto_class, config)
+    model.config.save_pretrained(tmp_path)
+    compare(model, model_parameters(json.loads((tmp_path / "config.json").read_text())))
+
+
+def test_unknown_family_is_refused_with_the_way_out():
+    with pytest.raises(UsageError, match=r"'lama' is not known.*llama.*--shapes"):
+        model_parameters({"model_type": "lama"})
+
+
+def test_missing_and_wrong_sizes_are_named():
+    with pytest.raises(UsageError, match="hidden_size = -3"):
+        model_parameters({"model_type": "llama", "hidden_size": -3})
+    with pytest.raises(UsageError, match="'patch_size'"):
+        model_parameters({"model_type": "vit", "patch_size": None})
+
+
+def test_shapes_of_any_module():
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LayerNorm(5))
+    pairs = [[n, list(p.shape)] for n, p in module.named_parameters()]
+    planned = parameters_from_shapes(pairs)
+    assert planned.elems == sum(p.numel() for p in module.parameters())
+    assert [p.block for p in planned.items] == [0, 0, 1, 1]
+    for wrong in ([], [["a"]], [["a", [0]]], [["a", [2]], ["a", [2]]], "x"):
+        with pytest.raises(UsageError, match="shapes"):
+            parameters_from_shapes(wrong)
+
+
+def test_unknown_preset_gives_nearest_names():
+    with pytest.raises(UsageError, match="llama-8b"):
+        shapes.config_dict("preset:llama-8")
+    assert shapes.config_dict("preset:LLAMA-8b") == shapes.config_dict("llama-8b")
+
+
+def test_planning_imports_no_torch():
+    code = "import sys, bigtrain.plan.cli; print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

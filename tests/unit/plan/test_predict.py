@@ -1,0 +1,221 @@
+"""The plan as arithmetic: rows sum, shares add up, more ranks never hold more."""
+
+import itertools
+import json
+
+import pytest
+
+from bigtrain import shapes
+from bigtrain.errors import UsageError
+from bigtrain.plan import PlanInput, ZeroSettings, plan_input, predict, settings_from_config
+from bigtrain.plan.flat import flat_group, heaviest_rank, slice_elems, split_groups, sub_groups, touched_elems
+from bigtrain.plan.host import pinned_bytes
+from bigtrain.plan.parameters import Parameter
+from bigtrain.plan.rows import ROWS
+from bigtrain.plan.states import LAYOUTS
+
+PLACEMENTS = [(0, "none"), (1, "none"), (1, "optimizer"), (2, "none"), (2, "optimizer"), (3, "none"), (3, "optimizer"),
+              (3, "all")]  # fmt: skip
+
+
+def tiny(name="llama-tiny", stage=3, offload="none", **values) -> PlanInput:
+    zero = ZeroSettings(stage=stage, offload_optimizer=offload != "none", offload_param=offload == "all",
+                        reduce_bucket_elems=100_000, overlap_comm=True, sub_group_elems=300_000, prefetch_elems=1000,
+                        grad_bytes=values.pop("grad_bytes", 2))  # fmt: skip
+    return plan_input(shapes.config_dict(name), settings=zero, seq_len=values.pop("seq_len", 128), **values)
+
+
+@pytest.mark.parametrize("stage, offload", PLACEMENTS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("checkpointing, accumulation, grad", [("none", 1, 2), ("full", 4, 4), ("full", 2, 2)])
+def test_rows_sum_exactly_and_everything_is_returned(stage, offload, world, checkpointing, accumulation, grad):
+    plan = predict(tiny(stage=stage, offload=offload, world_size=world, checkpointing=checkpointing,
+                        accumulation=accumulation, grad_bytes=grad))  # fmt: skip
+    for tree in plan.rows:
+        assert sum(row.bytes for row in tree.rows) == tree.bytes == max(tree.by_phase.values())
+        assert all(row.formula and row.source for row in tree.rows)
+    assert plan.gpu_reserved_bytes >= plan.gpu.bytes
+    assert plan.gpu_used_bytes > plan.gpu_reserved_bytes
+
+
+@pytest.mark.parametrize("stage, offload", PLACEMENTS)
+@pytest.mark.parametrize("accumulation, grad", [(1, 2), (2, 2), (2, 4)])
+def test_the_quick_simulation_finds_the_same_peak(stage, offload, accumulation, grad):
+    plan = tiny(stage=stage, offload=offload, world_size=2, accumulation=accumulation, grad_bytes=grad)
+    whole, quick = predict(plan), predict(plan, reserve=False)
+    assert (quick.gpu.bytes, quick.host.bytes) == (whole.gpu.bytes, whole.host.bytes)
+
+
+def test_steady_state_holds_nothing_but_states():
+    from bigtrain.plan.device import device_tape
+
+    for (stage, offload), world in itertools.product(PLACEMENTS, (1, 3)):
+        plan = tiny(stage=stage, offload=offload, world_size=world, accumulation=2)
+        tape = device_tape(plan)
+        left = {row for _, row in ((size, row) for row, size in tape._held_rows(len(tape.events)).items())}
+        lasting = {"weights, bf16", "weights, persistent", "master", "moments", "offload buffer on the GPU"}
+        if stage == 3:
+            lasting |= {"reduce buckets", "gradients, kept"}  # both are permanent buffers there
+        if stage == 0:
+            lasting |= {"gradients, kept"}
+        assert left <= lasting, (stage, offload, world, left - lasting)
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+@pytest.mark.parametrize("decay_groups", [True, False])
+def test_partitions_of_all_ranks_cover_the_padded_groups_exactly(world, decay_groups):
+    items = [Parameter(f"p{i}", shape) for i, shape in enumerate([(7, 3), (5,), (1,), (4, 4), (2, 9), (13,), (1, 1)])]
+    total = 0
+    for members in split_groups(items, decay_groups):
+        group = flat_group(items, members, world)
+        assert group.partition * world == group.padded >= sum(items[i].elems for i in members)
+        assert group.padded - sum(items[i].elems for i in members) < 2 * world
+        for at, i in enumerate(members):
+            owned = [group.owned(at, items[i].elems, rank) for rank in range(world)]
+            assert sum(owned) == items[i].elems
+            assert [rank for rank, n in enumerate(owned) if n] == list(group.owners(at, items[i].elems))
+            total += sum(owned)
+    assert total == sum(p.elems for p in items)
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+def test_heaviest_rank_touches_most(world):
+    items = [Parameter(f"p{i}", (n,)) for i, n in enumerate([50, 3, 3, 8, 1, 1, 40])]
+    groups = [flat_group(items, tuple(range(len(items))), world)]
+    load = [touched_elems(items, groups[0], rank) for rank in range(world)]
+    assert load[heaviest_rank(items, groups, world)] == max(load)
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+def test_slices_and_sub_groups_conserve_elements(world):
+    items = [Parameter(f"p{i}", (n,)) for i, n in enumerate([50, 3, 3, 8, 1, 1, 40])]
+    local = [slice_elems(p.elems, world) for p in items]
+    assert all(n * world - p.elems in range(world) for n, p in zip(local, items))
+    for limit in range(1, 60):
+        subs = sub_groups(items, [(0, 1, 2), (3, 4, 5, 6)], world, limit)
+        assert sum(subs) == sum(local)
+        assert all(subs)
+
+
+@pytest.mark.parametrize("stage, offload", [p for p in PLACEMENTS if p[0] > 0])
+def test_more_ranks_never_hold_more(stage, offload):
+    sizes = [predict(tiny(stage=stage, offload=offload, world_size=w)) for w in (2, 4, 8, 16)]
+    for fewer, more in itertools.pairwise(sizes):
+        # Padding and persistent weights do not shrink: a rank may gain a few elements a parameter.
+        slack = 512 * 8 * len(fewer.input.parameters.items)
+        assert more.gpu.bytes <= fewer.gpu.bytes + slack
+        assert more.host.bytes <= fewer.host.bytes + slack
+
+
+@pytest.mark.parametrize("change", [{"micro_batch": 2}, {"seq_len": 256}, {"checkpointing": "none"}])
+def test_more_work_never_holds_less(change):
+    for stage, offload in PLACEMENTS:
+        plan = tiny(stage=stage, offload=offload, world_size=2)
+        assert predict(plan.but(**change)).gpu.bytes >= predict(plan).gpu.bytes
+
+
+def test_each_stage_holds_less_than_the_one_before():
+    states = [predict(tiny("llama-50m", stage=s, world_size=4, seq_len=16)).gpu.bytes for s in (1, 2, 3)]
+    assert states == sorted(states, reverse=True)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_states_of_every_optimizer_are_their_bytes_per_parameter(name):
+    stage = 2
+    plan = predict(tiny("llama-50m", stage=stage, optimizer=name, seq_len=8, decay_groups=False))
+    rows = {row.name: row.bytes for row in plan.gpu.rows}
+    elems = plan.input.parameters.elems
+    layout = LAYOUTS[name]
+    assert rows["master"] == pytest.approx(layout.remainder * elems, abs=1024)
+    if name == "muon":
+        assert layout.matrix_moments * elems < rows["moments"] < layout.moments * elems
+    elif layout.moments:
+        assert rows["moments"] == pytest.approx(layout.moments * elems, abs=1024)
+
+
+def test_split_master_saves_what_it_says():
+    kept = {
+        name: LAYOUTS[name].remainder + LAYOUTS[name].moments for name in ("adamw", "adamw_split", "adamw_split_8bit")
+    }
+    assert kept == {"adamw": 12, "adamw_split": 10, "adamw_split_8bit": pytest.approx(4.03125)}
+
+
+def test_pinned_blocks_are_rounded_to_powers_of_two():
+    assert [pinned_bytes(n) for n in (1, 2, 3, 4, 5, 4095, 4096, 4097)] == [1, 2, 4, 4, 8, 4096, 4096, 8192]
+    rows = {row.name for row in predict(tiny(stage=2, offload="optimizer")).host.rows}
+    assert "pinned rounding" in rows
+
+
+def test_every_row_of_every_plan_is_documented():
+    seen = set()
+    for (stage, offload), world in itertools.product(PLACEMENTS, (1, 2)):
+        plan = predict(tiny(stage=stage, offload=offload, world_size=world, accumulation=2))
+        seen |= {row.name for tree in plan.rows for row in tree.rows}
+    assert seen <= set(ROWS)
+
+
+def test_auto_values_follow_the_hugging_face_formulas():
+    auto = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+                                  "stage3_param_persistence_threshold": "auto"}}  # fmt: skip
+    found = settings_from_config(auto, hidden=64)
+    assert (found.reduce_bucket_elems, found.prefetch_elems, found.persistence_elems) == (4096, 3686, 640)
+
+
+@pytest.mark.parametrize("config, word", [
+    ({"zero_optimization": {"stage": 5}}, "stage is 5"),
+    ({"zero_optimization": {"stage": "3"}}, "stage is '3'"),
+    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param needs stage 3"),
+    ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "needs stage 1, 2 or 3"),
+    ({"zero_optimization": {"stage": 3, "reduce_bucket_size": -1}}, "reduce_bucket_size is -1"),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "nvme"),
+    ({"zero_optimization": {"stage": 0}, "optimizer": {"type": "Lion"}}, "no optimizer 'Lion'"),
+])  # fmt: skip
+def test_wrong_configs_are_refused_with_the_value(config, word):
+    with pytest.raises(UsageError, match=word):
+        plan_input(shapes.config_dict("llama-tiny"), ds_config=config)
+
+
+@pytest.mark.parametrize("values, word", [
+    ({"micro_batch": 0}, "micro_batch is 0"), ({"world_size": -1}, "world_size is -1"), ({"seq_len": 1.5}, "seq_len"),
+    ({"optimizer": "adamw_split", "settings": ZeroSettings(stage=2, offload_optimizer=True)}, "cannot step on the"),
+    ({"optimizer": "adamw_split", "settings": ZeroSettings(stage=0)}, "works at ZeRO stages 1, 2, 3"),
+])  # fmt: skip
+def test_wrong_values_are_refused(values, word):
+    with pytest.raises(UsageError, match=word):
+        plan_input(shapes.config_dict("llama-tiny"), **values)
+
+
+@pytest.mark.parametrize("stage, offload", PLACEMENTS)
+@pytest.mark.parametrize(
+    "frozen", [("model.embed_tokens",), ("model.layers.0", "model.layers.1"), ("model.layers.5.mlp",)]
+)
+def test_frozen_parts_have_no_states_and_less_is_held(stage, offload, frozen):
+    plan = tiny(stage=stage, offload=offload, world_size=2)
+    part = plan.but(frozen=frozen)
+    whole, less = predict(plan), predict(part)
+    assert part.trained_elems < plan.trained_elems == plan.parameters.elems
+    assert less.gpu.bytes + less.host.bytes < whole.gpu.bytes + whole.host.bytes
+    for tree in less.rows:
+        assert sum(row.bytes for row in tree.rows) == tree.bytes
+
+
+def test_frozen_names_must_exist_and_leave_something():
+    with pytest.raises(UsageError, match=r"frozen names 'model\.layer'"):
+        tiny(frozen=("model.layer",))
+    with pytest.raises(UsageError, match="leaves no parameter to train"):
+        tiny(frozen=("model",))
+
+
+def test_a_list_of_shapes_is_enough_and_said_to_be_an_estimate():
+    pairs = [["embed.weight", [1000, 32]]]
+    pairs += [[f"blocks.{i}.{n}.weight", [32, 32]] for i in range(3) for n in ("a", "b")] + [["norm.weight", [32]]]
+    plan = predict(plan_input(shapes=pairs, settings=ZeroSettings(stage=2), seq_len=16))
+    assert plan.input.parameters.elems == 1000 * 32 + 6 * 32 * 32 + 32
+    assert "only a list of shapes" in plan.to_json()["notes"][0]
+
+
+@pytest.mark.parametrize("name", shapes.names())
+@pytest.mark.parametrize("stage, offload", [(2, "none"), (3, "all")])
+def test_every_preset_can_be_planned_and_written_as_json(name, stage, offload):
+    plan = predict(tiny(name, stage=stage, offload=offload, world_size=8))
+    assert json.loads(json.dumps(plan.to_json()))["gpu_peak_allocated_bytes"] == plan.gpu.bytes > 0

@@ -1,0 +1,181 @@
+"""Arguments: names, aliases, run files, and refusals that say what to write instead."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bigtrain.arguments import TrainArguments, make_parser, parse
+from bigtrain.errors import UsageError
+
+
+@pytest.fixture
+def base(tmp_path):
+    """The least that a run needs, as flags."""
+    (tmp_path / "ds.json").write_text("{}")
+    (tmp_path / "text.txt").write_text("text")
+    flags = {
+        "--ds_config": tmp_path / "ds.json", "--model_name_or_path": "preset:llama-tiny", "--tokenizer_name_or_path": tmp_path,
+        "--train_data": tmp_path / "text.txt", "--output_dir": tmp_path / "out",
+    }  # fmt: skip
+    return [str(part) for pair in flags.items() for part in pair]
+
+
+def refusal(flags):
+    with pytest.raises(UsageError) as caught:
+        parse(flags)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_unsaid_values_stay_unsaid(base):
+    args = parse(base)
+    said_by_default = ("learning_rate", "per_device_train_batch_size", "optim", "max_grad_norm", "bf16", "warmup_steps")
+    assert all(getattr(args, name) is None for name in said_by_default)
+
+
+@pytest.mark.parametrize("flag", ["--ds_config", "--deepspeed_config", "--deepspeed", "--ds-config", "--deepspeed-config"])
+def test_names_of_the_ds_config_flag(base, flag):
+    rest = base[2:]
+    assert parse([flag, base[1], *rest]).ds_config == base[1]
+
+
+@pytest.mark.parametrize("flag", ["--seq_len", "--max_length", "--max_seq_length", "--cutoff_len", "--seq-len", "--cutoff-len"])
+def test_names_of_the_length_flag(base, flag):
+    assert parse([*base, flag, "77"]).seq_len == 77
+
+
+def test_num_steps_is_max_steps(base):
+    assert parse([*base, "--num_steps", "5"]).max_steps == 5
+
+
+@pytest.mark.parametrize("given", [["--local_rank=1"], ["--local-rank=1"], ["--local_rank", "1"], ["--local-rank", "1"]])
+def test_B63_launcher_flag_is_accepted_in_both_spellings(base, given, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert parse([*given, *base]) == parse(base)
+    assert os.environ["LOCAL_RANK"] == "1"
+
+
+def test_B63_the_environment_wins_over_the_launcher_flag(base, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    parse(["--local_rank=1", *base])
+    assert os.environ["LOCAL_RANK"] == "3"
+
+
+def test_B63_unknown_flags_are_refused_with_the_nearest_name(base):
+    text = refusal([*base, "--learning-rat", "1", "--seqlen", "3"])
+    assert "--learning-rat: did you mean --learning_rate" in text
+    assert "--seqlen: did you mean --seq_len" in text
+
+
+def test_flags_of_others_get_a_remedy(base):
+    text = refusal([*base, "--fp16", "--num_gpus", "2", "--evaluation_strategy", "steps"])
+    assert "--fp16: bigtrain trains in bf16" in text
+    assert "deepspeed --num_gpus N launch/train.py" in text
+    assert "use --eval_steps N" in text
+
+
+def test_no_abbreviations(base):
+    assert "--learning" in refusal([*base, "--learning", "1"])
+
+
+def test_two_names_of_one_setting(base):
+    assert "two names of one setting" in refusal([*base, "--seq_len", "8", "--max_length", "16"])
+    assert parse([*base, "--seed", "1", "--seed", "2"]).seed == 2
+
+
+def test_every_problem_in_one_report(base):
+    text = refusal(
+        [*base, "--seq_len", "0", "--adam_beta1", "1.5", "--learning_rate", "-1", "--eval_steps", "5", "--report_to", "excel"]
+    )
+    assert text.startswith("5 problem(s)")
+    for part in ("seq_len must be at least 1, got 0", "adam_beta1", "learning_rate", "eval_steps without", "report_to 'excel'"):
+        assert part in text
+
+
+def test_not_a_number_is_refused(base):
+    assert "learning_rate must not be negative, got nan" in refusal([*base, "--learning_rate", "nan"])
+
+
+def test_missing_files_are_named(base, tmp_path):
+    flags = [*base, "--eval_data", str(tmp_path / "no.jsonl"), "--resume_from_checkpoint", str(tmp_path / "checkpoint-9")]
+    text = refusal(flags)
+    assert "no.jsonl does not exist" in text and "checkpoint-9 is no directory" in text
+
+
+def test_unknown_preset(base):
+    base[base.index("preset:llama-tiny")] = "preset:llama-tinny"
+    assert "did you mean llama-tiny" in refusal(base)
+
+
+def test_uninstalled_tracker_says_how_to_install(base, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "report_to wandb: the package is not installed; run: pip install wandb" in refusal([*base, "--report_to", "wandb"])
+
+
+def test_bare_switches(base):
+    args = parse([*base, "--bf16", "--gradient_checkpointing", "--no-plan", "--overwrite_output_dir"])
+    assert args.bf16 and args.gradient_checkpointing and args.no_plan and args.overwrite_output_dir
+
+
+def test_warmup_ratio_rounds_up():
+    values = dict(model_name_or_path="m", train_data="d", output_dir="o", ds_config="c")
+    assert TrainArguments(**values, warmup_ratio=0.1).warmup(101) == 11
+    assert TrainArguments(**values, warmup_steps=0).warmup(101) == 0
+    assert TrainArguments(**values).warmup(101) is None
+
+
+def as_mapping(base):
+    return {flag.lstrip("-"): value for flag, value in zip(base[::2], base[1::2])}
+
+
+@pytest.mark.parametrize("kind", ["yaml", "json"])
+def test_run_file(base, tmp_path, kind):
+    values = {
+        **as_mapping(base),
+        "learning_rate": 1e-5,
+        "freeze": ["a", "b"],
+        "bf16": True,
+        "max_length": 64,
+        "eval_steps": None,
+    }
+    file = tmp_path / f"run.{kind}"
+    if kind == "json":
+        file.write_text(json.dumps(values))
+    else:
+        yaml = pytest.importorskip("yaml")
+        file.write_text(yaml.safe_dump(values))
+    alone = parse([str(file)])
+    assert (alone.learning_rate, alone.freeze, alone.bf16, alone.seq_len) == (1e-5, ["a", "b"], True, 64)
+    assert parse(["--config", str(file), "--learning_rate", "2e-5"]).learning_rate == 2e-5
+
+
+def test_run_file_with_an_inline_ds_config(base, tmp_path):
+    values = {**as_mapping(base), "ds_config": {"zero_optimization": {"stage": 2}}}
+    (tmp_path / "run.json").write_text(json.dumps(values))
+    assert json.loads(parse([str(tmp_path / "run.json")]).ds_config) == values["ds_config"]
+
+
+def test_run_file_faults(base, tmp_path):
+    (tmp_path / "typo.yaml").write_text("learnin_rate: 1")
+    assert "unknown key in" in refusal([str(tmp_path / "typo.yaml")])
+    assert "did you mean --learning_rate" in refusal([str(tmp_path / "typo.yaml")])
+    (tmp_path / "list.yaml").write_text("- a")
+    assert "must be a mapping" in refusal([str(tmp_path / "list.yaml")])
+    (tmp_path / "torn.json").write_text("{")
+    assert "cannot be parsed" in refusal([str(tmp_path / "torn.json")])
+    assert "cannot be read" in refusal([str(tmp_path / "none.yaml")])
+    assert "expected a name that ends in" in refusal([str(tmp_path / "run.toml")])
+    assert "--config needs the path" in refusal([*base, "--config"])
+
+
+def test_every_flag_has_a_help_text():
+    bare = [a.option_strings[0] for a in make_parser()._actions if not a.help and not a.option_strings[0].startswith("--no_")]
+    assert bare == []
+
+
+def test_parsing_needs_no_torch():
+    code = "import sys; from bigtrain.arguments import make_parser; make_parser(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

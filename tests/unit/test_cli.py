@@ -1,0 +1,67 @@
+"""The `bigtrain` command: verbs, errors, and a start that a login node can afford."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from bigtrain import cli
+from bigtrain.errors import DoesNotFitError, UsageError
+
+START_LIMIT_S = 0.3
+
+
+def test_help_lists_every_verb(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(f"  {verb} " in printed for verb in cli.VERBS) and "deepspeed launch/train.py" in printed
+
+
+def test_no_verb_is_bad_usage(capsys):
+    assert cli.main([]) == 2
+    assert "verbs:" in capsys.readouterr().out
+
+
+def test_unknown_verb(capsys):
+    assert cli.main(["pln"]) == 2
+    assert "unknown verb 'pln': did you mean plan?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [UsageError("wrong flag"), DoesNotFitError("12 GiB too much")])
+def test_errors_print_without_traceback_and_give_the_exit_code(error, monkeypatch, capsys):
+    def fail(words):
+        raise error
+
+    monkeypatch.setattr(cli, "_run", fail)
+    assert cli.main(["plan"]) == error.exit_code
+    assert capsys.readouterr().err == f"{error}\n"
+
+
+@pytest.mark.parametrize("verb", sorted(cli.VERBS))
+def test_every_verb_has_a_parser_that_says_what_to_run(verb, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main([verb, "--help"])
+    assert caught.value.code == 0
+    assert verb in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], *([verb, "--help"] for verb in sorted(cli.VERBS))], ids=" ".join)
+def test_start_is_quick_and_without_torch(words):
+    code = (
+        "import sys\nfrom bigtrain.cli import main\n"
+        f"try:\n    main({words!r})\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules)\n"
+        "print(sorted(heavy), file=sys.stderr)\nsys.exit(bool(heavy))"
+    )
+    times = []
+    for _ in range(5):  # the fastest of a few: other work on the machine is not the command's doing
+        begin = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        times.append(time.perf_counter() - begin)
+        assert done.returncode == 0, f"imported {done.stderr}"
+        if times[-1] < START_LIMIT_S:
+            break
+    assert min(times) < START_LIMIT_S
