@@ -212,7 +212,7 @@ class Run:
 
         step = self.engine.global_step
         with self.clock.paused("saving"):
-            path = self.engine.save_checkpoint(self.folder.root, tag=f"checkpoint-{step}", state={"seq_len": self.job.seq_len})
+            path = self.engine.save_checkpoint(self.folder.root, state={"seq_len": self.job.seq_len})
             self.saved_step = step
             if self.main:
                 self.folder.prune(self.args.save_total_limit)

@@ -93,7 +93,14 @@ class Saver:
     # ------------------------------------------------------------ the training thread
 
     def start(
-        self, step: int, slices: list[LocalSlice], *, run: dict[str, Any], rank_state: dict[str, Any], layout: dict[str, Any]
+        self,
+        step: int,
+        slices: list[LocalSlice],
+        *,
+        run: dict[str, Any],
+        rank_state: dict[str, Any],
+        layout: dict[str, Any],
+        name: str | None = None,
     ) -> Path:
         """Begin to save step `step`; waits for the save before it, and raises what that one failed with.
 
@@ -106,13 +113,16 @@ class Saver:
         """
         began = time.perf_counter()
         self.wait()
-        ranks.agree((str(self.root), step), "the checkpoint to save")
+        final = store.folder_for(self.root, step) if name is None else self.root / name
+        ranks.agree((str(final), step), "the checkpoint to save")
+        with ranks.together(f"naming {final}"):
+            store.check_name(final)
         mine = share_of(slices, ranks.rank(), ranks.world_size())
         self._check_space(sum(s.tensor.nbytes for s in mine))
         token = ranks.broadcast_object(uuid.uuid4().hex[:8])
-        scratch = store.scratch_folder(self.root, step, token)
+        scratch = store.scratch_folder(final, token)
         body = {"format": manifest.RUN_FORMAT, "version": manifest.VERSION, "step": step, "state": run, "layout": layout}
-        job = _plan(mine, step, scratch, store.folder_for(self.root, step), rank_state, json.dumps(body, indent=1).encode())
+        job = _plan(mine, step, scratch, final, rank_state, json.dumps(body, indent=1).encode())
         with ranks.together(f"creating {scratch}"):
             self._disk.make_folder(scratch)
         for unit, s in ((u, mine[u.slice_index]) for u in job.units):
@@ -274,7 +284,7 @@ class Saver:
         if not ranks.is_main():
             return None
         try:
-            store.commit(self._disk, job.scratch, job.final, job.run, entries, ranks.world_size())
+            store.commit(self._disk, job.scratch, job.final, job.step, job.run, entries, ranks.world_size())
             store.retire(
                 self._disk, self.root, keep_last=self.keep_last, keep_every=self.keep_every,
                 protect=frozenset(self.protect | {job.step}),

@@ -105,14 +105,21 @@ def find(path: Path) -> Opened:
     return opened
 
 
-def scratch_folder(root: Path, step: int, token: str) -> Path:
-    """Where step `step` is written before it exists."""
-    return root / f".checkpoint-{step}.{token}"
+def check_name(final: Path) -> None:
+    """Refuse names that a reader would not look at, or that would leave the root."""
+    if final.name.startswith(".") or not final.name or final.name in ("latest", ".."):
+        raise CheckpointError(f"{final.name!r} cannot name a checkpoint: use letters, digits, '-' and '_'", str(final))
 
 
-def commit(disk: Disk, scratch: Path, final: Path, run: bytes, manifests: dict[str, tuple[int, str]], world_size: int) -> None:
+def scratch_folder(final: Path, token: str) -> Path:
+    """Where a checkpoint is written before it exists."""
+    return final.with_name(f".{final.name}.{token}.writing")
+
+
+def commit(
+    disk: Disk, scratch: Path, final: Path, step: int, run: bytes, manifests: dict[str, tuple[int, str]], world_size: int
+) -> None:
     """Make a written scratch folder a checkpoint: run.json, COMMIT, fsync, rename. One rank calls it, after all wrote."""
-    step = int(final.name.rsplit("-", 1)[1])
     listed = {**manifests, "run.json": disk.write_file(scratch / "run.json", run)}
     disk.sync_folder(scratch)
     disk.write_file(scratch / "COMMIT", Commit(step=step, world_size=world_size, files=listed).to_json())
@@ -131,7 +138,7 @@ def restore_moved_aside(disk: Disk, root: Path) -> None:
     if not root.is_dir():
         return
     for entry in sorted(root.iterdir()):
-        match = re.fullmatch(r"\.(checkpoint-\d+)\.(.+)", entry.name)
+        match = re.fullmatch(r"\.(.+?)\.(old|retired|[0-9a-f]{8}\.writing)", entry.name)
         if not match:
             continue
         final = root / match.group(1)

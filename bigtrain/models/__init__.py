@@ -8,11 +8,11 @@ from bigtrain.models.checkpointing import (
     export_config,
     wants_activation_checkpointing,
 )
-from bigtrain.models.tables import dtype_table, tied_groups
 from bigtrain.models.frozen import freeze_module, frozen_module
 from bigtrain.models.info import BuildInfo
 from bigtrain.models.moe import set_moe_leaf_modules
 from bigtrain.models.placement import rank_device
+from bigtrain.models.tables import dtype_table, tied_groups
 
 __all__ = [
     "BuildInfo",

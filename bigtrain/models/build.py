@@ -20,13 +20,13 @@ from bigtrain import ranks, zero
 from bigtrain.errors import ModelError
 from bigtrain.models.batchnorm import keep_statistics_in_fp32
 from bigtrain.models.checkpointing import disable_cache
-from bigtrain.models.tables import tied_groups
 from bigtrain.models.frozen import freeze, load_checkpoint
 from bigtrain.models.info import BuildInfo
 from bigtrain.models.placement import rank_device, seeded
 from bigtrain.models.pretrained import initialise_missing, load_weights
 from bigtrain.models.sharding import DtypeRule, dtype_rule, shard, thaw
 from bigtrain.models.source import Source, fetched, resolve, set_config_dtype
+from bigtrain.models.tables import tied_groups
 from bigtrain.models.window import Window
 
 logger = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 
+
 def tied_groups(model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
     """Names that share one parameter, group by group."""
     by_id: dict[int, list[str]] = {}

@@ -101,11 +101,7 @@ class Choice:
 
         def one(c: Candidate) -> dict[str, Any]:
             numbers = {"seconds_per_step": c.time.total_s, "tokens_per_s": c.time.tokens_per_s, "mfu": c.time.mfu}
-            need = (
-                {"gpu_need_bytes": c.plan.gpu_need_bytes(), "host_need_bytes": c.plan.host_need_bytes()}
-                if c.plan
-                else {}
-            )
+            need = {"gpu_need_bytes": c.plan.gpu_need_bytes(), "host_need_bytes": c.plan.host_need_bytes()} if c.plan else {}
             return {**c.options, "fits": c.fits, "why": c.why, **numbers, **need}
 
         return {
@@ -237,9 +233,7 @@ def choose(
             candidate = judge(settings, gpu_memory_bytes, host_memory_bytes, rates)
             if not candidate.fits and candidate.gpu_short_bytes and not candidate.host_short_bytes and candidate.plan:
                 small = settings.but(reduce_bucket_elems=min(SMALL_BUCKET_ELEMS, settings.settings.reduce_bucket_elems))
-                candidate = max(
-                    candidate, judge(small, gpu_memory_bytes, host_memory_bytes, rates), key=lambda c: c.fits
-                )
+                candidate = max(candidate, judge(small, gpu_memory_bytes, host_memory_bytes, rates), key=lambda c: c.fits)
             (fitting if candidate.fits else rejected).append(candidate)
             if not candidate.fits and candidate.gpu_short_bytes:
                 break  # a larger micro batch holds more

@@ -27,9 +27,7 @@ def add_parsers(subparsers: Any) -> None:
     """Register the verb `plan`; the parser sets `run`, a function from args to exit code."""
     p = subparsers.add_parser("plan", help="memory and speed of a job before it is launched; exit 3: does not fit")
     model = p.add_mutually_exclusive_group(required=True)
-    model.add_argument(
-        "--model", metavar="DIR|preset:NAME", help="folder with config.json, that file, or a named shape"
-    )
+    model.add_argument("--model", metavar="DIR|preset:NAME", help="folder with config.json, that file, or a named shape")
     model.add_argument("--shapes", metavar="FILE", help="JSON [[name, [sizes...]], ...] of any module")
     p.add_argument("--gpus", "--world_size", type=int, default=1, metavar="N", help="ranks in all")
     p.add_argument("--gpus_per_node", type=int, metavar="N", help="ranks of one host (default: all)")
@@ -46,16 +44,12 @@ def add_parsers(subparsers: Any) -> None:
 
 def _configuration(p: argparse.ArgumentParser) -> None:
     how = p.add_mutually_exclusive_group()
-    how.add_argument(
-        "--ds_config", "--deepspeed", "--deepspeed_config", metavar="FILE", help="plan this DeepSpeed JSON"
-    )
+    how.add_argument("--ds_config", "--deepspeed", "--deepspeed_config", metavar="FILE", help="plan this DeepSpeed JSON")
     how.add_argument("--auto", action="store_true", help="choose the fastest configuration that fits")
     p.add_argument("--stage", type=int, choices=[0, 1, 2, 3], help="ZeRO stage without a file (default 3)")
     p.add_argument("--offload", choices=["none", "optimizer", "all"], help="what lives on the host, without a file")
     p.add_argument("--optim", "--optimizer", metavar="NAME", help=f"one of {', '.join(LAYOUTS)}")
-    p.add_argument(
-        "--optimizers", metavar="A,B", help=f"what --auto may choose (default {','.join(DEFAULT_OPTIMIZERS)})"
-    )
+    p.add_argument("--optimizers", metavar="A,B", help=f"what --auto may choose (default {','.join(DEFAULT_OPTIMIZERS)})")
     p.add_argument("--checkpointing", choices=["none", "full"], default="full", help="activation checkpointing")
     p.add_argument("--freeze", nargs="+", default=(), metavar="NAME", help="modules or parameters that do not train")
     p.add_argument("--kernels", choices=["hf", "liger"], default="hf")
@@ -155,9 +149,7 @@ def _rates(args: argparse.Namespace) -> Rates:
 def _choice(args: argparse.Namespace, base: PlanInput, gpu: int | None, host: int | None, rates: Rates) -> Choice:
     wanted = args.optimizers.split(",") if args.optimizers else [args.optim] if args.optim else DEFAULT_OPTIMIZERS
     given = args.micro_batch is not None or args.accumulation is not None
-    batch = args.global_batch or base.world_size * (
-        base.micro_batch * base.accumulation if given else AUTO_SEQUENCES_PER_RANK
-    )
+    batch = args.global_batch or base.world_size * (base.micro_batch * base.accumulation if given else AUTO_SEQUENCES_PER_RANK)
     names = tuple(layout_name(name) for name in wanted)
     return choose(
         base, gpu_memory_bytes=gpu, host_memory_bytes=host, global_batch=batch, optimizers=names, rates=rates

@@ -40,9 +40,7 @@ class FlatGroup:
         return max(0, min(start + elems, left + self.partition) - max(start, left))
 
 
-def split_groups(
-    items: Sequence[Parameter], decay_groups: bool, trains: Sequence[bool] | None = None
-) -> list[tuple[int, ...]]:
+def split_groups(items: Sequence[Parameter], decay_groups: bool, trains: Sequence[bool] | None = None) -> list[tuple[int, ...]]:
     """Indices of what trains per optimizer group: matrices decay, vectors do not; or everything together."""
     training = [i for i in range(len(items)) if trains is None or trains[i]]
     if not decay_groups:

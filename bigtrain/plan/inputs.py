@@ -159,9 +159,7 @@ class PlanInput:
             raise UsageError(f"optimizer {self.optimizer} works at ZeRO stages {able}, not at stage {stage}")
         if self.settings.offload_optimizer and not layout.offload:
             able = ", ".join(name for name, other in LAYOUTS.items() if other.offload)
-            raise UsageError(
-                f"optimizer {self.optimizer} cannot step on the host: remove offload_optimizer or use {able}"
-            )
+            raise UsageError(f"optimizer {self.optimizer} cannot step on the host: remove offload_optimizer or use {able}")
 
     @cached_property
     def trains(self) -> tuple[bool, ...]:

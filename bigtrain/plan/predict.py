@@ -100,13 +100,9 @@ class Plan:
         if plan.parameters.kind == "shapes":
             found.append("activations are an estimate: only a list of shapes is known")
         elif not plan.geometry.exact:
-            found.append(
-                f"activations are an estimate: blocks of '{plan.parameters.kind}' were not counted tensor by tensor"
-            )
+            found.append(f"activations are an estimate: blocks of '{plan.parameters.kind}' were not counted tensor by tensor")
         if plan.parameters.kind in VISION_LANGUAGE:
-            found.append(
-                "images are counted as their text tokens: the vision tower's own activations are not in the plan"
-            )
+            found.append("images are counted as their text tokens: the vision tower's own activations are not in the plan")
         if plan.kernels == "liger":
             found.append("liger kernels: checked against one measured run only")
         return tuple(found)

@@ -82,9 +82,7 @@ def choice_text(choice: Choice, rates: Rates | None = None) -> str:
         speed = f"{candidate.time.tokens_per_s:>9,.0f} tokens/s"
         lines.append(f"  fits      {speed}  {candidate.describe()}  ({need}, {host})")
     for candidate in choice.rejected[:_LADDER_LINES]:
-        lines.append(
-            f"  rejected  {candidate.time.tokens_per_s:>9,.0f} tokens/s  {candidate.describe()}: {candidate.why}"
-        )
+        lines.append(f"  rejected  {candidate.time.tokens_per_s:>9,.0f} tokens/s  {candidate.describe()}: {candidate.why}")
     hidden = max(0, len(choice.fitting) - _LADDER_LINES) + max(0, len(choice.rejected) - _LADDER_LINES)
     if hidden:
         lines.append(f"  ... and {hidden} more (--json lists all)")

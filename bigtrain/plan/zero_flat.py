@@ -159,9 +159,7 @@ class FlatSharding:
         if self.zero.offload_optimizer:
             return
         self.tape.phase("norm")
-        largest = max(
-            g.owned(at, self.items[i].elems, self.rank) for g in self.groups for at, i in enumerate(g.members)
-        )
+        largest = max(g.owned(at, self.items[i].elems, self.rank) for g in self.groups for at, i in enumerate(g.members))
         self.tape.touch(8 * largest, "gradient norm in fp64")
         self.tape.phase("optimizer step")
         for g, group in enumerate(self.groups):
