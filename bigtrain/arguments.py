@@ -54,10 +54,11 @@ class TrainArguments:
     packing: Packing = field(default="isolated", metadata=_say("documents of a row: isolated, concatenate, or none"))
     freeze: list[str] = field(default_factory=list, metadata=_say("name prefixes of parameters that are not trained"))
     resize_vocab: bool = field(default=False, metadata=_say("grow the embedding if the tokenizer has more tokens"))
-    attn_implementation: str = field(default="sdpa", metadata=_say("attention of the Hugging Face model"))
-    use_liger_kernel: bool = field(
-        default=False, metadata=_say("fused kernels ([gpu] extra), else a chunked loss")
+    attn_implementation: str = field(
+        default="auto",
+        metadata=_say("attention of the Hugging Face model; auto: variable-length flash for packed rows on a GPU, else sdpa"),
     )
+    use_liger_kernel: bool = field(default=False, metadata=_say("fused kernels ([gpu] extra), else a chunked loss"))
     trust_remote_code: bool = field(default=False, metadata=_say("run Python code that comes with the model"))
 
     # ------------------------------------------------------------ batch and length

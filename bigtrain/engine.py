@@ -21,6 +21,7 @@ import torch
 from bigtrain import agreement, buffers, evaluation, guards, ranks, settings, steps, zero
 from bigtrain.assembly import assemble
 from bigtrain.bypass import Origin
+from bigtrain.checkpoint.native import Checkpoints
 from bigtrain.errors import DataError, NonFiniteError, RanksDisagreeError
 from bigtrain.guards import RankStep
 from bigtrain.meeting import Point, meet, pack, unpack
@@ -122,6 +123,7 @@ class Engine:
         self._parts = assemble(model, self._settings, keep, leaf_modules, trace_gradients)
         self._ds = self._parts.ds
         self._names = self._parts.names
+        self.checkpoints = Checkpoints(self)
         self._register(hang_s)
         torch.manual_seed(seed + ranks.rank())
 
@@ -223,6 +225,7 @@ class Engine:
         self._at("step", True)
         verdict = guards.judge(self._tell(), self.global_step + 1, self._names)
         lr = self._set_lr()
+        self.checkpoints.before_update()
         applied, norm = self._reduction.step(refuse=not verdict.apply)
         buffers.average_running_stats(self._parts.batchnorms)
         reason = verdict.reason
@@ -344,17 +347,50 @@ class Engine:
 
     # ------------------------------------------------------------ saving
 
-    def save_checkpoint(self, directory: str | Path, tag: str | None = None, state: dict[str, Any] | None = None) -> Path:
-        """Write everything that training needs to go on bit for bit; see `checkpoint.deepspeed_format.save`."""
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        tag: str | None = None,
+        state: dict[str, Any] | None = None,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        wait: bool = True,
+    ) -> Path:
+        """Write `directory/<tag>` ("checkpoint-<global_step>"): all that training needs to go on, on any number of ranks.
+
+        Every rank calls it, between steps. See `checkpoint.native.Checkpoints.save` for arguments and errors, and
+        checkpoint/FORMAT.md for what is written.
+        """
+        return self.checkpoints.save(
+            Path(directory).absolute(), tag, state or {}, keep_last=keep_last, keep_every=keep_every, wait=wait
+        )
+
+    def load_checkpoint(self, directory: str | Path, tag: str | int | None = None, trust: bool = False) -> dict[str, Any]:
+        """Go on from a checkpoint; returns the `state` given to `save_checkpoint`.
+
+        Args:
+            directory: the folder that holds checkpoints, or (without `tag`) one checkpoint.
+            tag: a step or a folder name; None for the newest whole one.
+            trust: for folders written by `save_deepspeed_checkpoint`; see `checkpoint.deepspeed_format.load`.
+
+        Raises:
+            CheckpointError: see `checkpoint.native.Checkpoints.load`.
+        """
+        from bigtrain.checkpoint import deepspeed_format, native
+
+        root = Path(directory).absolute()
+        if native.is_native(root, tag):
+            return self.checkpoints.load(root, tag)
+        return deepspeed_format.load(self, root, None if tag is None else str(tag), trust)
+
+    def save_deepspeed_checkpoint(
+        self, directory: str | Path, tag: str | None = None, state: dict[str, Any] | None = None
+    ) -> Path:
+        """Write DeepSpeed's own layout, for tools that need it; blocks, and loads at the same number of ranks only."""
         from bigtrain.checkpoint import deepspeed_format
 
         return deepspeed_format.save(self, directory, tag, state or {})
-
-    def load_checkpoint(self, directory: str | Path, tag: str | None = None, trust: bool = False) -> dict[str, Any]:
-        """Go on from a checkpoint; returns the `state` given to `save_checkpoint`. See `checkpoint.deepspeed_format.load`."""
-        from bigtrain.checkpoint import deepspeed_format
-
-        return deepspeed_format.load(self, directory, tag, trust)
 
     def export(self, directory: str | Path, dtype: str = "bfloat16", tokenizer: Any = None) -> Path:
         """Write the model as a Hugging Face folder; all ranks call it."""
@@ -394,10 +430,13 @@ class Engine:
         self.module.eval()
 
     def close(self) -> None:
-        """End the watcher thread and release DeepSpeed's hooks."""
+        """Finish a save in flight, end the watcher thread and release DeepSpeed's hooks."""
         if self._watcher is not None:
             self._watcher.stop()
-        self._ds.destroy()
+        try:
+            self.checkpoints.wait()
+        finally:
+            self._ds.destroy()
 
     def _at(self, place: str, inside: bool, comparing: bool = False) -> None:
         if self._where is not None:

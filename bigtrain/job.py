@@ -343,7 +343,7 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
         seed=args.seed,
         dtype=torch.bfloat16 if run.bf16 else torch.float32,
         freeze=args.freeze,
-        attn_implementation=args.attn_implementation,
+        attn_implementation=choose_attention(args, job.model_config),
         resize_vocab_to=job.resize_vocab_to,
         trust_remote_code=args.trust_remote_code,
         keep_in_fp32=args.keep_in_fp32,
@@ -359,6 +359,19 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
         logger.info("activation checkpointing: %d blocks are recomputed in backward", blocks)
     models.set_moe_leaf_modules(model)
     return model, isolation
+
+
+def choose_attention(args: TrainArguments, model_config: Any) -> str:
+    """What "auto" means here: sdpa with a mask per packed row is a dense [seq, seq] matrix, which no flash kernel takes."""
+    from transformers import AutoModelForCausalLM
+
+    if args.attn_implementation != "auto":
+        return args.attn_implementation
+    mapped = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
+    pluggable = bool(getattr(mapped, "_supports_attention_backend", False))
+    if args.packing == "isolated" and torch.cuda.is_available() and pluggable and data.has_varlen():
+        return data.register_varlen()
+    return "sdpa"
 
 
 def flops_formula(model: torch.nn.Module, seq_len: int) -> FlopsFormula:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bigtrain.errors import CheckpointError, UsageError
+from bigtrain.checkpoint import store
+from bigtrain.errors import UsageError
 
-OWN_FILES = ("run.json", "metrics.jsonl", "eval.jsonl", "ds_config.resolved.json", "report.html", "report.png", "latest")
+OWN_FILES = ("run.json", "metrics.jsonl", "eval.jsonl", "ds_config.resolved.json", "report.html", "report.png")
 OWN_FOLDERS = ("model", "runs")
 PACKAGES = (
     "torch",
@@ -33,7 +34,7 @@ PACKAGES = (
     "liger-kernel",
     "numpy",
 )
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+logger = logging.getLogger(__name__)
 
 
 class RunFolder:
@@ -69,37 +70,27 @@ class RunFolder:
 
     def _own(self) -> list[Path]:
         names = [self.root / n for n in (*OWN_FILES, *OWN_FOLDERS)]
-        return [p for p in names if p.exists()] + [path for _, path in self.checkpoints()]
+        return [p for p in names if p.exists()] + sorted(self.root.glob("checkpoint-[0-9]*"))
 
     def checkpoints(self) -> list[tuple[int, Path]]:
-        """(step, folder) of every checkpoint, oldest first."""
-        if not self.root.is_dir():
-            return []
-        found = [(int(m[1]), p) for p in self.root.iterdir() if p.is_dir() and (m := _CHECKPOINT.fullmatch(p.name))]
-        return sorted(found)
+        """(step, folder) of every committed checkpoint, oldest first."""
+        return [(step, store.folder_for(self.root, step)) for step in store.steps(self.root)]
 
     def resume_point(self, asked: str | None) -> Path | None:
         """The checkpoint folder to start from; None to start at step 0.
 
         Raises:
-            CheckpointError: the one that was named is no checkpoint folder.
+            CheckpointError: the one that was named is no complete checkpoint; lists those that are.
         """
         if asked is None:
             return None
         if asked == "auto":
-            found = self.checkpoints()
-            return found[-1][1] if found else None
+            opened, skipped = store.newest(self.root)
+            for line in skipped:
+                logger.warning("%s", line)
+            return None if opened is None else opened.folder
         path = Path(asked).expanduser().resolve()
-        if not path.is_dir():
-            raise CheckpointError(f"resume_from_checkpoint: {path} is no folder", str(path))
-        return path
-
-    def prune(self, keep: int | None) -> list[Path]:
-        """Remove all but the newest `keep` checkpoints; returns what went."""
-        old = [path for _, path in self.checkpoints()[:-keep]] if keep else []
-        for path in old:
-            shutil.rmtree(path, ignore_errors=True)
-        return old
+        return path if (path / "COMPLETE").is_file() else store.find(path).folder  # COMPLETE: DeepSpeed's own layout
 
     def read_run(self) -> dict[str, Any]:
         """run.json as it is, empty if there is none."""

@@ -192,17 +192,13 @@ class Run:
             self.progress.note(f"evaluation after step {step}: loss {result.loss:.4f} over {result.tokens:,} target tokens")
 
     def save(self) -> None:
-        """A checkpoint that training continues from bit for bit."""
-        from bigtrain import ranks
-
-        step = self.engine.global_step
+        """Begin a checkpoint that training continues from bit for bit; it is written while training goes on."""
         with self.clock.paused("saving"):
-            path = self.engine.save_checkpoint(self.folder.root, tag=f"checkpoint-{step}", state={"seq_len": self.job.seq_len})
-            self.saved_step = step
-            if self.main:
-                self.folder.prune(self.args.save_total_limit)
-            ranks.barrier("after saving")
-        self.progress.note(f"saved {path}")
+            path = self.engine.save_checkpoint(
+                self.folder.root, state={"seq_len": self.job.seq_len}, keep_last=self.args.save_total_limit, wait=False
+            )
+            self.saved_step = self.engine.global_step
+        self.progress.note(f"saving {path} beside training")
 
     def stopped(self, step: int) -> str:
         """Asked to stop: save if this run saves, then leave."""
@@ -211,6 +207,7 @@ class Run:
             return f"stopped by {why} after step {step}; no checkpoint, because --save_steps was not given"
         if self.saved_step != step:
             self.save()
+        self.engine.checkpoints.wait()
         return f"stopped by {why} after step {step}; continue with --resume_from_checkpoint auto"
 
     def finish(self, outcome: str) -> dict[str, Any]:
@@ -223,6 +220,7 @@ class Run:
             self.evaluate()
             if self.args.save_steps and self.saved_step != self.engine.global_step:
                 self.save()
+            self.engine.checkpoints.wait()
             self.engine.export(self.folder.root / "model", tokenizer=self.job.tokenizer)
         self.progress.close()
         summary = self._summarise(outcome) if self.main else {}

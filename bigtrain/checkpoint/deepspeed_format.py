@@ -12,16 +12,15 @@ import contextlib
 import json
 import logging
 import os
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from bigtrain import __version__, ranks, zero
+from bigtrain.checkpoint.rng import random_state, set_random_state
 from bigtrain.errors import CheckpointError
 from bigtrain.meeting import Point, meet
 
@@ -275,30 +274,6 @@ def _restricted(ds_engine: Any, trust: bool) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- random state, small files
-
-
-def random_state() -> dict[str, Any]:
-    """This process's generators as JSON: Python, numpy, torch, CUDA."""
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state = {
-        "python": random.getstate(),
-        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
-        "torch": bytes(torch.get_rng_state().tolist()).hex(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = bytes(torch.cuda.get_rng_state().tolist()).hex()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Restore what `random_state` gave."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8))
 
 
 def _write_json(path: Path, value: Any) -> None:

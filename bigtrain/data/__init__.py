@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bigtrain.data.isolation import Isolation, isolation_for, prepare_isolation, register_varlen
+    from bigtrain.data.isolation import Isolation, has_varlen, isolation_for, prepare_isolation, register_varlen
     from bigtrain.data.loader import EvalLoader, StepLoader
     from bigtrain.data.order import EvalPlan, SampleOrder, StepPlan, plan_eval, plan_steps
     from bigtrain.data.pack import PackStats, Rows, build_rows
@@ -20,6 +20,7 @@ _LAZY = {
     "Isolation": "isolation",
     "isolation_for": "isolation",
     "prepare_isolation": "isolation",
+    "has_varlen": "isolation",
     "register_varlen": "isolation",
     "EvalLoader": "loader",
     "StepLoader": "loader",
@@ -50,6 +51,7 @@ __all__ = [
     "plan_eval",
     "plan_steps",
     "prepare_isolation",
+    "has_varlen",
     "register_varlen",
     "split_validation",
     "tokenise",

@@ -14,6 +14,7 @@ What transformers does with packed rows (read in masking_utils.py and modeling_f
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import weakref
 from collections.abc import Callable
@@ -229,6 +230,11 @@ def _separates_documents_only(mask_function: Callable[..., Any], whole_window: b
     if maker == "and_masks":
         return all(_separates_documents_only(one, whole_window) for one in inner["mask_functions"])
     return False
+
+
+def has_varlen() -> bool:
+    """Whether this torch brings variable-length flash attention (2.10 and later)."""
+    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
 
 
 def register_varlen() -> str:

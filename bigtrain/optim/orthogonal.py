@@ -76,7 +76,7 @@ class OrthogonalMomentum(torch.optim.Optimizer):
         self._compute_device: torch.device | None = None
 
     def use_layouts(self, layouts: dict[torch.Tensor, Any], device: torch.device) -> None:
-        """Say where the matrices lie in each flat partition (`zero.PartitionLayout`) and where to compute."""
+        """Say where the matrices lie in each flat partition (`flat.PartitionLayout`) and where to compute."""
         self._layouts, self._compute_device = layouts, device
 
     @torch.no_grad()
@@ -170,6 +170,6 @@ def _halves(groups: Any) -> list[dict[str, Any]]:
 
 def attach(ds_engine: Any) -> None:
     """Tell the optimizer where DeepSpeed has put each matrix."""
-    from bigtrain import zero
+    from bigtrain import flat
 
-    ds_engine.basic_optimizer.use_layouts(zero.partition_layouts(ds_engine.optimizer), torch.device(ds_engine.device))
+    ds_engine.basic_optimizer.use_layouts(flat.partition_layouts(ds_engine.optimizer), torch.device(ds_engine.device))

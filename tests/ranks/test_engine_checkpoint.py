@@ -36,7 +36,7 @@ def _resume(stage, bf16, offload, folder):
     zero = {"offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 100} if offload else None
     engine = _engine(stage, bf16=bf16, zero=zero)
     _go(engine, 0, 3)
-    path = engine.save_checkpoint(folder, state={"note": "hello"})
+    path = engine.save_deepspeed_checkpoint(folder, state={"note": "hello"})
     straight = _go(engine, 3, 6)
     weights = whole_weights(engine.module)
     engine.close()
@@ -63,10 +63,10 @@ def test_resume_is_bit_exact_with_dropout(rank_pool, tmp_path, stage, bf16, offl
 def _save_two(stage, folder):
     engine = _engine(stage)
     _go(engine, 0, 1)
-    engine.save_checkpoint(folder, tag="early")
+    engine.save_deepspeed_checkpoint(folder, tag="early")
     early = whole_weights(engine.module)
     _go(engine, 1, 2)
-    engine.save_checkpoint(folder, tag="late")
+    engine.save_deepspeed_checkpoint(folder, tag="late")
     engine.close()
     engine = _engine(stage)
     engine.load_checkpoint(folder, tag="early")
@@ -95,7 +95,7 @@ def _save(stage, folder, tag="t"):
     engine = _engine(stage)
     _go(engine, 0, 1)
     try:
-        return str(engine.save_checkpoint(folder, tag=tag if isinstance(tag, str) else tag[engine.rank]))
+        return str(engine.save_deepspeed_checkpoint(folder, tag=tag if isinstance(tag, str) else tag[engine.rank]))
     except BigtrainError as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -158,7 +158,7 @@ def test_ranks_that_disagree_on_the_tag_stop(rank_pool, tmp_path):
 def _disk_full(folder):
     engine = _engine(2)
     _go(engine, 0, 1)
-    engine.save_checkpoint(folder, tag="good")
+    engine.save_deepspeed_checkpoint(folder, tag="good")
     if engine.rank == 1:
 
         def fail(*_, **__):
@@ -166,7 +166,7 @@ def _disk_full(folder):
 
         engine.deepspeed.checkpoint_engine.save = fail
     try:
-        engine.save_checkpoint(folder, tag="bad")
+        engine.save_deepspeed_checkpoint(folder, tag="bad")
     except BigtrainError as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -187,7 +187,7 @@ def _alone(folder):
     engine = _engine(2)
     try:
         if engine.rank == 0:
-            engine.save_checkpoint(folder)
+            engine.save_deepspeed_checkpoint(folder)
         else:
             import time
 
@@ -217,7 +217,7 @@ def _frozen(folder, seed):
     engine = Engine(model, ds_config=config(3), learning_rate=1e-2)
     if seed == 0:
         engine.train_step(share(rows(0), engine.rank, ranks.world_size(), 1))
-        engine.save_checkpoint(folder)
+        engine.save_deepspeed_checkpoint(folder)
     else:
         engine.load_checkpoint(folder)
     weights = {n: w.tolist() for n, w in whole_weights(engine.module).items()}

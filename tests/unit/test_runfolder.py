@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bigtrain.errors import CheckpointError, UsageError
+from bigtrain.errors import UsageError
 from bigtrain.runfolder import RunFolder, versions
 
 
@@ -12,6 +12,8 @@ from bigtrain.runfolder import RunFolder, versions
 def folder(tmp_path):
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-x", "mine", "model"):
         (tmp_path / name).mkdir()
+    for name in ("checkpoint-9", "checkpoint-10"):
+        (tmp_path / name / "COMMIT").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text("")
     return RunFolder(tmp_path)
 
@@ -40,21 +42,6 @@ def test_resuming_removes_nothing(folder, tmp_path):
     before = sorted(tmp_path.iterdir())
     folder.open(resume="auto")
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_where_to_resume(folder, tmp_path):
-    assert folder.resume_point(None) is None
-    assert folder.resume_point("auto") == tmp_path / "checkpoint-10"
-    assert folder.resume_point(str(tmp_path / "checkpoint-9")) == tmp_path / "checkpoint-9"
-    assert RunFolder(tmp_path / "mine").resume_point("auto") is None
-    with pytest.raises(CheckpointError, match="is no folder"):
-        folder.resume_point(str(tmp_path / "checkpoint-11"))
-
-
-def test_prune_keeps_the_newest(folder):
-    assert folder.prune(None) == []
-    assert [p.name for p in folder.prune(1)] == ["checkpoint-9"]
-    assert [step for step, _ in folder.checkpoints()] == [10]
 
 
 def test_run_json_is_updated_key_by_key(folder, tmp_path):

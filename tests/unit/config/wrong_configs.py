@@ -3,7 +3,6 @@
 Each row changes BASE, a config that lints without a complaint: (what, change, severity, path, words).
 """
 
-
 from __future__ import annotations
 
 import copy

@@ -1,0 +1,198 @@
+"""The state of a running engine as named flat slices, and back.
+
+What DeepSpeed holds in flat partitions is described by `flat.partition_layouts`; at stage 0 every rank holds everything. The
+names are the same at every stage, so that a state saved at one stage fills another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from bigtrain import ranks, zero
+from bigtrain.checkpoint.reshard import Index
+from bigtrain.checkpoint.slices import DTYPE_NAMES, DTYPES, LocalSlice
+from bigtrain.errors import CheckpointError
+from bigtrain.flat import partition_layouts
+
+SCALAR_TYPES = (int, float)
+Piece = tuple[str, tuple[int, ...], int, int, int]
+
+
+class Flat:
+    """A flat tensor that the optimizer updates, its optimizer state, and the parameters in it.
+
+    Attributes:
+        tensor: as 1-D: fp32 master weights, or the bf16 weights themselves where the optimizer keeps the rest as state.
+        state: the optimizer's dict for it; empty before the first step.
+        pieces: (parameter name, full shape, first element of the parameter, offset in the tensor, number of elements).
+        whole: every rank holds the same (stage 0).
+        own_name: names it in a checkpoint, for state that makes sense only for this very tensor.
+    """
+
+    def __init__(self, number: int, tensor: torch.Tensor, state: dict[str, Any], pieces: list[Piece], whole: bool):
+        self.tensor, self.shape = tensor.detach().view(-1), tensor.shape
+        self.state, self.pieces, self.whole = state, pieces, whole
+        self.own_name = f"partition-{number}" if whole else f"partition-{number}-{ranks.rank()}-of-{ranks.world_size()}"
+
+    @property
+    def kind(self) -> str:
+        """The logical tensor that `tensor` is a part of."""
+        return "master" if self.tensor.dtype == torch.float32 else "weight"
+
+
+def flat_tensors(ds: Any, names: Mapping[int, str]) -> list[Flat]:
+    """All flat tensors of a DeepSpeed engine on this rank; `names` maps id(parameter) to its name."""
+    layouts = partition_layouts(ds.optimizer)
+    if layouts:
+        inner = ds.optimizer.optimizer
+        return [
+            Flat(i, tensor, inner.state[tensor], list(_pieces(layout, names)), False)
+            for i, (tensor, layout) in enumerate(layouts.items())
+        ]
+    wrapped = ds.optimizer  # stage 0: bigtrain.master.MasterOptimizer
+    return [
+        Flat(i, master, wrapped.state[master], [(names[id(p)], tuple(p.shape), 0, 0, p.numel())], True)
+        for i, (p, master) in enumerate(zip(wrapped.model_params, wrapped.masters))
+    ]
+
+
+def _pieces(layout: Any, names: Mapping[int, str]) -> Iterator[Piece]:
+    for placed in layout.matrices:
+        start, count = placed.spans[layout.rank]
+        if count:
+            yield names[id(placed.param)], tuple(placed.shape), start, placed.at, count
+
+
+def slices_of(engine: Any, index: Index | None = None) -> list[LocalSlice]:
+    """Every tensor that a checkpoint of `engine` holds, as this rank's slices.
+
+    Args:
+        engine: `bigtrain.engine.Engine`, between steps.
+        index: what a checkpoint that is to be loaded holds; optimizer state that does not exist yet is made to match it.
+    """
+    names = {id(p): n for n, p in engine.module.named_parameters()}
+    out: list[LocalSlice] = []
+    for flat in flat_tensors(engine.deepspeed, names):
+        if index is not None:
+            _make_state(flat, index)
+        tensors = {flat.kind: flat.tensor.detach(), **_elementwise(flat)}
+        for kind, tensor in tensors.items():
+            for name, shape, start, offset, count in flat.pieces:
+                part = tensor.view(-1)[offset : offset + count]
+                out.append(LocalSlice(param=name, kind=kind, shape=shape, start=start, tensor=part, replicated=flat.whole))
+        out += _blockwise(flat)
+    out += [s for n, p in engine.module.named_parameters() if not p.requires_grad for s in _frozen(n, p)]
+    out += list(_buffers(engine.module))
+    return out
+
+
+def _elementwise(flat: Flat) -> dict[str, torch.Tensor]:
+    """Optimizer state with one value for each element."""
+    return {k: t for k, t in flat.state.items() if torch.is_tensor(t) and t.dim() > 0 and t.numel() == flat.tensor.numel()}
+
+
+def _blockwise(flat: Flat) -> Iterator[LocalSlice]:
+    """Optimizer state with one value for a block of the flat tensor (scales of 8-bit moments): belongs to this layout alone."""
+    for kind, t in flat.state.items():
+        if torch.is_tensor(t) and t.dim() > 0 and t.numel() != flat.tensor.numel():
+            yield LocalSlice(
+                param=flat.own_name, kind=kind, shape=tuple(t.shape), start=0, tensor=t.view(-1), replicated=flat.whole
+            )
+
+
+def _frozen(name: str, param: torch.nn.Parameter) -> Iterator[LocalSlice]:
+    shape = tuple(zero.full_shape(param))
+    if not zero.is_partitioned(param):
+        yield LocalSlice(param=name, kind="weight", shape=shape, start=0, tensor=param.detach().view(-1), replicated=True)
+        return
+    part = param.ds_tensor  # type: ignore[attr-defined]
+    start = min(part.ds_numel * ranks.rank(), zero.full_numel(param))
+    count = min(part.ds_numel, zero.full_numel(param) - start)
+    yield LocalSlice(param=name, kind="weight", shape=shape, start=start, tensor=part.detach().view(-1)[:count])
+
+
+def _buffers(module: torch.nn.Module) -> Iterator[LocalSlice]:
+    """Persistent buffers: the same on every rank, and free to change in any forward."""
+    for prefix, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set and buffer.numel():
+                full = f"{prefix}.{name}" if prefix else name
+                yield LocalSlice(
+                    param=full, kind="buffer", shape=tuple(buffer.shape), start=0, tensor=buffer.detach().view(-1),
+                    replicated=True, volatile=True,
+                )  # fmt: skip
+
+
+def _make_state(flat: Flat, index: Index) -> None:
+    """Give a fresh optimizer the state tensors that the checkpoint holds for this flat tensor and its parameters."""
+    held = {name for name, *_ in flat.pieces}
+    for (kind, param), saved in index.items():
+        if kind in ("master", "weight", "buffer") or kind in flat.state or param not in held | {flat.own_name}:
+            continue
+        first = saved[0][1]
+        shape = flat.shape if param in held else first.shape
+        flat.state[kind] = torch.zeros(shape, dtype=DTYPES[first.dtype], device=flat.tensor.device)
+
+
+# ---------------------------------------------------------------- scalars: step counts of the optimizer
+
+
+def scalars_of(engine: Any) -> list[dict[str, Any]]:
+    """Numbers in the optimizer's state (step counts), with the parameters they belong to, of all ranks; every rank calls it."""
+    names = {id(p): n for n, p in engine.module.named_parameters()}
+    out: list[dict[str, Any]] = []
+    for flat in flat_tensors(engine.deepspeed, names):
+        values = {k: _scalar(v) for k, v in flat.state.items() if isinstance(v, SCALAR_TYPES) or _is_scalar_tensor(v)}
+        if values:
+            out.append({"params": sorted({name for name, *_ in flat.pieces}), "values": values})
+    return [entry for entries in ranks.all_gather_object(out) for entry in entries]
+
+
+def set_scalars(engine: Any, saved: list[dict[str, Any]]) -> None:
+    """Put back what `scalars_of` gave."""
+    by_param = {p: entry["values"] for entry in saved for p in entry["params"]}
+    fused = bool(getattr(engine.deepspeed.optimizer, "optimizer", engine.deepspeed.optimizer).defaults.get("fused"))
+    names = {id(p): n for n, p in engine.module.named_parameters()}
+    for flat in flat_tensors(engine.deepspeed, names):
+        for name, *_ in flat.pieces[:1]:
+            for key, (type_name, value) in by_param.get(name, {}).items():
+                flat.state[key] = _unscalar(type_name, value, flat.tensor.device if fused else torch.device("cpu"))
+
+
+def _is_scalar_tensor(value: Any) -> bool:
+    return torch.is_tensor(value) and value.dim() == 0
+
+
+def _scalar(value: Any) -> tuple[str, float | int]:
+    if torch.is_tensor(value):
+        return DTYPE_NAMES[value.dtype], value.item()
+    return type(value).__name__, value
+
+
+def _unscalar(type_name: str, value: float | int, device: torch.device) -> Any:
+    """torch's fused optimizers keep their step count beside the parameter, the others on the CPU."""
+    if type_name in DTYPES:
+        return torch.tensor(value, dtype=DTYPES[type_name], device=device)
+    return int(value) if type_name == "int" else float(value)
+
+
+def check_layout(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Explain field by field why a checkpoint's optimizer state cannot fill this run.
+
+    Raises:
+        CheckpointError: other optimizer or precision; or block-wise 8-bit state under another partition.
+    """
+    fields = ["optimizer", "precision"]
+    if saved.get("blockwise"):
+        # The blocks of 256 elements lie on the flat partitions, which another layout cuts elsewhere.
+        fields += ["stage", "world_size"]
+    different = [f for f in fields if saved.get(f) != now.get(f)]
+    if different:
+        lines = "\n".join(f"  {f}: {saved.get(f)!r} in the checkpoint, {now.get(f)!r} in this run" for f in different)
+        raise CheckpointError(
+            f"the checkpoint's optimizer state does not fit this run:\n{lines}\nResume with the same settings, or start a new run "
+            "from the exported model (bigtrain export)."
+        )

@@ -1,0 +1,181 @@
+"""The JSON of a checkpoint as frozen dataclasses; strict in what it reads. FORMAT.md is the definition. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from bigtrain.errors import CheckpointError
+
+VERSION = 1
+COMMIT_FORMAT, RANK_FORMAT, RUN_FORMAT = "bigtrain-checkpoint", "bigtrain-checkpoint-rank", "bigtrain-run-state"
+CHUNK_BYTES = (
+    4 << 20
+)  # one hash per 4 MiB: 24,000 hashes for the 96 GB of an 8B model, and little to read beyond a slice's edge
+ALIGN_BYTES = 64
+
+# safetensors' names of element types and their size in bytes
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+    "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedSlice:
+    """Elements `[start, stop)` of the flattened logical tensor (`kind`, `param`), at byte `offset` of a rank's data file."""
+
+    param: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    offset: int
+    xxh3: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """(kind, param): names the logical tensor."""
+        return self.kind, self.param
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slice in its data file."""
+        return (self.stop - self.start) * self.item_bytes
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole logical tensor."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankManifest:
+    """What one rank wrote."""
+
+    rank: int
+    world_size: int
+    data_name: str
+    data_bytes: int
+    slices: tuple[SavedSlice, ...]
+    chunk_bytes: int = CHUNK_BYTES
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        """The bytes of the manifest file."""
+        body = {
+            "format": RANK_FORMAT, "version": VERSION, "rank": self.rank, "world_size": self.world_size,
+            "data": {"name": self.data_name, "bytes": self.data_bytes}, "chunk_bytes": self.chunk_bytes,
+            "slices": [asdict(s) for s in self.slices], "state": self.state,
+        }  # fmt: skip
+        return json.dumps(body, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """The last file of a checkpoint: makes it exist."""
+
+    step: int
+    world_size: int
+    files: dict[str, tuple[int, str]]  # name -> (bytes, xxh3_64 in hex)
+
+    def to_json(self) -> bytes:
+        """The bytes of COMMIT."""
+        files = {name: {"bytes": size, "xxh3": digest} for name, (size, digest) in sorted(self.files.items())}
+        body = {"format": COMMIT_FORMAT, "version": VERSION, "step": self.step, "world_size": self.world_size, "files": files}
+        return json.dumps(body, indent=1).encode()
+
+
+def stem(rank: int, world_size: int) -> str:
+    """File name of a rank without its ending."""
+    return f"rank-{rank:05d}-of-{world_size:05d}"
+
+
+def parse_commit(raw: bytes, path: str) -> Commit:
+    """Read COMMIT.
+
+    Raises:
+        CheckpointError: not JSON, another format or version, or a field of the wrong kind.
+    """
+    body = _parse(raw, path, COMMIT_FORMAT)
+    try:
+        files = {str(n): (_count(f["bytes"]), str(f["xxh3"])) for n, f in body["files"].items()}
+        commit = Commit(step=_count(body["step"]), world_size=_count(body["world_size"]), files=files)
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise _damaged(path, f"field {problem}") from problem
+    wanted = {"run.json"} | {stem(r, commit.world_size) + ".json" for r in range(commit.world_size)}
+    if set(files) != wanted:
+        raise _damaged(path, f"it lists {sorted(files)} where {sorted(wanted)} belong")
+    return commit
+
+
+def parse_manifest(raw: bytes, path: str) -> RankManifest:
+    """Read a rank's manifest and check that it is consistent in itself.
+
+    Raises:
+        CheckpointError: as `parse_commit`, or a slice that does not fit its tensor or its file.
+    """
+    body = _parse(raw, path, RANK_FORMAT)
+    try:
+        slices = tuple(_slice(s) for s in body["slices"])
+        manifest = RankManifest(
+            rank=_count(body["rank"]), world_size=_count(body["world_size"]), data_name=str(body["data"]["name"]),
+            data_bytes=_count(body["data"]["bytes"]), slices=slices, chunk_bytes=_count(body["chunk_bytes"]),
+            state=dict(body["state"]),
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise _damaged(path, f"field {problem}") from problem
+    if "/" in manifest.data_name or manifest.data_name.startswith("."):
+        raise _damaged(path, f"data file {manifest.data_name!r} is not a name in this folder")
+    for s in slices:
+        chunks = -(-s.nbytes // manifest.chunk_bytes) if manifest.chunk_bytes else -1
+        if not (0 <= s.start <= s.stop <= s.numel) or s.offset + s.nbytes > manifest.data_bytes or len(s.xxh3) != chunks:
+            raise _damaged(path, f"slice {s.kind}/{s.param} [{s.start}, {s.stop}) at byte {s.offset} does not fit")
+    return manifest
+
+
+def _parse(raw: bytes, path: str, wanted: str) -> dict[str, Any]:
+    try:
+        body = json.loads(raw)
+    except ValueError as problem:
+        raise _damaged(path, f"not JSON ({problem})") from problem
+    if not isinstance(body, dict) or body.get("format") != wanted:
+        raise _damaged(path, f"it does not say format {wanted!r}")
+    if body.get("version") != VERSION:
+        raise CheckpointError(f"{path} is of format version {body.get('version')!r}; this bigtrain reads {VERSION}", path)
+    return body
+
+
+def parse_run(raw: bytes, path: str) -> dict[str, Any]:
+    """Read run.json; same errors as `parse_commit`."""
+    return _parse(raw, path, RUN_FORMAT)
+
+
+def _slice(body: dict[str, Any]) -> SavedSlice:
+    if body["dtype"] not in ITEM_BYTES:
+        raise ValueError(f"dtype {body['dtype']!r}")
+    return SavedSlice(
+        param=str(body["param"]), kind=str(body["kind"]), dtype=body["dtype"], shape=tuple(_count(n) for n in body["shape"]),
+        start=_count(body["start"]), stop=_count(body["stop"]), offset=_count(body["offset"]),
+        xxh3=tuple(map(str, body["xxh3"])),
+    )  # fmt: skip
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _damaged(path: str, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {why}. This checkpoint cannot be used; take another one.", path)

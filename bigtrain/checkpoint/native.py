@@ -1,0 +1,181 @@
+"""Checkpoints of an engine in bigtrain's own format: what is saved, what a load does with it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bigtrain import __version__, ranks
+from bigtrain.checkpoint import live, reshard, rng, store
+from bigtrain.checkpoint.load import load_slices
+from bigtrain.checkpoint.save import Saver
+from bigtrain.errors import CheckpointError
+from bigtrain.flat import refresh_weights, regather_persistent
+from bigtrain.meeting import Point, meet
+
+if TYPE_CHECKING:
+    from bigtrain.engine import Engine
+
+log = logging.getLogger(__name__)
+MEET_S = 120.0
+
+
+class Checkpoints:
+    """Saves and loads one engine. Every rank makes one and calls it alike."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._saver: Saver | None = None
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds that the last save kept training waiting, so far."""
+        return self._saver.blocked_s if self._saver else 0.0
+
+    def save(
+        self,
+        directory: Path,
+        tag: str | None,
+        state: dict[str, Any],
+        *,
+        keep_last: int | None,
+        keep_every: int | None,
+        wait: bool,
+    ) -> Path:
+        """Save the engine, between steps.
+
+        Args:
+            directory: holds the checkpoints; the new one is `directory/checkpoint-<step>`, which `load` finds by itself.
+            tag: another name for the folder; such a checkpoint is loaded by its name and never deleted.
+            state: the caller's own values, as JSON.
+            keep_last: delete all but so many of the newest; None keeps all.
+            keep_every: never delete steps that are a multiple of this.
+            wait: return when the checkpoint is on disk on every rank. Else it is written beside training, and an error is
+                raised by the next save or `wait`.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            RanksDisagreeError: if not all ranks come, or they differ.
+            CheckpointError: in the middle of an accumulation, or it cannot be written.
+        """
+        engine = self._engine
+        meet(Point.SAVE, engine.global_step, 0, limit_s=MEET_S)
+        if not engine.between_steps:
+            raise CheckpointError(
+                "a checkpoint in the middle of an accumulation would lose its gradients: save after engine.step()"
+            )
+        with ranks.together("reading the state to save"):
+            user = json.loads(json.dumps(state))
+        run = {**engine.run_state(), "user": user, "scalars": live.scalars_of(engine)}
+        saver = self._saver_for(directory)
+        saver.keep_last, saver.keep_every = keep_last, keep_every
+        final = saver.start(
+            engine.global_step,
+            live.slices_of(engine),
+            name=tag,
+            run=run,
+            rank_state={"rng": rng.random_state()},
+            layout=self._layout(),
+        )
+        if wait:
+            saver.before_update()
+            saver.wait()
+        return final
+
+    def before_update(self) -> None:
+        """The optimizer is about to change the state."""
+        if self._saver is not None:
+            self._saver.before_update()
+
+    def wait(self) -> None:
+        """Wait for a save in flight; raises what it failed with."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def load(self, directory: Path, tag: str | int | None) -> dict[str, Any]:
+        """Go on from a checkpoint of any number of ranks, ZeRO stage and offload setting.
+
+        Args:
+            directory: the folder that holds checkpoints, or one checkpoint.
+            tag: which one: a step or a folder name; None for the newest whole one.
+
+        Returns:
+            The `state` given to `save`.
+
+        Raises:
+            CheckpointError: not there, damaged, or of another model or optimizer; nothing has been changed then, unless the
+                damage is inside a data file.
+        """
+        engine = self._engine
+        meet(Point.LOAD, engine.global_step, 0, limit_s=MEET_S)
+        self.wait()
+        ranks.agree((str(directory), str(tag)), "the checkpoint to load")
+        folder = ranks.main_decides(lambda: str(choose(directory, tag)), f"looking for a checkpoint in {directory}")
+        with ranks.together(f"opening {folder}"):
+            opened = store.open_checkpoint(Path(folder))
+            index = reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
+            live.check_layout(opened.run["layout"], self._layout(_has_blocks(index)))
+        load_slices(opened, live.slices_of(engine, index))
+        self._restore(opened)
+        return opened.run["state"]["user"]
+
+    def _restore(self, opened: store.Opened) -> None:
+        engine, run = self._engine, opened.run["state"]
+        live.set_scalars(engine, run["scalars"])
+        refresh_weights(engine.deepspeed.optimizer)
+        regather_persistent(engine.deepspeed.optimizer)
+        engine.set_run_state(run)
+        engine.deepspeed.global_steps = run["deepspeed_steps"]
+        if opened.commit.world_size == engine.world_size:
+            rng.set_random_state(opened.ranks[engine.rank].state["rng"])
+        else:
+            rng.reseed(engine.seed, engine.global_step, engine.rank)
+            log.warning(
+                "%s was written by %d ranks and this run has %d: random number generators (dropout) start anew from (seed, "
+                "step, rank); weights, optimizer state and data order go on exactly.",
+                opened.folder,
+                opened.commit.world_size,
+                engine.world_size,
+            )
+
+    def _saver_for(self, directory: Path) -> Saver:
+        if self._saver is None or self._saver.root != directory:
+            self.wait()
+            self._saver = Saver(directory)
+        return self._saver
+
+    def _layout(self, blockwise: bool | None = None) -> dict[str, Any]:
+        engine = self._engine
+        run = engine.run_state()
+        if blockwise is None:
+            names = {id(p): n for n, p in engine.module.named_parameters()}
+            blockwise = any(list(live._blockwise(f)) for f in live.flat_tensors(engine.deepspeed, names))
+        return {
+            "optimizer": run["optimizer"], "precision": "bf16" if run["bf16"] else "fp32", "stage": engine.stage,
+            "world_size": engine.world_size, "blockwise": blockwise, "bigtrain": __version__,
+        }  # fmt: skip
+
+
+def _has_blocks(index: reshard.Index) -> bool:
+    return any(param.startswith("partition-") for _, param in index)
+
+
+def choose(directory: Path, tag: str | int | None) -> Path:
+    """The folder that is meant; see `Checkpoints.load`."""
+    if tag is not None:
+        name = str(tag)
+        return store.find(directory / (f"checkpoint-{name}" if name.isdecimal() else name)).folder
+    return store.find(directory).folder
+
+
+def is_native(directory: Path, tag: str | int | None) -> bool:
+    """True if the checkpoint meant is in this format; False for DeepSpeed's. Where there is neither, True: its errors are shown."""
+    if tag is None:
+        return (directory / "COMMIT").is_file() or bool(store.steps(directory)) or not (directory / "latest").is_file()
+    name = str(tag)
+    folder = directory / (f"checkpoint-{name}" if name.isdecimal() else name)
+    return (folder / "COMMIT").is_file() or not ((directory / "latest").is_file() or (folder / "COMPLETE").is_file())

@@ -1,0 +1,369 @@
+"""Saving beside training: state that does not change before the next optimizer update is written straight from where it lies.
+
+`Saver.start` returns at once. A thread then writes the state in units of at most `UNIT_BYTES`; what it has not reached when the
+next update is due is copied to host memory by `before_update`, so that the update never waits for the disk and the extra memory
+is at most one snapshot. State on a GPU goes to pinned host buffers first, which are kept for the next save; no GPU memory is
+allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bigtrain import ranks
+from bigtrain.checkpoint import files, manifest, store
+from bigtrain.checkpoint.files import DataFile, Disk
+from bigtrain.checkpoint.manifest import CHUNK_BYTES, RankManifest, SavedSlice
+from bigtrain.checkpoint.slices import DTYPE_NAMES, LocalSlice, raw, share_of
+from bigtrain.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+UNIT_BYTES = 16 * CHUNK_BYTES  # 64 MiB: the longest that an update can wait for the writer to let go of a piece
+SPARE_BYTES = 64 << 20  # free space asked for beyond the exact size: manifests, and file system bookkeeping
+CONFIRM_TIMEOUT_S = 3600.0  # how long a rank waits for the slowest writer
+
+LIVE, BUSY, COPIED, DONE = range(4)
+
+
+@dataclass
+class _Unit:
+    """A run of whole hash chunks of one slice."""
+
+    tensor: torch.Tensor
+    offset: int
+    slice_index: int
+    state: int = LIVE
+    copy: torch.Tensor | None = None
+
+
+@dataclass
+class _Job:
+    step: int
+    scratch: Path
+    final: Path
+    units: list[_Unit]
+    saved: list[SavedSlice]
+    data_bytes: int
+    header: bytes
+    rank_state: dict[str, Any]
+    run: bytes
+    hashes: list[list[str]]
+    ready: torch.cuda.Event | None = None
+    keep: dict[str, Any] = field(default_factory=dict)
+
+
+class Saver:
+    """Writes checkpoints under `root` in the background, one at a time. All ranks make one and call it alike.
+
+    Args:
+        root: folder that holds the checkpoints; the same for all ranks.
+        keep_last: how many of the newest checkpoints to keep; None keeps all.
+        keep_every: checkpoints whose step is a multiple of this are never deleted.
+        disk: the file layer; tests pass one that fails.
+    """
+
+    def __init__(self, root: Path, *, keep_last: int | None = None, keep_every: int | None = None, disk: Disk | None = None):
+        self.root, self.keep_last, self.keep_every = Path(root), keep_last, keep_every
+        self.protect: set[int] = set()
+        self.blocked_s = 0.0
+        self.copied_bytes = 0
+        self._disk = disk or Disk()
+        self._group = dist.new_group(backend="gloo") if ranks.is_distributed() else None
+        self._lock = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._job: _Job | None = None
+        self._error: Exception | None = None
+        self._pool: list[torch.Tensor] = []
+        with ranks.together(f"preparing {self.root}"):
+            if ranks.is_main():
+                store.restore_moved_aside(self._disk, self.root)
+
+    # ------------------------------------------------------------ the training thread
+
+    def start(
+        self,
+        step: int,
+        slices: list[LocalSlice],
+        *,
+        run: dict[str, Any],
+        rank_state: dict[str, Any],
+        layout: dict[str, Any],
+        name: str | None = None,
+    ) -> Path:
+        """Begin to save step `step`; waits for the save before it, and raises what that one failed with.
+
+        Returns:
+            The folder that will exist once the save is complete (`wait` returns when it is).
+
+        Raises:
+            RanksDisagreeError: ranks ask for different steps or folders.
+            CheckpointError: too little disk space, or the previous save failed.
+        """
+        began = time.perf_counter()
+        self.wait()
+        final = store.folder_for(self.root, step) if name is None else self.root / name
+        ranks.agree((str(final), step), "the checkpoint to save")
+        with ranks.together(f"naming {final}"):
+            store.check_name(final)
+        mine = share_of(slices, ranks.rank(), ranks.world_size())
+        self._check_space(sum(s.tensor.nbytes for s in mine))
+        token = ranks.broadcast_object(uuid.uuid4().hex[:8])
+        scratch = store.scratch_folder(final, token)
+        body = {"format": manifest.RUN_FORMAT, "version": manifest.VERSION, "step": step, "state": run, "layout": layout}
+        job = _plan(mine, step, scratch, final, rank_state, json.dumps(body, indent=1).encode())
+        with ranks.together(f"creating {scratch}"):
+            self._disk.make_folder(scratch)
+        for unit, s in ((u, mine[u.slice_index]) for u in job.units):
+            if s.volatile:
+                self._copy(unit)
+        self._job = job
+        self._thread = threading.Thread(target=self._run, args=(job,), name=f"save-{step}", daemon=False)
+        self._thread.start()
+        self.blocked_s = time.perf_counter() - began
+        return job.final
+
+    def before_update(self) -> None:
+        """Call before the optimizer changes its state: copies what the writer has not reached. Cheap when nothing is saved."""
+        job = self._job
+        if job is None:
+            return
+        began = time.perf_counter()
+        # From the back, so that writer and copier do not wait for each other.
+        for unit in reversed(job.units):
+            with self._lock:
+                if unit.state != LIVE:
+                    continue
+                unit.state = BUSY
+            self._copy(unit)
+        with self._lock:
+            while any(u.state in (LIVE, BUSY) for u in job.units) and self._error is None:
+                self._lock.wait(0.5)
+        self._job = None
+        self.blocked_s += time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Wait until the save in flight is on disk on every rank; raise what it failed with."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = self._job = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _check_space(self, need: int) -> None:
+        with ranks.together("checking the free space"):
+            first = self.root
+            while not first.exists():
+                first = first.parent
+            place = (os.uname().nodename, os.stat(first).st_dev)
+            free = files.free_bytes(self.root)
+        everyone = ranks.all_gather_object((place, need))
+        total = sum(n for p, n in everyone if p == place) + SPARE_BYTES
+        with ranks.together("checking the free space"):
+            if total > free:
+                raise CheckpointError(
+                    f"the checkpoint needs {total / 2**30:.2f} GiB and {self.root} has {free / 2**30:.2f} GiB free. "
+                    "Free some space, keep fewer checkpoints (--save_total_limit), or choose another --output_dir.",
+                    str(self.root),
+                )
+
+    def _copy(self, unit: _Unit) -> None:
+        copy = torch.empty_like(unit.tensor, device="cpu")
+        copy.copy_(unit.tensor)
+        with self._lock:
+            self.copied_bytes += copy.nbytes
+            unit.copy, unit.state = copy, COPIED
+            self._lock.notify_all()
+
+    # ------------------------------------------------------------ the writing thread
+
+    def _run(self, job: _Job) -> None:
+        """Write, let all ranks confirm, let rank 0 commit. A failure is told to every rank and leaves no checkpoint."""
+        failure: Exception | None = None
+        entry: tuple[str, int, str] | None = None
+        try:
+            self._fetch_from_gpu(job)
+            entry = self._write(job)
+        except Exception as error:
+            failure = error
+        self._release(job)
+        told = self._confirm((entry, None if failure is None else ranks.describe(failure)))
+        bad = {r: text for r, (_, text) in enumerate(told) if text}
+        if not bad:
+            failure = self._commit(job, {name: (size, digest) for e, _ in told if e for name, size, digest in [e]})
+            text = self._confirm((None, None if failure is None else ranks.describe(failure)))[0][1]
+            bad = {0: text} if text else {}
+        if bad:
+            listing = "\n".join(f"  rank {r}: {text}" for r, text in bad.items())
+            self._error = CheckpointError(
+                f"step {job.step} was not saved; earlier checkpoints are untouched and training state is unharmed:\n{listing}",
+                str(job.final),
+            )
+            self._error.__cause__ = failure
+            if ranks.is_main():
+                Disk().remove_tree(job.scratch)
+
+    def _fetch_from_gpu(self, job: _Job) -> None:
+        """Copy what lies on a GPU to the pinned buffers, on a stream of its own, before anything is written."""
+        units = [u for u in job.units if u.tensor.is_cuda]
+        if not units:
+            return
+        stream = torch.cuda.Stream()
+        stream.wait_event(job.ready)  # type: ignore[arg-type]
+        for index, unit in enumerate(units):
+            with self._lock:
+                if unit.state != LIVE:
+                    continue
+                unit.state = BUSY
+            copy = self._pinned(index)[: unit.tensor.nbytes].view(unit.tensor.dtype)
+            with torch.cuda.stream(stream):
+                copy.copy_(unit.tensor, non_blocking=True)
+            unit.copy = copy
+        stream.synchronize()
+        with self._lock:
+            for unit in units:
+                unit.state = COPIED
+            self._lock.notify_all()
+
+    def _pinned(self, index: int) -> torch.Tensor:
+        while len(self._pool) <= index:
+            self._pool.append(torch.empty(UNIT_BYTES, dtype=torch.uint8, pin_memory=True))
+        return self._pool[index]
+
+    def _write(self, job: _Job) -> tuple[str, int, str]:
+        name = manifest.stem(ranks.rank(), ranks.world_size())
+        data = DataFile(self._disk, job.scratch / f"{name}.safetensors")
+        try:
+            data.write(memoryview(job.header), 0)
+            for unit in job.units:
+                self._write_unit(job, unit, data)
+            data.close()
+        finally:
+            data.abandon()
+        whole = RankManifest(
+            rank=ranks.rank(), world_size=ranks.world_size(), data_name=data.path.name, data_bytes=job.data_bytes,
+            slices=tuple(_with_hashes(s, h) for s, h in zip(job.saved, job.hashes)), state=job.rank_state,
+        )  # fmt: skip
+        size, digest = self._disk.write_file(job.scratch / f"{name}.json", whole.to_json())
+        self._disk.sync_folder(job.scratch)
+        return f"{name}.json", size, digest
+
+    def _write_unit(self, job: _Job, unit: _Unit, data: DataFile) -> None:
+        with self._lock:
+            while unit.state == BUSY:
+                self._lock.wait(0.5)
+            if unit.state == LIVE:
+                unit.state = BUSY
+        content = raw(unit.tensor if unit.copy is None else unit.copy)
+        job.hashes[unit.slice_index] += files.hash_chunks(content, CHUNK_BYTES)
+        data.write(content, unit.offset)
+        with self._lock:
+            unit.state, unit.copy = DONE, None
+            self._lock.notify_all()
+
+    def _release(self, job: _Job) -> None:
+        """Let go of all live state, whatever happened, so that no update waits for a writer that has failed."""
+        with self._lock:
+            for unit in job.units:
+                unit.state, unit.copy = DONE, None
+            self._lock.notify_all()
+
+    def _commit(self, job: _Job, entries: dict[str, tuple[int, str]]) -> Exception | None:
+        if not ranks.is_main():
+            return None
+        try:
+            store.commit(self._disk, job.scratch, job.final, job.step, job.run, entries, ranks.world_size())
+            store.retire(
+                self._disk, self.root, keep_last=self.keep_last, keep_every=self.keep_every,
+                protect=frozenset(self.protect | {job.step}),
+            )  # fmt: skip
+        except Exception as error:
+            if job.scratch.exists() or not job.final.exists():
+                return error
+            # It has its final name, so it is whole and can be loaded; only what comes after failed.
+            log.warning("step %d is saved, but afterwards: %s", job.step, error)
+        return None
+
+    def _confirm(self, value: Any) -> list[Any]:
+        """All ranks' values; on a group of the writer's own, since it runs beside the training thread."""
+        if self._group is None:
+            return [value]
+        out: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(out, value, group=self._group)
+        return out
+
+
+def _with_hashes(s: SavedSlice, hashes: list[str]) -> SavedSlice:
+    return SavedSlice(
+        param=s.param,
+        kind=s.kind,
+        dtype=s.dtype,
+        shape=s.shape,
+        start=s.start,
+        stop=s.stop,
+        offset=s.offset,
+        xxh3=tuple(hashes),
+    )
+
+
+def _plan(mine: list[LocalSlice], step: int, scratch: Path, final: Path, rank_state: dict[str, Any], run: bytes) -> _Job:
+    """Lay the slices out in one safetensors file and cut them into units."""
+    header, offsets, total = _lay_out(mine)
+    saved, units = [], []
+    for index, (s, offset) in enumerate(zip(mine, offsets)):
+        saved.append(
+            SavedSlice(
+                param=s.param,
+                kind=s.kind,
+                dtype=DTYPE_NAMES[s.tensor.dtype],
+                shape=s.shape,
+                start=s.start,
+                stop=s.stop,
+                offset=offset,
+            )
+        )
+        per_unit = UNIT_BYTES // s.tensor.element_size()
+        units += [
+            _Unit(s.tensor[i : i + per_unit], offset + i * s.tensor.element_size(), index)
+            for i in range(0, s.tensor.numel(), per_unit)
+        ]
+    ready = None
+    if any(u.tensor.is_cuda for u in units):
+        ready = torch.cuda.Event()
+        ready.record()
+    return _Job(step, scratch, final, units, saved, total, header, rank_state, run, [[] for _ in saved], ready)
+
+
+def _lay_out(mine: list[LocalSlice]) -> tuple[bytes, list[int], int]:
+    """The safetensors header, each slice's absolute byte offset, and the file's size.
+
+    safetensors wants no holes between tensors; the gaps that alignment leaves are named as padding tensors of bytes.
+    """
+    entries: dict[str, Any] = {}
+    position, relative = 0, []
+    for s in mine:
+        begin = files.aligned(position)
+        if begin > position:
+            entries[f"pad/{position}"] = {"dtype": "U8", "shape": [begin - position], "data_offsets": [position, begin]}
+        end = begin + s.tensor.nbytes
+        entries[f"{s.kind}/{s.param}/{s.start}"] = {
+            "dtype": DTYPE_NAMES[s.tensor.dtype], "shape": [s.tensor.numel()], "data_offsets": [begin, end],
+        }  # fmt: skip
+        relative.append(begin)
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    base = files.aligned(8 + len(text))
+    text += b" " * (base - 8 - len(text))
+    return len(text).to_bytes(8, "little") + text, [base + r for r in relative], base + position

@@ -1,0 +1,68 @@
+"""The tensors of a running engine as named flat slices: the only form in which saving and loading see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bigtrain.checkpoint.reshard import Wanted
+
+DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.uint16: "U16",
+}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSlice:
+    """Elements `[start, start + tensor.numel())` of logical tensor (`kind`, `param`), held by this rank.
+
+    Attributes:
+        tensor: 1-D, contiguous view of the live state; loading writes into it.
+        shape: of the whole logical tensor.
+        replicated: every rank holds the same elements, so that ranks share the writing.
+        volatile: may change before the next optimizer update (buffers); is copied when a save starts.
+    """
+
+    param: str
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    tensor: torch.Tensor
+    replicated: bool = False
+    volatile: bool = False
+
+    @property
+    def stop(self) -> int:
+        """End of the element range."""
+        return self.start + self.tensor.numel()
+
+    def wanted(self) -> Wanted:
+        """What a load has to bring."""
+        return Wanted(param=self.param, kind=self.kind, shape=self.shape, start=self.start, stop=self.stop)
+
+    def cut(self, begin: int, end: int) -> LocalSlice:
+        """Local elements `[begin, end)` of this slice."""
+        return LocalSlice(
+            param=self.param, kind=self.kind, shape=self.shape, start=self.start + begin, tensor=self.tensor[begin:end],
+            replicated=self.replicated, volatile=self.volatile,
+        )  # fmt: skip
+
+
+def share_of(slices: list[LocalSlice], rank: int, world: int) -> list[LocalSlice]:
+    """What `rank` writes: its own slices, and its part of those that every rank holds. Empty slices are dropped."""
+    kept = []
+    for s in slices:
+        if s.replicated:
+            size = -(-s.tensor.numel() // world)
+            s = s.cut(min(rank * size, s.tensor.numel()), min((rank + 1) * size, s.tensor.numel()))
+        if s.tensor.numel():
+            kept.append(s)
+    return kept
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,0 +1,168 @@
+"""Checkpoint folders under one root: which exist, which are whole, how one comes to be and is retired. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigtrain.checkpoint import files, manifest
+from bigtrain.checkpoint.files import Disk
+from bigtrain.checkpoint.manifest import Commit, RankManifest
+from bigtrain.errors import CheckpointError
+
+_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A committed checkpoint whose manifests have been read and whose hashes of small files match."""
+
+    folder: Path
+    commit: Commit
+    run: dict[str, Any]
+    ranks: tuple[RankManifest, ...]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done when it was saved."""
+        return self.commit.step
+
+    def data_path(self, rank: int) -> Path:
+        """Data file that `rank` wrote."""
+        return self.folder / self.ranks[rank].data_name
+
+
+def folder_for(root: Path, step: int) -> Path:
+    """Where step `step` lives under `root`."""
+    return root / f"checkpoint-{step}"
+
+
+def steps(root: Path) -> list[int]:
+    """Steps that have a COMMIT under `root`, ascending; says nothing about their content."""
+    if not root.is_dir():
+        return []
+    found = [m for entry in root.iterdir() if (m := _NAME.fullmatch(entry.name)) and (entry / "COMMIT").is_file()]
+    return sorted(int(m.group(1)) for m in found)
+
+
+def open_checkpoint(folder: Path) -> Opened:
+    """Read COMMIT, run.json and all manifests, and check that every data file has its length.
+
+    Raises:
+        CheckpointError: names the file and what is wrong with it.
+    """
+    if not (folder / "COMMIT").is_file():
+        known = ", ".join(map(str, steps(folder.parent))) or "none"
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint (it has no COMMIT). Complete steps beside it: {known}.", str(folder)
+        )
+    commit = manifest.parse_commit(files.read_small(folder / "COMMIT"), str(folder / "COMMIT"))
+    raw = {name: files.read_checked(folder / name, size, digest) for name, (size, digest) in commit.files.items()}
+    run = manifest.parse_run(raw["run.json"], str(folder / "run.json"))
+    ranks = []
+    for r in range(commit.world_size):
+        name = manifest.stem(r, commit.world_size) + ".json"
+        ranks.append(manifest.parse_manifest(raw[name], str(folder / name)))
+        _check_data_file(folder / ranks[-1].data_name, ranks[-1].data_bytes)
+    return Opened(folder, commit, run, tuple(ranks))
+
+
+def _check_data_file(path: Path, expected: int) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing. The checkpoint is damaged.", str(path))
+    if path.stat().st_size != expected:
+        raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {expected} were written. It is damaged.", str(path))
+
+
+def newest(root: Path) -> tuple[Opened | None, list[str]]:
+    """The newest whole checkpoint under `root`, and a line for each newer one that had to be skipped."""
+    skipped: list[str] = []
+    for step in reversed(steps(root)):
+        try:
+            return open_checkpoint(folder_for(root, step)), skipped
+        except CheckpointError as problem:
+            skipped.append(f"checkpoint-{step} is skipped: {problem}")
+    return None, skipped
+
+
+def find(path: Path) -> Opened:
+    """The checkpoint at `path`: a checkpoint folder, or a root whose newest whole one is meant.
+
+    Raises:
+        CheckpointError: nothing there; the text lists the steps that are.
+    """
+    if (path / "COMMIT").is_file() or _NAME.fullmatch(path.name):
+        return open_checkpoint(path)
+    if not path.is_dir():
+        known = ", ".join(map(str, steps(path.parent))) or "none"
+        raise CheckpointError(f"{path} does not exist. Complete steps beside it: {known}.", str(path))
+    opened, skipped = newest(path)
+    if opened is None:
+        story = "".join(f"\n  {line}" for line in skipped)
+        raise CheckpointError(f"there is no complete checkpoint in {path}.{story}", str(path))
+    return opened
+
+
+def check_name(final: Path) -> None:
+    """Refuse names that a reader would not look at, or that would leave the root."""
+    if final.name.startswith(".") or not final.name or final.name in ("latest", ".."):
+        raise CheckpointError(f"{final.name!r} cannot name a checkpoint: use letters, digits, '-' and '_'", str(final))
+
+
+def scratch_folder(final: Path, token: str) -> Path:
+    """Where a checkpoint is written before it exists."""
+    return final.with_name(f".{final.name}.{token}.writing")
+
+
+def commit(
+    disk: Disk, scratch: Path, final: Path, step: int, run: bytes, manifests: dict[str, tuple[int, str]], world_size: int
+) -> None:
+    """Make a written scratch folder a checkpoint: run.json, COMMIT, fsync, rename. One rank calls it, after all wrote."""
+    listed = {**manifests, "run.json": disk.write_file(scratch / "run.json", run)}
+    disk.sync_folder(scratch)
+    disk.write_file(scratch / "COMMIT", Commit(step=step, world_size=world_size, files=listed).to_json())
+    disk.sync_folder(scratch)
+    old = final.with_name(f".{final.name}.old")
+    if final.exists():
+        disk.remove_tree(old)
+        disk.rename(final, old)
+    disk.rename(scratch, final)
+    if old.exists():
+        disk.remove_tree(old)
+
+
+def restore_moved_aside(disk: Disk, root: Path) -> None:
+    """Undo a replacement that was interrupted between its two renames, and delete scratch folders of dead writers."""
+    if not root.is_dir():
+        return
+    for entry in sorted(root.iterdir()):
+        match = re.fullmatch(r"\.(.+?)\.(old|retired|[0-9a-f]{8}\.writing)", entry.name)
+        if not match:
+            continue
+        final = root / match.group(1)
+        if match.group(2) == "old" and not final.exists() and (entry / "COMMIT").is_file():
+            disk.rename(entry, final)
+        else:
+            disk.remove_tree(entry)
+
+
+def retire(disk: Disk, root: Path, *, keep_last: int | None, keep_every: int | None, protect: frozenset[int]) -> list[int]:
+    """Delete old checkpoints: all but the newest `keep_last`, multiples of `keep_every` and the protected steps.
+
+    A folder gets a dot name first, so that a half-deleted one is never seen.
+    """
+    known = steps(root)
+    if keep_last is None:
+        return []
+    keep = set(known[-max(1, keep_last) :]) | protect
+    if keep_every:
+        keep |= {s for s in known if s % keep_every == 0}
+    gone = [s for s in known if s not in keep]
+    for step in gone:
+        aside = root / f".checkpoint-{step}.retired"
+        disk.remove_tree(aside)
+        disk.rename(folder_for(root, step), aside)
+        disk.remove_tree(aside)
+    return gone

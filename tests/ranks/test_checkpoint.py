@@ -1,0 +1,173 @@
+"""Save and load of named slices on real ranks and real files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from bigtrain import ranks
+from bigtrain.checkpoint import store
+from bigtrain.checkpoint.files import Disk
+from bigtrain.checkpoint.load import load_slices
+from bigtrain.checkpoint.save import Saver
+from bigtrain.checkpoint.slices import LocalSlice
+from bigtrain.checkpoint.verify import verify
+from bigtrain.errors import BigtrainError, CheckpointError
+
+SHAPES = {"a": (7, 5), "b": (1,), "c": (1031,), "d": (3, 2_000_003)}
+
+
+def _value(name: str, kind: str) -> torch.Tensor:
+    seed = sum(map(ord, name + kind))
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed)).flatten()
+
+
+def _slices(fill: bool, sharded: bool = True) -> list[LocalSlice]:
+    out = []
+    for kind, dtype in (("master", torch.float32), ("exp_avg", torch.bfloat16)):
+        for name, shape in SHAPES.items():
+            whole = _value(name, kind).to(dtype)
+            size = -(-whole.numel() // ranks.world_size())
+            begin = min(size * ranks.rank(), whole.numel()) if sharded else 0
+            end = min(begin + size, whole.numel()) if sharded else whole.numel()
+            mine = whole[begin:end].clone() if fill else torch.zeros(end - begin, dtype=dtype)
+            out.append(LocalSlice(param=name, kind=kind, shape=shape, start=begin, tensor=mine, replicated=not sharded))
+    return out
+
+
+def _save(root: str, step: int, sharded: bool = True, then_change: bool = True, **kwargs):
+    saver = Saver(Path(root), **kwargs)
+    slices = _slices(True, sharded)
+    saver.start(step, slices, run={"n": step}, rank_state={"rank": ranks.rank()}, layout={})
+    saver.before_update()
+    if then_change:
+        for s in slices:
+            s.tensor.fill_(99.0)  # the next update: must not reach the file
+    saver.wait()
+
+
+def _load(folder: str, sharded: bool = True) -> bool:
+    opened = store.open_checkpoint(Path(folder))
+    got = _slices(False, sharded)
+    load_slices(opened, got)
+    return all(torch.equal(g.tensor, w.tensor) for g, w in zip(got, _slices(True, sharded)))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_any_world_size_reads_what_any_other_wrote(rank_pool, world, tmp_path):
+    for sharded in (True, False):
+        root = tmp_path / str(sharded)
+        rank_pool(world).run(_save, str(root), 7, sharded)
+        assert all(rank_pool(world).run(_load, str(root / "checkpoint-7"), not sharded))
+        other = 2 if world != 2 else 3
+        assert all(rank_pool(other).run(_load, str(root / "checkpoint-7")))
+        opened, problems = verify(root)
+        assert problems == [] and opened.step == 7 and opened.ranks[0].state == {"rank": 0}
+        assert sorted(p.name for p in root.iterdir()) == ["checkpoint-7"]
+
+
+def test_the_data_file_is_plain_safetensors(rank_pool, tmp_path):
+    rank_pool(2).run(_save, str(tmp_path), 1)
+    with safe_open(tmp_path / "checkpoint-1" / "rank-00000-of-00002.safetensors", "pt") as file:
+        got = file.get_tensor("master/a/0")
+    assert torch.equal(got, _value("a", "master")[:18])
+
+
+def _save_steps(root: str, steps: list[int], **kwargs) -> list[int]:
+    saver = Saver(Path(root), **kwargs)
+    for step in steps:
+        saver.start(step, _slices(True), run={}, rank_state={}, layout={})
+        saver.before_update()
+    saver.wait()
+    return store.steps(Path(root))
+
+
+def test_retention_keeps_the_last_and_every_nth(rank_pool, tmp_path):
+    left = rank_pool(2).run(_save_steps, str(tmp_path), [1, 2, 3, 4, 5, 6], keep_last=2, keep_every=3)
+    assert left == [[3, 5, 6]] * 2
+    assert rank_pool(2).run(_save_steps, str(tmp_path), [6, 6], keep_last=2)[0] == [5, 6]  # saving a step again replaces it
+
+
+class _FullDisk(Disk):
+    """Fails on one rank at the n-th operation."""
+
+    def __init__(self, at: int, code: int, on: int):
+        self.at, self.code, self.on, self.count = at, code, on, 0
+
+    def step(self, operation, path):
+        self.count += 1
+        if ranks.rank() == self.on and self.count == self.at:
+            raise OSError(self.code, "No space left on device")
+
+
+def _save_on_full_disk(root: str, at: int, on: int = 1) -> list[str]:
+    _save(root, 1)
+    disk = _FullDisk(at, 28, on)
+    saver = Saver(Path(root), disk=disk)
+    said = ""
+    slices = _slices(True)
+    try:
+        saver.start(2, slices, run={}, rank_state={}, layout={})
+        saver.before_update()
+        saver.wait()
+    except BigtrainError as error:
+        said = str(error)
+    untouched = all(torch.equal(a.tensor, b.tensor) for a, b in zip(slices, _slices(True)))
+    return [said, store.newest(Path(root))[0].step, untouched, disk.count]
+
+
+@pytest.mark.parametrize("on", [0, 1])
+def test_B28_full_disk_at_every_point_keeps_the_last_good_checkpoint(rank_pool, tmp_path, on):
+    points = rank_pool(2).run(_save_on_full_disk, str(tmp_path / "count"), 10**9)[on][3]
+    assert points >= 6
+    for at in range(1, points + 1):
+        answers = rank_pool(2).run(_save_on_full_disk, str(tmp_path / f"at{at}"), at, on)
+        assert verify(tmp_path / f"at{at}")[1] == []
+        for said, newest, untouched, _ in answers:
+            assert untouched, (at, answers)
+            if newest == 1:
+                assert f"rank {on}" in said or "No space left" in said, (at, answers)
+            else:  # the disk failed after the rename: whole and visible
+                assert (newest, said, on) == (2, "", 0) and at == points, (at, answers)
+
+
+def _load_error(folder: str) -> str:
+    try:
+        _load(folder)
+    except BigtrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_B28_a_flipped_bit_is_named_on_every_rank(rank_pool, tmp_path):
+    rank_pool(2).run(_save, str(tmp_path), 3)
+    folder = tmp_path / "checkpoint-3"
+    data = folder / "rank-00001-of-00002.safetensors"
+    raw = bytearray(data.read_bytes())
+    raw[-100] ^= 4
+    data.write_bytes(raw)
+    first, second = rank_pool(2).run(_load_error, str(folder))
+    assert "exp_avg of d" in first and "rank-00001-of-00002.safetensors is damaged" in first
+    assert second.startswith("CheckpointError") and first.startswith("RanksDisagreeError")
+    assert "exp_avg of d" in verify(folder)[1][0]
+
+
+def test_B30_nothing_there_lists_what_is(tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        store.find(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        store.find(tmp_path)
+
+
+def _resume_auto(root: str):
+    opened, skipped = store.newest(Path(root))
+    return opened.step, skipped
+
+
+def test_B28_auto_takes_the_newest_whole_one_and_says_why(rank_pool, tmp_path):
+    rank_pool(2).run(_save_steps, str(tmp_path), [1, 2, 3])
+    (tmp_path / "checkpoint-3" / "rank-00001-of-00002.safetensors").unlink()
+    (tmp_path / "checkpoint-2" / "COMMIT").unlink()
+    step, skipped = _resume_auto(str(tmp_path))
+    assert step == 1 and len(skipped) == 1 and "rank-00001-of-00002.safetensors is missing" in skipped[0]
