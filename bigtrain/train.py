@@ -66,6 +66,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     ranks.main_decides(lambda: announce(job, folder, places, planned), "writing run.json")
     model, isolation = jobs.build(job)
     engine = Engine(model, **jobs.engine_settings(job))
+    engine.checkpoints.tokenizer = job.tokenizer
     if resume is not None:
         engine.load_checkpoint(resume.parent, tag=resume.name)
         logger.info("resumed from %s at step %d", resume, engine.global_step)

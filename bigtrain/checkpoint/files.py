@@ -115,6 +115,23 @@ def aligned(offset: int) -> int:
     return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[int]:
+    """An open file's descriptor.
+
+    Raises:
+        CheckpointError: it cannot be opened.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"cannot open {path}: {error.strerror}", str(path)) from error
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
 def read_exactly(handle: int, into: memoryview, offset: int, path: Path) -> None:
     """Fill `into` from byte `offset`.
 

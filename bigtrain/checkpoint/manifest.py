@@ -69,13 +69,18 @@ class RankManifest:
     data_bytes: int
     slices: tuple[SavedSlice, ...]
     chunk_bytes: int = CHUNK_BYTES
+    header_bytes: int = 0  # the data file's own header and its hash; 0 where the writer did not say
+    header_xxh3: str = ""
     state: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
         """The bytes of the manifest file."""
+        data: dict[str, Any] = {"name": self.data_name, "bytes": self.data_bytes}
+        if self.header_bytes:
+            data |= {"header_bytes": self.header_bytes, "header_xxh3": self.header_xxh3}
         body = {
             "format": RANK_FORMAT, "version": VERSION, "rank": self.rank, "world_size": self.world_size,
-            "data": {"name": self.data_name, "bytes": self.data_bytes}, "chunk_bytes": self.chunk_bytes,
+            "data": data, "chunk_bytes": self.chunk_bytes,
             "slices": [asdict(s) for s in self.slices], "state": self.state,
         }  # fmt: skip
         return json.dumps(body, separators=(",", ":")).encode()
@@ -131,6 +136,7 @@ def parse_manifest(raw: bytes, path: str) -> RankManifest:
         manifest = RankManifest(
             rank=_count(body["rank"]), world_size=_count(body["world_size"]), data_name=str(body["data"]["name"]),
             data_bytes=_count(body["data"]["bytes"]), slices=slices, chunk_bytes=_count(body["chunk_bytes"]),
+            header_bytes=_count(body["data"].get("header_bytes", 0)), header_xxh3=str(body["data"].get("header_xxh3", "")),
             state=dict(body["state"]),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as problem:

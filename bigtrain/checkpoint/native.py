@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from bigtrain import __version__, ranks
 from bigtrain.checkpoint import live, reshard, rng, store
+from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
 from bigtrain.errors import CheckpointError
 from bigtrain.flat import refresh_weights, regather_persistent
 from bigtrain.meeting import Point, meet
+from bigtrain.weights.companions import companion_files
 
 if TYPE_CHECKING:
     from bigtrain.engine import Engine
@@ -23,11 +25,19 @@ MEET_S = 120.0
 
 
 class Checkpoints:
-    """Saves and loads one engine. Every rank makes one and calls it alike."""
+    """Saves and loads one engine. Every rank makes one and calls it alike.
+
+    Attributes:
+        tokenizer: kept in each checkpoint beside the model's config, so that `bigtrain export` needs nothing else; may be None.
+        disk: the file layer of savers made from now on.
+    """
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self._saver: Saver | None = None
+        self._model_files: dict[str, bytes] | None = None
+        self.tokenizer: Any = None
+        self.disk = Disk()
 
     @property
     def blocked_s(self) -> float:
@@ -80,6 +90,7 @@ class Checkpoints:
             run=run,
             rank_state={"rng": rng.random_state()},
             layout=self._layout(),
+            model_files=self._files_of_model(),
         )
         if wait:
             saver.before_update()
@@ -145,8 +156,16 @@ class Checkpoints:
     def _saver_for(self, directory: Path) -> Saver:
         if self._saver is None or self._saver.root != directory:
             self.wait()
-            self._saver = Saver(directory)
+            self._saver = Saver(directory, disk=self.disk)
         return self._saver
+
+    def _files_of_model(self) -> dict[str, bytes]:
+        """Config, generation config and tokenizer; rank 0 writes them. Made once: they do not change in a run."""
+        if self._model_files is None:
+            with ranks.together("reading the model's config and tokenizer"):
+                module, dtype = self._engine.module, self._engine.dtype
+                self._model_files = companion_files(module, dtype, self.tokenizer) if ranks.is_main() else {}
+        return self._model_files
 
     def _layout(self, blockwise: bool | None = None) -> dict[str, Any]:
         engine = self._engine

@@ -14,54 +14,25 @@ import os
 import threading
 import time
 import uuid
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from bigtrain import ranks
 from bigtrain.checkpoint import files, manifest, store
+from bigtrain.checkpoint.confirm import Confirmation, LostRankError
 from bigtrain.checkpoint.files import DataFile, Disk
-from bigtrain.checkpoint.manifest import CHUNK_BYTES, RankManifest, SavedSlice
-from bigtrain.checkpoint.slices import DTYPE_NAMES, LocalSlice, raw, share_of
+from bigtrain.checkpoint.manifest import CHUNK_BYTES
+from bigtrain.checkpoint.pieces import BUSY, COPIED, DONE, LIVE, UNIT_BYTES, Job, Unit, plan
+from bigtrain.checkpoint.slices import LocalSlice, raw, share_of
 from bigtrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-UNIT_BYTES = 16 * CHUNK_BYTES  # 64 MiB: the longest that an update can wait for the writer to let go of a piece
 SPARE_BYTES = 64 << 20  # free space asked for beyond the exact size: manifests, and file system bookkeeping
 CONFIRM_TIMEOUT_S = 3600.0  # how long a rank waits for the slowest writer
-
-LIVE, BUSY, COPIED, DONE = range(4)
-
-
-@dataclass
-class _Unit:
-    """A run of whole hash chunks of one slice."""
-
-    tensor: torch.Tensor
-    offset: int
-    slice_index: int
-    state: int = LIVE
-    copy: torch.Tensor | None = None
-
-
-@dataclass
-class _Job:
-    step: int
-    scratch: Path
-    final: Path
-    units: list[_Unit]
-    saved: list[SavedSlice]
-    data_bytes: int
-    header: bytes
-    rank_state: dict[str, Any]
-    run: bytes
-    hashes: list[list[str]]
-    ready: torch.cuda.Event | None = None
-    keep: dict[str, Any] = field(default_factory=dict)
 
 
 class Saver:
@@ -80,10 +51,10 @@ class Saver:
         self.blocked_s = 0.0
         self.copied_bytes = 0
         self._disk = disk or Disk()
-        self._group = dist.new_group(backend="gloo") if ranks.is_distributed() else None
+        self._confirmation = Confirmation(CONFIRM_TIMEOUT_S)
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._job: _Job | None = None
+        self._job: Job | None = None
         self._error: Exception | None = None
         self._pool: list[torch.Tensor] = []
         with ranks.together(f"preparing {self.root}"):
@@ -101,8 +72,18 @@ class Saver:
         rank_state: dict[str, Any],
         layout: dict[str, Any],
         name: str | None = None,
+        model_files: Mapping[str, bytes] | None = None,
     ) -> Path:
         """Begin to save step `step`; waits for the save before it, and raises what that one failed with.
+
+        Args:
+            step: optimizer steps done.
+            slices: this rank's state.
+            run: state of the run, the same on all ranks, as JSON.
+            rank_state: state of this rank alone, as JSON.
+            layout: facts about the writer, as JSON.
+            name: of the folder; "checkpoint-<step>" by default.
+            model_files: config and tokenizer that belong to the model, name -> content; written to `model/` by rank 0.
 
         Returns:
             The folder that will exist once the save is complete (`wait` returns when it is).
@@ -116,13 +97,15 @@ class Saver:
         final = store.folder_for(self.root, step) if name is None else self.root / name
         ranks.agree((str(final), step), "the checkpoint to save")
         with ranks.together(f"naming {final}"):
-            store.check_name(final)
+            store.check_name(final, step)
         mine = share_of(slices, ranks.rank(), ranks.world_size())
         self._check_space(sum(s.tensor.nbytes for s in mine))
         token = ranks.broadcast_object(uuid.uuid4().hex[:8])
         scratch = store.scratch_folder(final, token)
         body = {"format": manifest.RUN_FORMAT, "version": manifest.VERSION, "step": step, "state": run, "layout": layout}
-        job = _plan(mine, step, scratch, final, rank_state, json.dumps(body, indent=1).encode())
+        small = model_files or {}
+        body["model_files"] = {n: {"bytes": len(raw), "xxh3": files.digest(raw)} for n, raw in small.items()}
+        job = plan(mine, step, scratch, final, rank_state, json.dumps(body, indent=1).encode(), small)
         with ranks.together(f"creating {scratch}"):
             self._disk.make_folder(scratch)
         for unit, s in ((u, mine[u.slice_index]) for u in job.units):
@@ -179,9 +162,15 @@ class Saver:
                     str(self.root),
                 )
 
-    def _copy(self, unit: _Unit) -> None:
-        copy = torch.empty_like(unit.tensor, device="cpu")
-        copy.copy_(unit.tensor)
+    def _copy(self, unit: Unit) -> None:
+        try:
+            copy = torch.empty_like(unit.tensor, device="cpu")
+            copy.copy_(unit.tensor)
+        except BaseException:  # out of memory: the update is not done, so the writer can take the live state after all
+            with self._lock:
+                unit.state = LIVE
+                self._lock.notify_all()
+            raise
         with self._lock:
             self.copied_bytes += copy.nbytes
             unit.copy, unit.state = copy, COPIED
@@ -189,7 +178,7 @@ class Saver:
 
     # ------------------------------------------------------------ the writing thread
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: Job) -> None:
         """Write, let all ranks confirm, let rank 0 commit. A failure is told to every rank and leaves no checkpoint."""
         failure: Exception | None = None
         entry: tuple[str, int, str] | None = None
@@ -199,23 +188,37 @@ class Saver:
         except Exception as error:
             failure = error
         self._release(job)
-        told = self._confirm((entry, None if failure is None else ranks.describe(failure)))
-        bad = {r: text for r, (_, text) in enumerate(told) if text}
-        if not bad:
-            failure = self._commit(job, {name: (size, digest) for e, _ in told if e for name, size, digest in [e]})
-            text = self._confirm((None, None if failure is None else ranks.describe(failure)))[0][1]
-            bad = {0: text} if text else {}
+        try:
+            bad, known = self._conclude(job, entry, failure), True
+        except LostRankError as error:  # rank 0 alone knows whether it is complete
+            bad, known = {str(ranks.rank()): str(error)}, False
         if bad:
             listing = "\n".join(f"  rank {r}: {text}" for r, text in bad.items())
+            outcome = "was not saved" if known else f"may not have been saved (if {job.final} exists, it was)"
             self._error = CheckpointError(
-                f"step {job.step} was not saved; earlier checkpoints are untouched and training state is unharmed:\n{listing}",
+                f"step {job.step} {outcome}; earlier checkpoints are untouched and training state is unharmed:\n{listing}",
                 str(job.final),
             )
             self._error.__cause__ = failure
             if ranks.is_main():
                 Disk().remove_tree(job.scratch)
 
-    def _fetch_from_gpu(self, job: _Job) -> None:
+    def _conclude(self, job: Job, entry: tuple[str, int, str] | None, failure: Exception | None) -> dict[str, str]:
+        """What failed, by rank, the same on all ranks; {} if the checkpoint exists now."""
+        told = self._confirmation.report([entry, None if failure is None else ranks.describe(failure)])
+        bad, entries = {}, {}
+        for rank, said in told.items():
+            wrote, problem = (None, str(said)) if isinstance(said, LostRankError) else said
+            if wrote is None:
+                bad[str(rank)] = problem
+            else:
+                entries[wrote[0]] = (wrote[1], wrote[2])
+        if ranks.is_main() and not bad:
+            uncommitted = self._commit(job, entries)
+            bad = {} if uncommitted is None else {"0": ranks.describe(uncommitted)}
+        return self._confirmation.conclude(bad)
+
+    def _fetch_from_gpu(self, job: Job) -> None:
         """Copy what lies on a GPU to the pinned buffers, on a stream of its own, before anything is written."""
         units = [u for u in job.units if u.tensor.is_cuda]
         if not units:
@@ -242,7 +245,7 @@ class Saver:
             self._pool.append(torch.empty(UNIT_BYTES, dtype=torch.uint8, pin_memory=True))
         return self._pool[index]
 
-    def _write(self, job: _Job) -> tuple[str, int, str]:
+    def _write(self, job: Job) -> tuple[str, int, str]:
         name = manifest.stem(ranks.rank(), ranks.world_size())
         data = DataFile(self._disk, job.scratch / f"{name}.safetensors")
         try:
@@ -252,15 +255,11 @@ class Saver:
             data.close()
         finally:
             data.abandon()
-        whole = RankManifest(
-            rank=ranks.rank(), world_size=ranks.world_size(), data_name=data.path.name, data_bytes=job.data_bytes,
-            slices=tuple(_with_hashes(s, h) for s, h in zip(job.saved, job.hashes)), state=job.rank_state,
-        )  # fmt: skip
-        size, digest = self._disk.write_file(job.scratch / f"{name}.json", whole.to_json())
+        size, digest = self._disk.write_file(job.scratch / f"{name}.json", job.manifest(data.path.name).to_json())
         self._disk.sync_folder(job.scratch)
         return f"{name}.json", size, digest
 
-    def _write_unit(self, job: _Job, unit: _Unit, data: DataFile) -> None:
+    def _write_unit(self, job: Job, unit: Unit, data: DataFile) -> None:
         with self._lock:
             while unit.state == BUSY:
                 self._lock.wait(0.5)
@@ -273,17 +272,17 @@ class Saver:
             unit.state, unit.copy = DONE, None
             self._lock.notify_all()
 
-    def _release(self, job: _Job) -> None:
+    def _release(self, job: Job) -> None:
         """Let go of all live state, whatever happened, so that no update waits for a writer that has failed."""
         with self._lock:
             for unit in job.units:
                 unit.state, unit.copy = DONE, None
             self._lock.notify_all()
 
-    def _commit(self, job: _Job, entries: dict[str, tuple[int, str]]) -> Exception | None:
-        if not ranks.is_main():
-            return None
+    def _commit(self, job: Job, entries: dict[str, tuple[int, str]]) -> Exception | None:
+        """Rank 0 makes it a checkpoint; returns what went wrong."""
         try:
+            store.write_model_files(self._disk, job.scratch, job.model_files)
             store.commit(self._disk, job.scratch, job.final, job.step, job.run, entries, ranks.world_size())
             store.retire(
                 self._disk, self.root, keep_last=self.keep_last, keep_every=self.keep_every,
@@ -295,75 +294,3 @@ class Saver:
             # It has its final name, so it is whole and can be loaded; only what comes after failed.
             log.warning("step %d is saved, but afterwards: %s", job.step, error)
         return None
-
-    def _confirm(self, value: Any) -> list[Any]:
-        """All ranks' values; on a group of the writer's own, since it runs beside the training thread."""
-        if self._group is None:
-            return [value]
-        out: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(out, value, group=self._group)
-        return out
-
-
-def _with_hashes(s: SavedSlice, hashes: list[str]) -> SavedSlice:
-    return SavedSlice(
-        param=s.param,
-        kind=s.kind,
-        dtype=s.dtype,
-        shape=s.shape,
-        start=s.start,
-        stop=s.stop,
-        offset=s.offset,
-        xxh3=tuple(hashes),
-    )
-
-
-def _plan(mine: list[LocalSlice], step: int, scratch: Path, final: Path, rank_state: dict[str, Any], run: bytes) -> _Job:
-    """Lay the slices out in one safetensors file and cut them into units."""
-    header, offsets, total = _lay_out(mine)
-    saved, units = [], []
-    for index, (s, offset) in enumerate(zip(mine, offsets)):
-        saved.append(
-            SavedSlice(
-                param=s.param,
-                kind=s.kind,
-                dtype=DTYPE_NAMES[s.tensor.dtype],
-                shape=s.shape,
-                start=s.start,
-                stop=s.stop,
-                offset=offset,
-            )
-        )
-        per_unit = UNIT_BYTES // s.tensor.element_size()
-        units += [
-            _Unit(s.tensor[i : i + per_unit], offset + i * s.tensor.element_size(), index)
-            for i in range(0, s.tensor.numel(), per_unit)
-        ]
-    ready = None
-    if any(u.tensor.is_cuda for u in units):
-        ready = torch.cuda.Event()
-        ready.record()
-    return _Job(step, scratch, final, units, saved, total, header, rank_state, run, [[] for _ in saved], ready)
-
-
-def _lay_out(mine: list[LocalSlice]) -> tuple[bytes, list[int], int]:
-    """The safetensors header, each slice's absolute byte offset, and the file's size.
-
-    safetensors wants no holes between tensors; the gaps that alignment leaves are named as padding tensors of bytes.
-    """
-    entries: dict[str, Any] = {}
-    position, relative = 0, []
-    for s in mine:
-        begin = files.aligned(position)
-        if begin > position:
-            entries[f"pad/{position}"] = {"dtype": "U8", "shape": [begin - position], "data_offsets": [position, begin]}
-        end = begin + s.tensor.nbytes
-        entries[f"{s.kind}/{s.param}/{s.start}"] = {
-            "dtype": DTYPE_NAMES[s.tensor.dtype], "shape": [s.tensor.numel()], "data_offsets": [begin, end],
-        }  # fmt: skip
-        relative.append(begin)
-        position = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    base = files.aligned(8 + len(text))
-    text += b" " * (base - 8 - len(text))
-    return len(text).to_bytes(8, "little") + text, [base + r for r in relative], base + position

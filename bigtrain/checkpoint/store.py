@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.manifest import Commit, RankManifest
 from bigtrain.errors import CheckpointError
 
+MODEL = "model"  # subfolder for config and tokenizer
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 
 
@@ -61,19 +63,34 @@ def open_checkpoint(folder: Path) -> Opened:
     commit = manifest.parse_commit(files.read_small(folder / "COMMIT"), str(folder / "COMMIT"))
     raw = {name: files.read_checked(folder / name, size, digest) for name, (size, digest) in commit.files.items()}
     run = manifest.parse_run(raw["run.json"], str(folder / "run.json"))
+    _check_step(folder, commit.step, run.get("step"))
     ranks = []
     for r in range(commit.world_size):
         name = manifest.stem(r, commit.world_size) + ".json"
         ranks.append(manifest.parse_manifest(raw[name], str(folder / name)))
-        _check_data_file(folder / ranks[-1].data_name, ranks[-1].data_bytes)
+        _check_data_file(folder, ranks[-1])
     return Opened(folder, commit, run, tuple(ranks))
 
 
-def _check_data_file(path: Path, expected: int) -> None:
+def _check_step(folder: Path, step: int, run_step: Any) -> None:
+    name = _NAME.fullmatch(folder.name)
+    if run_step != step or (name and int(name.group(1)) != step):
+        raise CheckpointError(
+            f"{folder} is damaged: COMMIT says step {step}, run.json {run_step}, the folder's name {folder.name}.", str(folder)
+        )
+
+
+def _check_data_file(folder: Path, rank: RankManifest) -> None:
+    path, expected = folder / rank.data_name, rank.data_bytes
     if not path.is_file():
         raise CheckpointError(f"{path} is missing. The checkpoint is damaged.", str(path))
     if path.stat().st_size != expected:
         raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {expected} were written. It is damaged.", str(path))
+    header = memoryview(bytearray(rank.header_bytes))
+    with files.reading(path) as handle:
+        files.read_exactly(handle, header, 0, path)
+    if rank.header_bytes and files.digest(header) != rank.header_xxh3:
+        raise CheckpointError(f"{path} is damaged: its header does not have the hash it was written with.", str(path))
 
 
 def newest(root: Path) -> tuple[Opened | None, list[str]]:
@@ -105,8 +122,11 @@ def find(path: Path) -> Opened:
     return opened
 
 
-def check_name(final: Path) -> None:
-    """Refuse names that a reader would not look at, or that would leave the root."""
+def check_name(final: Path, step: int) -> None:
+    """Refuse names that a reader would not look at, that would leave the root, or that speak of another step."""
+    numbered = _NAME.fullmatch(final.name)
+    if numbered and int(numbered.group(1)) != step:
+        raise CheckpointError(f"{final.name!r} cannot name a checkpoint of step {step}: choose another tag", str(final))
     if final.name.startswith(".") or not final.name or final.name in ("latest", ".."):
         raise CheckpointError(f"{final.name!r} cannot name a checkpoint: use letters, digits, '-' and '_'", str(final))
 
@@ -114,6 +134,28 @@ def check_name(final: Path) -> None:
 def scratch_folder(final: Path, token: str) -> Path:
     """Where a checkpoint is written before it exists."""
     return final.with_name(f".{final.name}.{token}.writing")
+
+
+def write_model_files(disk: Disk, scratch: Path, model_files: Mapping[str, bytes]) -> None:
+    """Config and tokenizer, in a folder of their own, as Hugging Face has them."""
+    if not model_files:
+        return
+    for folder in sorted({(scratch / MODEL / name).parent for name in model_files} | {scratch / MODEL}):
+        disk.make_folder(folder)
+    for name, content in model_files.items():
+        disk.write_file(scratch / MODEL / name, content)
+    for folder in {(scratch / MODEL / name).parent for name in model_files} | {scratch / MODEL}:
+        disk.sync_folder(folder)
+
+
+def check_model_files(opened: Opened) -> None:
+    """Compare config and tokenizer with their hashes.
+
+    Raises:
+        CheckpointError: names the file that is missing or damaged.
+    """
+    for name, file in opened.run.get("model_files", {}).items():
+        files.read_checked(opened.folder / MODEL / name, file["bytes"], file["xxh3"])
 
 
 def commit(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from bigtrain.checkpoint import files, reshard, store
-from bigtrain.checkpoint.manifest import SavedSlice
+from bigtrain.checkpoint.manifest import RankManifest, SavedSlice
 from bigtrain.errors import CheckpointError
 
 
@@ -20,23 +19,32 @@ def verify(path: Path, *, progress: Callable[[int], None] | None = None) -> tupl
     """
     try:
         opened = store.find(path)
+        store.check_model_files(opened)
         reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
     except CheckpointError as problem:
         return None, [str(problem)]
     problems: list[str] = []
     for rank in opened.ranks:
         data = opened.data_path(rank.rank)
-        try:
-            handle = os.open(data, os.O_RDONLY)
-        except OSError as error:
-            problems.append(f"cannot open {data}: {error.strerror}")
-            continue
-        try:
+        with files.reading(data) as handle:
+            problems += _verify_gaps(handle, rank, data)
             for saved in rank.slices:
                 problems += _verify_slice(handle, saved, rank.chunk_bytes, data, progress)
-        finally:
-            os.close(handle)
     return opened, problems
+
+
+def _verify_gaps(handle: int, rank: RankManifest, path: Path) -> list[str]:
+    """Between the slices there are zeros, in files whose writer hashed the header."""
+    if not rank.header_bytes:
+        return []
+    position = rank.header_bytes
+    for begin, end in sorted((s.offset, s.offset + s.nbytes) for s in rank.slices):
+        gap = memoryview(bytearray(max(0, begin - position)))
+        files.read_exactly(handle, gap, position, path)
+        if any(gap):
+            return [f"{path} is damaged: bytes [{position}, {begin}) between two tensors are not zero."]
+        position = max(position, end)
+    return []
 
 
 def _verify_slice(

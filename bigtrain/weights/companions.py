@@ -6,7 +6,9 @@ import copy
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +55,13 @@ def write_companions(model: Any, config: Any, tokenizer: Any, folder: str) -> No
         generation.to_json_file(os.path.join(folder, "generation_config.json"))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def companion_files(model: Any, dtype: torch.dtype, tokenizer: Any) -> dict[str, bytes]:
+    """The content of everything in a Hugging Face folder but the weights, by file name."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_companions(model, exported_config(model, dtype), tokenizer, folder)
+        return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
 
 
 def refuse_unloadable(model: Any, config: Any, state: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,0 +1,116 @@
+"""What one rank writes in one save: the data file's layout, and the pieces in which it is copied and written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigtrain import ranks
+from bigtrain.checkpoint import files
+from bigtrain.checkpoint.manifest import CHUNK_BYTES, RankManifest, SavedSlice
+from bigtrain.checkpoint.slices import DTYPE_NAMES, LocalSlice
+
+UNIT_BYTES = 16 * CHUNK_BYTES  # 64 MiB: the longest that an update can wait for the writer to let go of a piece
+LIVE, BUSY, COPIED, DONE = range(4)
+
+
+@dataclass
+class Unit:
+    """A run of whole hash chunks of one slice."""
+
+    tensor: torch.Tensor
+    offset: int
+    slice_index: int
+    state: int = LIVE
+    copy: torch.Tensor | None = None
+
+
+@dataclass
+class Job:
+    """One save of this rank; `hashes` fill up while it is written."""
+
+    step: int
+    scratch: Path
+    final: Path
+    units: list[Unit]
+    saved: list[SavedSlice]
+    data_bytes: int
+    header: bytes
+    rank_state: dict[str, Any]
+    run: bytes
+    model_files: Mapping[str, bytes]
+    hashes: list[list[str]]
+    ready: torch.cuda.Event | None = None
+
+    def manifest(self, data_name: str) -> RankManifest:
+        """What was written, once it was."""
+        slices = tuple(replace(s, xxh3=tuple(h)) for s, h in zip(self.saved, self.hashes))
+        return RankManifest(
+            rank=ranks.rank(), world_size=ranks.world_size(), data_name=data_name, data_bytes=self.data_bytes, slices=slices,
+            header_bytes=len(self.header), header_xxh3=files.digest(self.header), state=self.rank_state,
+        )  # fmt: skip
+
+
+def plan(
+    mine: list[LocalSlice],
+    step: int,
+    scratch: Path,
+    final: Path,
+    rank_state: dict[str, Any],
+    run: bytes,
+    model_files: Mapping[str, bytes],
+) -> Job:
+    """Lay the slices out in one safetensors file and cut them into units."""
+    header, offsets, total = _lay_out(mine)
+    saved, units = [], []
+    for index, (s, offset) in enumerate(zip(mine, offsets)):
+        saved.append(
+            SavedSlice(
+                param=s.param,
+                kind=s.kind,
+                dtype=DTYPE_NAMES[s.tensor.dtype],
+                shape=s.shape,
+                start=s.start,
+                stop=s.stop,
+                offset=offset,
+            )
+        )
+        per_unit = UNIT_BYTES // s.tensor.element_size()
+        units += [
+            Unit(s.tensor[i : i + per_unit], offset + i * s.tensor.element_size(), index)
+            for i in range(0, s.tensor.numel(), per_unit)
+        ]
+    ready = None
+    if any(u.tensor.is_cuda for u in units):
+        ready = torch.cuda.Event()
+        ready.record()
+    hashes: list[list[str]] = [[] for _ in saved]
+    return Job(step, scratch, final, units, saved, total, header, rank_state, run, model_files, hashes, ready)
+
+
+def _lay_out(mine: list[LocalSlice]) -> tuple[bytes, list[int], int]:
+    """The safetensors header, each slice's absolute byte offset, and the file's size.
+
+    safetensors wants no holes between tensors; the gaps that alignment leaves are named as padding tensors of bytes.
+    """
+    entries: dict[str, Any] = {}
+    position, relative = 0, []
+    for s in mine:
+        begin = files.aligned(position)
+        if begin > position:
+            entries[f"pad/{position}"] = {"dtype": "U8", "shape": [begin - position], "data_offsets": [position, begin]}
+        end = begin + s.tensor.nbytes
+        entries[f"{s.kind}/{s.param}/{s.start}"] = {
+            "dtype": DTYPE_NAMES[s.tensor.dtype], "shape": [s.tensor.numel()], "data_offsets": [begin, end],
+        }  # fmt: skip
+        relative.append(begin)
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    base = files.aligned(8 + len(text))
+    text += b" " * (base - 8 - len(text))
+    return len(text).to_bytes(8, "little") + text, [base + r for r in relative], base + position
