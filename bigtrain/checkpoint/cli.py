@@ -1,23 +1,33 @@
-"""`bigtrain verify CKPT` and `bigtrain inspect CKPT`. Torch-free."""
+"""`bigtrain verify`, `inspect` and `export`: of checkpoints here, of other folders by `bigtrain.weights`. Torch-free till export."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from bigtrain.checkpoint import store
 from bigtrain.checkpoint.verify import verify
+from bigtrain.weights import cli as weights_cli
+
+_COUNTERS = ("global_step", "updates", "tokens", "data_position", "seed", "schedule", "skipped", "user")
 
 
 def add_parsers(subparsers: Any) -> None:
-    """Register `verify`."""
+    """Add the verbs to an argparse subparsers object; each sets `run(arguments)`, which returns an exit code."""
     parser = subparsers.add_parser("verify", help="read a checkpoint whole and check every byte against its hash")
     parser.add_argument("checkpoint", type=Path, help="a checkpoint folder, or a folder of checkpoints (the newest is meant)")
     parser.set_defaults(run=run_verify)
+    inspect = subparsers.add_parser("inspect", help="what is in a checkpoint or in a folder of weights")
+    weights_cli.add_inspect_arguments(inspect)
+    inspect.set_defaults(run=run_inspect)
+    export = subparsers.add_parser(
+        "export", help="the weights of a checkpoint, bigtrain's or DeepSpeed's, as a Hugging Face folder"
+    )
+    weights_cli.add_export_arguments(export)
+    export.set_defaults(run=run_export)
 
 
 def run_verify(args: argparse.Namespace) -> int:
@@ -31,21 +41,71 @@ def run_verify(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_inspect(args: argparse.Namespace) -> int:
+    """Print what is in a folder, whichever kind it is."""
+    path = Path(args.path)
+    if not is_checkpoint(path):
+        return weights_cli.run_inspect(args)
+    sys.stdout.write((json.dumps(facts(path), indent=2) if args.json else describe(path)) + "\n")
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Write a Hugging Face folder from a checkpoint."""
+    path = Path(args.checkpoint)
+    tagged = path if args.tag is None else path / (f"checkpoint-{args.tag}" if args.tag.isdecimal() else args.tag)
+    if not is_checkpoint(tagged):
+        return weights_cli.run_export(args)
+    from bigtrain.checkpoint.export import export_checkpoint
+
+    report = export_checkpoint(
+        tagged, args.out, dtype=args.dtype, model_dir=args.model, max_shard_bytes=int(args.max_shard_gb * 1e9)
+    )
+    sys.stdout.write(
+        f"{report.path}: {report.tensors} tensors, {report.bytes / 1e9:.3f} GB in {len(report.files)} files, "
+        f"{report.seconds:.1f} s\n"
+    )
+    return 0
+
+
 def is_checkpoint(path: Path) -> bool:
-    """True if `inspect` should treat `path` as a training checkpoint."""
+    """True if `path` is a checkpoint in bigtrain's own format, or holds some."""
     return (path / "COMMIT").is_file() or bool(store.steps(path))
 
 
-def describe(path: Path) -> str:
-    """What a checkpoint holds: ranks, bytes by kind, run state."""
+def facts(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds: ranks, elements and bytes by kind, layout and run state.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
     opened = store.find(path)
-    by_kind: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for rank in opened.ranks:
-        for s in rank.slices:
-            by_kind[(s.kind, s.dtype)][0] += s.stop - s.start
-            by_kind[(s.kind, s.dtype)][1] += s.nbytes
-    lines = [f"{opened.folder}: step {opened.step}, written by {opened.commit.world_size} ranks"]
-    lines += [f"  {kind:<20} {dtype:<5} {n:>16,} elements {b / 2**20:>12.1f} MiB" for (kind, dtype), (n, b) in by_kind.items()]
-    lines.append("  layout: " + json.dumps(opened.run.get("layout", {})))
-    lines.append("  state:  " + json.dumps(opened.run.get("state", {}))[:2000])
+    kinds: dict[tuple[str, str], dict[str, Any]] = {}
+    for s in (s for rank in opened.ranks for s in rank.slices):
+        row = kinds.setdefault(
+            (s.kind, s.dtype), {"kind": s.kind, "dtype": s.dtype, "tensors": set(), "elements": 0, "bytes": 0}
+        )
+        row["tensors"].add(s.param)
+        row["elements"] += s.stop - s.start
+        row["bytes"] += s.nbytes
+    return {
+        "folder": str(opened.folder), "step": opened.step, "ranks": opened.commit.world_size,
+        "bytes": sum(r.data_bytes for r in opened.ranks),
+        "kinds": [{**row, "tensors": len(row["tensors"])} for row in kinds.values()],
+        "model_files": sorted(opened.run.get("model_files", {})), "layout": opened.run.get("layout", {}),
+        "state": opened.run.get("state", {}),
+    }  # fmt: skip
+
+
+def describe(path: Path) -> str:
+    """`facts` for people."""
+    f = facts(path)
+    lines = [f"{f['folder']}: step {f['step']}, written by {f['ranks']} ranks, {f['bytes'] / 2**30:.3f} GiB"]
+    lines += [
+        f"  {k['kind']:<12} {k['dtype']:<5} {k['tensors']:>6} tensors {k['elements']:>16,} elements {k['bytes'] / 2**20:>12.1f} MiB"
+        for k in f["kinds"]
+    ]
+    lines.append("  model files: " + (", ".join(f["model_files"]) or "none (give `bigtrain export` --model DIR)"))
+    lines += [f"  {name}: {value}" for name, value in f["layout"].items()]
+    lines += [f"  {name}: {value}" for name, value in f["state"].items() if name in _COUNTERS]
     return "\n".join(lines)

@@ -29,7 +29,7 @@ def verify(path: Path, *, progress: Callable[[int], None] | None = None) -> tupl
         with files.reading(data) as handle:
             problems += _verify_gaps(handle, rank, data)
             for saved in rank.slices:
-                problems += _verify_slice(handle, saved, rank.chunk_bytes, data, progress)
+                problems += verify_slice(handle, saved, rank.chunk_bytes, data, progress)
     return opened, problems
 
 
@@ -47,9 +47,10 @@ def _verify_gaps(handle: int, rank: RankManifest, path: Path) -> list[str]:
     return []
 
 
-def _verify_slice(
+def verify_slice(
     handle: int, saved: SavedSlice, chunk_bytes: int, path: Path, progress: Callable[[int], None] | None
 ) -> list[str]:
+    """What is wrong with one slice; reads it whole."""
     problems = []
     buffer = memoryview(bytearray(min(chunk_bytes, saved.nbytes)))
     for chunk, begin in enumerate(range(0, saved.nbytes, chunk_bytes)):

@@ -22,7 +22,9 @@ def add_parsers(subparsers: Any) -> None:
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `inspect`, for a parser that may serve other kinds of folders too."""
-    parser.add_argument("path", metavar="DIR", help="folder with model.safetensors, or shards and their index")
+    parser.add_argument(
+        "path", metavar="DIR", help="a checkpoint, or a folder with model.safetensors or shards and their index"
+    )
     parser.add_argument("--world_size", type=int, metavar="N", help="show which bytes each of N ranks would read at ZeRO-3")
     parser.add_argument("--all", action="store_true", help="list every tensor, not the first 60")
     parser.add_argument("--json", action="store_true", help="print as JSON")
@@ -42,10 +44,12 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `export`."""
-    parser.add_argument("checkpoint", metavar="CKPT", help="folder with `latest`, or one of its tags")
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of checkpoints (the newest is meant)")
     parser.add_argument("out", metavar="OUT", help="folder to make")
     parser.add_argument("--dtype", required=True, choices=["bfloat16", "float16", "float32"], help="type of the weights")
-    parser.add_argument("--model", metavar="DIR", help="folder with the model's config.json and tokenizer")
+    parser.add_argument(
+        "--model", metavar="DIR", help="folder with the model's config.json and tokenizer, where the checkpoint has none"
+    )
     parser.add_argument("--tag", help="which checkpoint of the folder")
     parser.add_argument("--max_shard_gb", type=float, default=5.0, metavar="GB", help="largest file, in 1e9 bytes")
 

@@ -1,22 +1,34 @@
-"""From a DeepSpeed checkpoint folder to a Hugging Face folder, streamed, on any number of ranks."""
+"""From the weights in a checkpoint, DeepSpeed's or another, to a Hugging Face folder, streamed, on any number of ranks."""
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from bigtrain import ranks
 from bigtrain.errors import WeightsError
-from bigtrain.weights.deepspeed_folder import DeepSpeedFolder, open_deepspeed
+from bigtrain.weights.deepspeed_folder import open_deepspeed
 from bigtrain.weights.dtypes import as_dtype
 from bigtrain.weights.export import ExportReport, finish, prepare, range_ops, wait_for_all
 from bigtrain.weights.layout import Layout, plan_layout
 from bigtrain.weights.slots import Piece, Slot, without_wrappers
 from bigtrain.weights.write import WriteOp, Writer
+
+
+class WeightSource(Protocol):
+    """Weights that lie in files as flat pieces; `DeepSpeedFolder` describes the attributes."""
+
+    path: str
+    shapes: dict[str, tuple[int, ...]]
+    tied: dict[str, str]
+    pieces: dict[str, list[Piece]]
+
+    def whole(self, name: str) -> torch.Tensor:
+        """One weight, put together."""
 
 
 def export_deepspeed(
@@ -41,10 +53,24 @@ def export_deepspeed(
     Raises:
         WeightsError: files are missing or damaged, or do not match the model of `model_dir`; before anything is written.
     """
-    begin = time.monotonic()
     with ranks.together(f"reading the checkpoint {checkpoint}"):
-        wanted = as_dtype(dtype)
+        as_dtype(dtype)
         folder = open_deepspeed(checkpoint, tag)
+    return export_weights(folder, out_dir, dtype=dtype, model_dir=model_dir, max_shard_bytes=max_shard_bytes)
+
+
+def export_weights(
+    folder: WeightSource,
+    out_dir: str | Path,
+    *,
+    dtype: torch.dtype | str,
+    model_dir: str | Path | None,
+    max_shard_bytes: int,
+) -> ExportReport:
+    """Write the weights of an opened checkpoint; arguments and errors as in `export_deepspeed`. All ranks call it."""
+    begin = time.monotonic()
+    with ranks.together(f"planning the export of {folder.path}"):
+        wanted = as_dtype(dtype)
         model, tokenizer = _model_of(model_dir)
         slots, held = _slots(folder, model)
         layout = plan_layout(model, slots, wanted, max_shard_bytes)
@@ -71,6 +97,8 @@ def _model_of(model_dir: str | Path | None) -> tuple[torch.nn.Module, Any]:
 
     with torch.device("meta"), no_init_weights():
         model = cls(config) if cls is not None else transformers.AutoModelForCausalLM.from_config(config)
+    if (Path(model_dir) / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(model_dir)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
     except Exception:  # no tokenizer in the folder: the export then has none either
@@ -78,7 +106,7 @@ def _model_of(model_dir: str | Path | None) -> tuple[torch.nn.Module, Any]:
     return model, tokenizer
 
 
-def _slots(folder: DeepSpeedFolder, model: torch.nn.Module) -> tuple[list[Slot], dict[str, str]]:
+def _slots(folder: WeightSource, model: torch.nn.Module) -> tuple[list[Slot], dict[str, str]]:
     """Slots for the checkpoint's weights, and which name of the checkpoint holds the values of each name of the model."""
     held = {without_wrappers(name): name for name in folder.shapes}
     held |= {without_wrappers(new): old for new, old in folder.tied.items()}
@@ -113,7 +141,7 @@ def _slots(folder: DeepSpeedFolder, model: torch.nn.Module) -> tuple[list[Slot],
     return slots, held
 
 
-def _write(layout: Layout, temporary: str, folder: DeepSpeedFolder, held: dict[str, str]) -> int:
+def _write(layout: Layout, temporary: str, folder: WeightSource, held: dict[str, str]) -> int:
     place = {name: number for number, name in enumerate(held)}
 
     def mine(name: str) -> list[Piece]:

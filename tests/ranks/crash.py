@@ -227,7 +227,7 @@ def points(operations: list[list[str]], full: bool, seed: int, moments: int, dur
             data_write = name.startswith("write") and name.endswith("safetensors")
             if data_write and seen[name] % (7 if full else 29) != 1:
                 continue
-            if full or number == 3 and (i % 4 == rank or name.startswith(("rename", "remove")) or "COMMIT" in name):
+            if full or (number == 3 and (i % 4 == rank or name.startswith(("rename", "remove")) or "COMMIT" in name)):
                 where = f"save {number}, {name}"
                 picked += [Kill(rank, both, i, where=where) for both in ((False, True) if full else (bool(i % 2),))]
     chance = random.Random(seed)

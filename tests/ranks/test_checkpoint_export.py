@@ -1,0 +1,82 @@
+"""`bigtrain verify`, `inspect` and `export` on checkpoints of real engines."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bigtrain import cli
+from bigtrain.engine import Engine
+from bigtrain.models import build_model
+from tests.ranks.test_checkpoint_engine import _engine, _step
+from tests.ranks.tiny import VOCAB, config, rows
+
+
+def _llama(root, stage, optimizer):
+    from transformers import LlamaConfig
+
+    cfg = config(stage, bf16=True, micro=1, accumulation=1)
+    source = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64,
+        tie_word_embeddings=True, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    model = build_model(source, ds_config=cfg)
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    engine = Engine(model, ds_config=cfg, optimizer=optimizer, learning_rate=1e-2, hang_s=None)
+    for step in range(2):
+        engine.train_step(rows(step, 4)[engine.rank :: engine.world_size])
+    engine.save_checkpoint(root / "run")
+    engine.export(root / "direct")
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer"), [(0, "adamw_torch"), (2, "adamw_torch"), (3, "adamw_torch"), (3, "adamw_split")]
+)
+def test_export_of_a_checkpoint_equals_the_engines_own(rank_pool, tmp_path, stage, optimizer, capsys):
+    rank_pool(2).run(_llama, tmp_path, stage, optimizer)
+    assert cli.main(["verify", str(tmp_path / "run")]) == 0
+    assert "whole. Step 2, 2 ranks" in capsys.readouterr().out
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    want, got = load_file(tmp_path / "direct" / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert set(want) == set(got) and len(got) > 10
+    assert [n for n in want if not torch.equal(want[n], got[n])] == []
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text()) == json.loads((tmp_path / "direct" / name).read_text())
+    capsys.readouterr()
+    assert cli.main(["inspect", str(tmp_path / "run")]) == 0
+    text = capsys.readouterr().out
+    assert "step 2, written by 2 ranks" in text and "config.json" in text and f"optimizer: {optimizer}" in text
+    assert cli.main(["inspect", str(tmp_path / "run" / "checkpoint-2"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 2
+    assert cli.main(["inspect", str(tmp_path / "out")]) == 0
+
+
+def _custom(root):
+    engine = _engine(3)
+    _step(engine, 0)
+    engine.save_checkpoint(root)
+    engine.close()
+
+
+def test_export_of_a_model_without_config_and_refusal_of_damage(rank_pool, tmp_path, capsys):
+    rank_pool(2).run(_custom, tmp_path / "run")
+    words = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float32", "--tag", "1"]
+    assert cli.main(words) == 0
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert got["embed.weight"].shape == (64, 34) and got["embed.weight"].dtype == torch.float32
+    data = next(Path(tmp_path / "run" / "checkpoint-1").glob("rank-00001*.safetensors"))
+    size = data.stat().st_size
+    header = int.from_bytes(data.read_bytes()[:8], "little") + 8
+    with open(data, "r+b") as file:
+        file.seek(header + 4)  # the first slice is a master
+        byte = file.read(1)
+        file.seek(header + 4)
+        file.write(bytes([byte[0] ^ 1]))
+    assert data.stat().st_size == size
+    assert cli.main([*words[:2], str(tmp_path / "again"), *words[3:]]) == 1
+    assert "is damaged: master of" in capsys.readouterr().err and not (tmp_path / "again").exists()
+    assert cli.main(["verify", str(tmp_path / "run")]) == 1
+    assert "rank-00001-of-00002.safetensors is damaged: master of" in capsys.readouterr().err
