@@ -6,16 +6,18 @@ names are the same at every stage, so that a state saved at one stage fills anot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from bigtrain import ranks, zero
+from bigtrain.checkpoint.blocks import MOMENTS, SCALES, Reblock, in_place, reblock
 from bigtrain.checkpoint.reshard import Index
 from bigtrain.checkpoint.slices import DTYPE_NAMES, DTYPES, LocalSlice
 from bigtrain.errors import CheckpointError
 from bigtrain.flat import partition_layouts
+from bigtrain.optim import OPTIMIZERS
 
 SCALAR_TYPES = (int, float)
 Piece = tuple[str, tuple[int, ...], int, int, int]
@@ -66,27 +68,54 @@ def _pieces(layout: Any, names: Mapping[int, str]) -> Iterator[Piece]:
             yield names[id(placed.param)], tuple(placed.shape), start, placed.at, count
 
 
-def slices_of(engine: Any, index: Index | None = None) -> list[LocalSlice]:
+def slices_of(engine: Any) -> list[LocalSlice]:
     """Every tensor that a checkpoint of `engine` holds, as this rank's slices.
 
     Args:
         engine: `bigtrain.engine.Engine`, between steps.
-        index: what a checkpoint that is to be loaded holds; optimizer state that does not exist yet is made to match it.
     """
     names = {id(p): n for n, p in engine.module.named_parameters()}
+    out = [s for flat in flat_tensors(engine.deepspeed, names) for s in (*_elementwise_slices(flat), *_blockwise(flat))]
+    return out + _outside_optimizer(engine)
+
+
+def slices_to_fill(engine: Any, index: Index) -> tuple[list[LocalSlice], list[Reblock]]:
+    """What a load reads: as `slices_of`, with optimizer state that does not exist yet made to match the checkpoint.
+
+    Returns:
+        The slices, and 8-bit moments that lie in other blocks here: `finish` each when all slices are read.
+    """
+    names = {id(p): n for n, p in engine.module.named_parameters()}
+    below = OPTIMIZERS[engine.run_state()["optimizer"]].fp32_below_elems
     out: list[LocalSlice] = []
+    again: list[Reblock] = []
     for flat in flat_tensors(engine.deepspeed, names):
-        if index is not None:
-            _make_state(flat, index)
-        tensors = {flat.kind: flat.tensor.detach(), **_elementwise(flat)}
-        for kind, tensor in tensors.items():
-            for name, shape, start, offset, count in flat.pieces:
-                part = tensor.view(-1)[offset : offset + count]
-                out.append(LocalSlice(param=name, kind=kind, shape=shape, start=start, tensor=part, replicated=flat.whole))
-        out += _blockwise(flat)
-    out += [s for n, p in engine.module.named_parameters() if not p.requires_grad for s in _frozen(n, p)]
-    out += list(_buffers(engine.module))
-    return out
+        moved = not in_place(index, flat.own_name, flat.pieces)
+        _make_state(flat, index, leave=(*MOMENTS, *SCALES) if moved else ())
+        if not moved:
+            out += [*_elementwise_slices(flat), *_blockwise(flat)]
+            continue
+        for kind in (*MOMENTS, *SCALES):
+            flat.state.pop(kind, None)
+        out += _elementwise_slices(flat)
+        again += reblock(flat.state, flat.tensor.view(flat.shape), flat.pieces, index, below)
+    return out + _outside_optimizer(engine) + [s for r in again for s in r.slices], again
+
+
+def _outside_optimizer(engine: Any) -> list[LocalSlice]:
+    frozen = [s for n, p in engine.module.named_parameters() if not p.requires_grad for s in _frozen(n, p)]
+    return frozen + list(_buffers(engine.module))
+
+
+def _elementwise_slices(flat: Flat) -> Iterator[LocalSlice]:
+    """The flat tensor and its elementwise state, cut into parameters."""
+    blocks = any(True for _ in _blockwise(flat))
+    for kind, tensor in {flat.kind: flat.tensor.detach(), **_elementwise(flat)}.items():
+        for name, shape, start, offset, count in flat.pieces:
+            yield LocalSlice(
+                param=name, kind=kind, shape=shape, start=start, tensor=tensor.view(-1)[offset : offset + count],
+                replicated=flat.whole, flat=(flat.own_name, offset) if blocks and kind in MOMENTS else None,
+            )  # fmt: skip
 
 
 def _elementwise(flat: Flat) -> dict[str, torch.Tensor]:
@@ -126,11 +155,11 @@ def _buffers(module: torch.nn.Module) -> Iterator[LocalSlice]:
                 )  # fmt: skip
 
 
-def _make_state(flat: Flat, index: Index) -> None:
+def _make_state(flat: Flat, index: Index, leave: Collection[str]) -> None:
     """Give a fresh optimizer the state tensors that the checkpoint holds for this flat tensor and its parameters."""
     held = {name for name, *_ in flat.pieces}
     for (kind, param), saved in index.items():
-        if kind in ("master", "weight", "buffer") or kind in flat.state or param not in held | {flat.own_name}:
+        if kind in ("master", "weight", "buffer") or kind in flat.state or kind in leave or param not in held | {flat.own_name}:
             continue
         first = saved[0][1]
         shape = flat.shape if param in held else first.shape
@@ -179,15 +208,14 @@ def _unscalar(type_name: str, value: float | int, device: torch.device) -> Any:
     return int(value) if type_name == "int" else float(value)
 
 
-def check_layout(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_layout(saved: Mapping[str, Any], now: Mapping[str, Any], index: Index) -> None:
     """Explain field by field why a checkpoint's optimizer state cannot fill this run.
 
     Raises:
-        CheckpointError: other optimizer or precision; or block-wise 8-bit state under another partition.
+        CheckpointError: other optimizer or precision; or 8-bit state under another partition whose place was not recorded.
     """
     fields = ["optimizer", "precision"]
-    if saved.get("blockwise"):
-        # The blocks of 256 elements lie on the flat partitions, which another layout cuts elsewhere.
+    if any(s.flat is None and s.dtype == "U8" for (kind, _), held in index.items() if kind in MOMENTS for _, s in held):
         fields += ["stage", "world_size"]
     different = [f for f in fields if saved.get(f) != now.get(f)]
     if different:

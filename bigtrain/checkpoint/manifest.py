@@ -34,6 +34,7 @@ class SavedSlice:
     stop: int
     offset: int
     xxh3: tuple[str, ...] = ()
+    flat: tuple[str, int] | None = None  # (name of the saver's flat tensor, position in it) where block scales belong to it
 
     @property
     def key(self) -> tuple[str, str]:
@@ -81,7 +82,7 @@ class RankManifest:
         body = {
             "format": RANK_FORMAT, "version": VERSION, "rank": self.rank, "world_size": self.world_size,
             "data": data, "chunk_bytes": self.chunk_bytes,
-            "slices": [asdict(s) for s in self.slices], "state": self.state,
+            "slices": [{k: v for k, v in asdict(s).items() if v is not None} for s in self.slices], "state": self.state,
         }  # fmt: skip
         return json.dumps(body, separators=(",", ":")).encode()
 
@@ -173,7 +174,7 @@ def _slice(body: dict[str, Any]) -> SavedSlice:
     return SavedSlice(
         param=str(body["param"]), kind=str(body["kind"]), dtype=body["dtype"], shape=tuple(_count(n) for n in body["shape"]),
         start=_count(body["start"]), stop=_count(body["stop"]), offset=_count(body["offset"]),
-        xxh3=tuple(map(str, body["xxh3"])),
+        xxh3=tuple(map(str, body["xxh3"])), flat=(str(flat[0]), _count(flat[1])) if (flat := body.get("flat")) else None,
     )  # fmt: skip
 
 

@@ -129,8 +129,11 @@ class Checkpoints:
         with ranks.together(f"opening {folder}"):
             opened = store.open_checkpoint(Path(folder))
             index = reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
-            live.check_layout(opened.run["layout"], self._layout(_has_blocks(index)))
-        load_slices(opened, live.slices_of(engine, index))
+            live.check_layout(opened.run["layout"], self._layout(), index)
+            slices, again = live.slices_to_fill(engine, index)
+        load_slices(opened, slices)
+        for moment in again:
+            moment.finish()
         self._restore(opened)
         return opened.run["state"]["user"]
 
@@ -167,20 +170,12 @@ class Checkpoints:
                 self._model_files = companion_files(module, dtype, self.tokenizer) if ranks.is_main() else {}
         return self._model_files
 
-    def _layout(self, blockwise: bool | None = None) -> dict[str, Any]:
-        engine = self._engine
-        run = engine.run_state()
-        if blockwise is None:
-            names = {id(p): n for n, p in engine.module.named_parameters()}
-            blockwise = any(list(live._blockwise(f)) for f in live.flat_tensors(engine.deepspeed, names))
+    def _layout(self) -> dict[str, Any]:
+        run = self._engine.run_state()
         return {
-            "optimizer": run["optimizer"], "precision": "bf16" if run["bf16"] else "fp32", "stage": engine.stage,
-            "world_size": engine.world_size, "blockwise": blockwise, "bigtrain": __version__,
+            "optimizer": run["optimizer"], "precision": "bf16" if run["bf16"] else "fp32", "stage": self._engine.stage,
+            "world_size": self._engine.world_size, "bigtrain": __version__,
         }  # fmt: skip
-
-
-def _has_blocks(index: reshard.Index) -> bool:
-    return any(param.startswith("partition-") for _, param in index)
 
 
 def choose(directory: Path, tag: str | int | None) -> Path:

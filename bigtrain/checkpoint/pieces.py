@@ -78,6 +78,7 @@ def plan(
                 start=s.start,
                 stop=s.stop,
                 offset=offset,
+                flat=s.flat,
             )
         )
         per_unit = UNIT_BYTES // s.tensor.element_size()

@@ -26,7 +26,7 @@ from bigtrain.checkpoint.confirm import Confirmation, LostRankError
 from bigtrain.checkpoint.files import DataFile, Disk
 from bigtrain.checkpoint.manifest import CHUNK_BYTES
 from bigtrain.checkpoint.pieces import BUSY, COPIED, DONE, LIVE, UNIT_BYTES, Job, Unit, plan
-from bigtrain.checkpoint.slices import LocalSlice, raw, share_of
+from bigtrain.checkpoint.slices import LocalSlice, host_copy, raw, share_of
 from bigtrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -164,8 +164,7 @@ class Saver:
 
     def _copy(self, unit: Unit) -> None:
         try:
-            copy = torch.empty_like(unit.tensor, device="cpu")
-            copy.copy_(unit.tensor)
+            copy = host_copy(unit.tensor)
         except BaseException:  # out of memory: the update is not done, so the writer can take the live state after all
             with self._lock:
                 unit.state = LIVE

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import mmap
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +17,9 @@ DTYPE_NAMES = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
+_HUGE_BYTES = 4 << 20
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalSlice:
     """Elements `[start, start + tensor.numel())` of logical tensor (`kind`, `param`), held by this rank.
@@ -23,6 +28,7 @@ class LocalSlice:
         tensor: 1-D, contiguous view of the live state; loading writes into it.
         shape: of the whole logical tensor.
         replicated: every rank holds the same elements, so that ranks share the writing.
+        flat: (name of the flat tensor, position in it) of the first element, where other state is kept by blocks of that tensor.
         volatile: may change before the next optimizer update (buffers); is copied when a save starts.
     """
 
@@ -33,6 +39,7 @@ class LocalSlice:
     tensor: torch.Tensor
     replicated: bool = False
     volatile: bool = False
+    flat: tuple[str, int] | None = None
 
     @property
     def stop(self) -> int:
@@ -45,10 +52,8 @@ class LocalSlice:
 
     def cut(self, begin: int, end: int) -> LocalSlice:
         """Local elements `[begin, end)` of this slice."""
-        return LocalSlice(
-            param=self.param, kind=self.kind, shape=self.shape, start=self.start + begin, tensor=self.tensor[begin:end],
-            replicated=self.replicated, volatile=self.volatile,
-        )  # fmt: skip
+        flat = None if self.flat is None else (self.flat[0], self.flat[1] + begin)
+        return replace(self, start=self.start + begin, tensor=self.tensor[begin:end], flat=flat)
 
 
 def share_of(slices: list[LocalSlice], rank: int, world: int) -> list[LocalSlice]:
@@ -61,6 +66,16 @@ def share_of(slices: list[LocalSlice], rank: int, world: int) -> list[LocalSlice
         if s.tensor.numel():
             kept.append(s)
     return kept
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory; large ones on huge pages, since first-touch faults of small pages cost more than the copying."""
+    if tensor.nbytes < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty_like(tensor, device="cpu").copy_(tensor)
+    area = mmap.mmap(-1, tensor.nbytes)
+    with contextlib.suppress(OSError):  # a kernel without them
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(area, dtype=tensor.dtype).copy_(tensor)
 
 
 def raw(tensor: torch.Tensor) -> memoryview:

@@ -97,6 +97,7 @@ def _model_of(model_dir: str | Path | None) -> tuple[torch.nn.Module, Any]:
 
     with torch.device("meta"), no_init_weights():
         model = cls(config) if cls is not None else transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()  # not done on the meta device
     if (Path(model_dir) / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(model_dir)
     try:
