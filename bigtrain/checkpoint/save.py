@@ -199,6 +199,7 @@ class Saver:
                 str(job.final),
             )
             self._error.__cause__ = failure
+            log.error("%s", self._error)  # now, since the training thread may be dying of the same cause
             if ranks.is_main():
                 Disk().remove_tree(job.scratch)
 
