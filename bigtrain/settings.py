@@ -18,6 +18,10 @@ from bigtrain.errors import ConfigError, UsageError
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "adamw8bit": "adamw_8bit", "muon": "muon"}
 
+# Sections that `settle` decides, from what the file itself says. Of data_types, because `train_step` may be given more micro
+# batches than the accumulation of the file: sums stay fp32 where resolving for one micro step would save them.
+SETTLED_HERE = ("optimizer", "scheduler", "data_types")
+
 
 @dataclass
 class Settings:
@@ -62,7 +66,7 @@ def read(
     lr_scheduler: str | None = None,
     **given: Any,
 ) -> tuple[dict[str, Any], list[str]]:
-    """A private copy of the config, linted, with no "auto" left outside of its optimizer and scheduler sections.
+    """A private copy of the config, linted, with no "auto" left in it; sections `SETTLED_HERE` hold what the file says.
 
     Args:
         ds_config: path, preset name or mapping; what `bigtrain.config.resolve` returned is taken as it is.
@@ -95,9 +99,12 @@ def read(
         device=device,
         name=name,
     )
-    sections: dict[str, Any] = {key: config[key] for key in ("optimizer", "scheduler") if key in config}
     warnings = [str(problem) for problem in resolved.problems if problem.severity == "warning"]
-    return {**resolved.engine_config(), **sections}, warnings
+    settled = {name: value for name, value in resolved.engine_config().items() if name not in SETTLED_HERE}
+    for section in SETTLED_HERE:
+        if config.get(section):
+            settled[section] = {name: value for name, value in config[section].items() if value != "auto"}
+    return settled, warnings
 
 
 def settle(

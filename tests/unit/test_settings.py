@@ -111,6 +111,20 @@ def test_what_the_file_contradicts_is_still_said_and_what_it_leaves_open_is_no_c
     assert s.max_grad_norm == 0.7 and len(s.notes) == 1 and "0.3" in s.notes[0]
 
 
+def test_sums_stay_fp32_beside_offload_because_a_step_may_have_more_micro_batches_than_the_file_says():
+    config, _ = read({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
+    assert settle(config).config["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+def test_a_schedule_that_contradicts_the_optimizer_in_the_file_is_refused():
+    rates = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}},
+    }
+    with pytest.raises(ConfigError, match="write the same number in both"):
+        read(base(**rates))
+
+
 def test_a_config_without_bf16_is_fp32_and_a_resolved_one_is_taken_as_it_is():
     config, _ = read({"zero_optimization": {"stage": 1}})
     assert config["bf16"] == {"enabled": False}
