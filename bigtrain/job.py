@@ -237,7 +237,7 @@ def engine_settings(job: Job) -> dict[str, Any]:
     """The Engine's arguments: every number from the resolved config, so that it and the Engine cannot differ."""
     return {
         **_settled(job),
-        "ds_config": job.resolved.engine_config(),
+        "ds_config": job.resolved,
         "seed": job.args.seed,
         "keep_in_fp32": job.args.keep_in_fp32,
         "nonfinite_limit": job.args.nonfinite_limit,
@@ -268,7 +268,7 @@ def check_engine(job: Job) -> None:
     Raises:
         UsageError, ConfigError: as the Engine would.
     """
-    found = settings.settle(settings.read(job.resolved.engine_config()), world_size=ranks.world_size(), **_settled(job))
+    found = settings.settle(job.resolved.engine_config(), world_size=ranks.world_size(), **_settled(job))
     optim.schedule(found.scheduler, warmup_steps=found.warmup_steps, total_steps=found.total_steps)
 
 

@@ -95,7 +95,9 @@ class MasterOptimizer(torch.optim.Optimizer):
 def _master(param: torch.nn.Parameter) -> torch.nn.Parameter:
     if param.dtype == torch.float32:
         return param
-    return torch.nn.Parameter(param.detach().float())
+    master = torch.nn.Parameter(param.detach().float())
+    master.is_hidden_matrix = getattr(param, "is_hidden_matrix", False)  # type: ignore[attr-defined]  # muon asks it
+    return master
 
 
 def _adder(view: torch.Tensor) -> Callable[[torch.Tensor], None]:

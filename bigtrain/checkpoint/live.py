@@ -18,6 +18,7 @@ from bigtrain.errors import CheckpointError
 from bigtrain.flat import partition_layouts
 
 SCALAR_TYPES = (int, float)
+COUNTERS = ("global_step", "updates", "tokens", "data_position", "seed")
 Piece = tuple[str, tuple[int, ...], int, int, int]
 
 
@@ -135,6 +136,26 @@ def _make_state(flat: Flat, index: Index) -> None:
         first = saved[0][1]
         shape = flat.shape if param in held else first.shape
         flat.state[kind] = torch.zeros(shape, dtype=DTYPES[first.dtype], device=flat.tensor.device)
+
+
+# ---------------------------------------------------------------- counters
+
+
+def run_state(engine: Any) -> dict[str, Any]:
+    """What a checkpoint keeps beside weights, optimizer and random state."""
+    s, skipped = engine.settings, engine.nonfinite
+    counters = {name: getattr(engine, name) for name in COUNTERS}
+    skips = {"skipped": skipped.total, "skipped_in_a_row": skipped.in_a_row}
+    run = {"world_size": engine.world_size, "stage": s.stage, "config": s.config}
+    names = {"optimizer": s.optimizer, "schedule": s.scheduler, "bf16": s.bf16}
+    return {**counters, **skips, **run, **names, "deepspeed_steps": engine.deepspeed.global_steps}
+
+
+def set_run_state(engine: Any, run: dict[str, Any]) -> None:
+    """Restore the counters of `run_state`."""
+    for name in COUNTERS:
+        setattr(engine, name, run[name])
+    engine.nonfinite.total, engine.nonfinite.in_a_row = run["skipped"], run["skipped_in_a_row"]
 
 
 # ---------------------------------------------------------------- scalars: step counts of the optimizer

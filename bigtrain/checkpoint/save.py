@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +254,7 @@ class Saver:
             data.abandon()
         whole = RankManifest(
             rank=ranks.rank(), world_size=ranks.world_size(), data_name=data.path.name, data_bytes=job.data_bytes,
-            slices=tuple(_with_hashes(s, h) for s, h in zip(job.saved, job.hashes)), state=job.rank_state,
+            slices=tuple(replace(s, xxh3=tuple(h)) for s, h in zip(job.saved, job.hashes)), state=job.rank_state,
         )  # fmt: skip
         size, digest = self._disk.write_file(job.scratch / f"{name}.json", whole.to_json())
         self._disk.sync_folder(job.scratch)
@@ -303,19 +303,6 @@ class Saver:
         out: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(out, value, group=self._group)
         return out
-
-
-def _with_hashes(s: SavedSlice, hashes: list[str]) -> SavedSlice:
-    return SavedSlice(
-        param=s.param,
-        kind=s.kind,
-        dtype=s.dtype,
-        shape=s.shape,
-        start=s.start,
-        stop=s.stop,
-        offset=s.offset,
-        xxh3=tuple(hashes),
-    )
 
 
 def _plan(mine: list[LocalSlice], step: int, scratch: Path, final: Path, rank_state: dict[str, Any], run: bytes) -> _Job:
