@@ -25,7 +25,6 @@ from bigtrain.checkpoint.native import Checkpoints
 from bigtrain.errors import DataError, NonFiniteError, RanksDisagreeError
 from bigtrain.guards import RankStep
 from bigtrain.meeting import Point, meet, pack, unpack
-from bigtrain.optim import schedule
 from bigtrain.precision import keep_parameters_in_fp32, summary
 from bigtrain.reduction import Reduction
 from bigtrain.steps import Batch, EvalResult, StepResult
@@ -43,7 +42,7 @@ class Engine:
         ds_config: path or mapping, DeepSpeed's own JSON.
         optimizer: a name of `bigtrain.optim.OPTIMIZERS`; wins over the ds_config's section. "adamw" if neither says.
         learning_rate, betas, eps, weight_decay: for the optimizer; from the ds_config where not given.
-        lr_scheduler, warmup_steps, total_steps: the schedule, a pure function of `global_step`; the first update is at the
+        lr_scheduler, warmup_steps, total_steps, lr_scheduler_kwargs: the schedule, a pure function of `global_step`; the first update is at the
             warm-up rate. Linear where nothing says, constant without total_steps.
         max_grad_norm: clip the global gradient norm; from the ds_config, else 1.0; 0 for no clipping.
         micro_batch, accumulation: samples a forward and rank, forwards a step; from the ds_config where not given.
@@ -74,6 +73,7 @@ class Engine:
         lr_scheduler: str | None = None,
         warmup_steps: int | None = None,
         total_steps: int | None = None,
+        lr_scheduler_kwargs: Mapping[str, Any] | None = None,
         max_grad_norm: float | None = None,
         micro_batch: int | None = None,
         accumulation: int | None = None,
@@ -100,13 +100,12 @@ class Engine:
                 lr_scheduler=lr_scheduler,
                 warmup_steps=warmup_steps,
                 total_steps=total_steps,
+                lr_scheduler_kwargs=lr_scheduler_kwargs,
                 max_grad_norm=max_grad_norm,
                 micro_batch=micro_batch,
                 accumulation=accumulation,
             )
-            self._factor = schedule(
-                self._settings.scheduler, warmup_steps=self._settings.warmup_steps, total_steps=self._settings.total_steps
-            )
+            self._factor = self._settings.schedule()
             keep = keep_parameters_in_fp32(model, keep_in_fp32, self._settings.stage, self._settings.bf16)
         ranks.agree(agreement.digest(repr(self._settings)), "the engine's settings")
         for note in self._settings.notes if ranks.is_main() else ():

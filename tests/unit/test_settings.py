@@ -77,3 +77,10 @@ def test_fp16_is_refused_and_a_config_is_never_changed_in_place():
         settle({"fp16": {"enabled": True}})
     given = base(optimizer={"type": "AdamW"})
     assert settings.read(given) == given and settings.read(given) is not given
+
+
+def test_lr_scheduler_kwargs_reach_the_schedule_and_unknown_ones_are_named():
+    settled = settle(base(), lr_scheduler="cosine", total_steps=10, lr_scheduler_kwargs={"min_ratio": 0.25})
+    assert settled.schedule()(10) == 0.25
+    with pytest.raises(UsageError, match="'min_lr' is unknown; it takes min_ratio, decay_steps, decay"):
+        settle(base(), lr_scheduler="cosine", total_steps=10, lr_scheduler_kwargs={"min_lr": 0.25}).schedule()
