@@ -26,7 +26,7 @@ def _begin(folder, stage, offload, vocab, optimizer="adamw"):
     from bigtrain.engine import Engine
     from bigtrain.models import build_model
 
-    more = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    more: dict = {"offload_optimizer": {"device": "cpu"}} if offload else {}
     settings = config(stage, bf16=True, **more)
     exact = families.reference_values(folder)
     model = build_model(folder, ds_config=settings, resize_vocab_to=vocab)
@@ -35,7 +35,7 @@ def _begin(folder, stage, offload, vocab, optimizer="adamw"):
         edited.data.view(-1)[:7] = 3.0
     engine = Engine(model, ds_config=settings, learning_rate=1e-2, optimizer=optimizer)
     if optimizer != "adamw":
-        return model.bigtrain_info.finer_files is not None
+        return model.bigtrain_info.finer_files is not None  # type: ignore[union-attr]
     found = _masters(engine)
     wrong = [name for name, value in found.items() if not torch.equal(value[: exact[name].numel()], exact[name].reshape(-1))]
     head = found[EDITED][:8].tolist()
