@@ -54,6 +54,12 @@ class TrainArguments:
     packing: Packing = field(default="isolated", metadata=_say("documents of a row: isolated, concatenate, or none"))
     freeze: list[str] = field(default_factory=list, metadata=_say("name prefixes of parameters that are not trained"))
     resize_vocab: bool = field(default=False, metadata=_say("grow the embedding if the tokenizer has more tokens"))
+    allow_missing: list[str] = field(
+        default_factory=list, metadata=_say("name patterns of weights that the model's files may lack; drawn from the seed")
+    )
+    allow_unexpected: list[str] = field(
+        default_factory=list, metadata=_say("name patterns in the model's files that are left out")
+    )
     attn_implementation: str = field(
         default="auto",
         metadata=_say("attention of the Hugging Face model; auto: variable-length flash for packed rows on a GPU, else sdpa"),
@@ -77,6 +83,9 @@ class TrainArguments:
     adam_epsilon: float | None = field(default=None, metadata=_say("added to the denominator (default 1e-8)"))
     max_grad_norm: float | None = field(default=None, metadata=_say("global norm to clip at (default 1.0)"))
     lr_scheduler_type: str | None = field(default=None, metadata=_say("linear, cosine, constant, wsd (default linear)"))
+    lr_scheduler_kwargs: str | None = field(
+        default=None, metadata=_say("JSON object for the schedule: min_ratio; wsd also decay_steps and decay")
+    )
     warmup_steps: int | None = field(default=None, metadata=_say("steps until the peak learning rate"))
     warmup_ratio: float | None = field(default=None, metadata=_say("the same as a share of all steps, 0 to 1"))
 
@@ -114,6 +123,11 @@ class TrainArguments:
         if "all" in self.report_to:
             return tuple(t for t in TRACKERS if importlib.util.find_spec(t))
         return tuple(t for t in self.report_to if t != "none")
+
+    @property
+    def scheduler_kwargs(self) -> dict[str, Any]:
+        """`lr_scheduler_kwargs` as a mapping."""
+        return json.loads(self.lr_scheduler_kwargs or "{}")
 
     @property
     def order_seed(self) -> int:
@@ -305,6 +319,11 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
         yield "eval_steps without anything to evaluate on: add --eval_data PATH or --eval_fraction 0.05"
     if args.warmup_steps is not None and args.warmup_ratio is not None:
         yield "warmup_steps and warmup_ratio are two ways to say one thing: give one of them"
+    try:
+        if not isinstance(args.scheduler_kwargs, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        yield f"lr_scheduler_kwargs {args.lr_scheduler_kwargs!r} must be a JSON object like '{{\"min_ratio\": 0.1}}': {error}"
     if args.bf16 is False:
         yield "bf16 false: bigtrain trains in bf16 with fp32 master weights; for fp32 write bf16.enabled false in the ds_config"
     for tracker in args.report_to:

@@ -25,7 +25,6 @@ from bigtrain.bypass import Origin
 from bigtrain.checkpoint.native import Checkpoints
 from bigtrain.config import Resolved
 from bigtrain.meeting import Point, meet
-from bigtrain.optim import schedule
 from bigtrain.precision import keep_parameters_in_fp32, summary
 from bigtrain.reduction import Reduction
 from bigtrain.steps import Batch, EvalResult, StepResult
@@ -42,7 +41,7 @@ class Engine:
         ds_config: path, preset name or mapping, DeepSpeed's own JSON; it is linted, and every "auto" filled.
         optimizer: a name of `bigtrain.optim.OPTIMIZERS`; wins over the ds_config's section. "adamw" if neither says.
         learning_rate, betas, eps, weight_decay: for the optimizer; from the ds_config where not given.
-        lr_scheduler, warmup_steps, total_steps: the schedule, a pure function of `global_step`; the first update is at the
+        lr_scheduler, warmup_steps, total_steps, lr_scheduler_kwargs: the schedule, a pure function of `global_step`; the first update is at the
             warm-up rate. Linear where nothing says, constant without total_steps.
         max_grad_norm: clip the global gradient norm; from the ds_config, else 1.0; 0 for no clipping.
         micro_batch, accumulation: samples a forward and rank, forwards a step; from the ds_config where not given.
@@ -73,6 +72,7 @@ class Engine:
         lr_scheduler: str | None = None,
         warmup_steps: int | None = None,
         total_steps: int | None = None,
+        lr_scheduler_kwargs: Mapping[str, Any] | None = None,
         max_grad_norm: float | None = None,
         micro_batch: int | None = None,
         accumulation: int | None = None,
@@ -108,10 +108,10 @@ class Engine:
                 model_config=getattr(model, "config", None),
                 **given,
             )
-            self.settings = settings.settle(config, world_size=ranks.world_size(), **given)
-            self._factor = schedule(
-                self.settings.scheduler, warmup_steps=self.settings.warmup_steps, total_steps=self.settings.total_steps
+            self.settings = settings.settle(
+                config, world_size=ranks.world_size(), lr_scheduler_kwargs=lr_scheduler_kwargs, **given
             )
+            self._factor = self.settings.schedule()
             keep = keep_parameters_in_fp32(model, keep_in_fp32, self.settings.stage, self.settings.bf16)
         ranks.agree(agreement.digest(repr(self.settings)), "the engine's settings")
         for note in (*warnings, *self.settings.notes) if ranks.is_main() else ():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bigtrain import config as ds
-from bigtrain import data, models, optim, plan, ranks, settings, zero
+from bigtrain import data, models, plan, ranks, settings, zero
 from bigtrain.arguments import TrainArguments
 from bigtrain.config import ModelShape, Resolved, RunValues
 from bigtrain.diagnostics.metrics import FlopsFormula
@@ -254,6 +254,7 @@ def _settled(job: Job) -> dict[str, Any]:
         "eps": run.adam_epsilon,
         "weight_decay": run.weight_decay,
         "lr_scheduler": run.lr_scheduler_type,
+        "lr_scheduler_kwargs": job.args.scheduler_kwargs,
         "warmup_steps": run.warmup_steps,
         "total_steps": job.steps.steps,
         "max_grad_norm": run.max_grad_norm,
@@ -268,8 +269,7 @@ def check_engine(job: Job) -> None:
     Raises:
         UsageError, ConfigError: as the Engine would.
     """
-    found = settings.settle(job.resolved.engine_config(), world_size=ranks.world_size(), **_settled(job))
-    optim.schedule(found.scheduler, warmup_steps=found.warmup_steps, total_steps=found.total_steps)
+    settings.settle(job.resolved.engine_config(), world_size=ranks.world_size(), **_settled(job)).schedule()
 
 
 # ---------------------------------------------------------------- does it fit
@@ -347,6 +347,8 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
         resize_vocab_to=job.resize_vocab_to,
         trust_remote_code=args.trust_remote_code,
         keep_in_fp32=args.keep_in_fp32,
+        allow_missing=args.allow_missing,
+        allow_unexpected=args.allow_unexpected,
         **job.config_overrides,
     )
     models.refuse_batchnorm_micro_batch_1(model, job.steps.micro_batch)

@@ -5,7 +5,7 @@ The Engine owns the optimizer, the schedule, clipping at stage 0 and the accumul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ class Settings:
         stage, bf16, offload: what the config asks for.
         micro_batch, accumulation, max_grad_norm: as used; micro_batch and accumulation from the config unless given.
         optimizer, learning_rate, betas, eps, weight_decay: as used.
-        scheduler, warmup_steps, total_steps: as used.
+        scheduler, warmup_steps, total_steps, scheduler_kwargs: as used.
         notes: decisions between two sources, one sentence each.
     """
 
@@ -51,7 +51,22 @@ class Settings:
     scheduler: str
     warmup_steps: int
     total_steps: int | None
+    scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def schedule(self) -> Callable[[int], float]:
+        """The factor on the learning rate as a function of the step.
+
+        Raises:
+            UsageError: the values contradict each other, or `scheduler_kwargs` has a name that `optim.schedule` does not know.
+        """
+        known = ("min_ratio", "decay_steps", "decay")
+        wrong = [name for name in self.scheduler_kwargs if name not in known]
+        if wrong:
+            raise UsageError(f"lr_scheduler_kwargs: {', '.join(map(repr, wrong))} is unknown; it takes {', '.join(known)}.")
+        return optim.schedule(
+            self.scheduler, warmup_steps=self.warmup_steps, total_steps=self.total_steps, **self.scheduler_kwargs
+        )
 
 
 def read(
@@ -122,6 +137,7 @@ def settle(
     max_grad_norm: float | None,
     micro_batch: int | None,
     accumulation: int | None,
+    lr_scheduler_kwargs: Mapping[str, Any] | None = None,
 ) -> Settings:
     """Decide every value once. An argument that is None was not given; a given argument wins over the config, and it is said.
 
@@ -175,6 +191,7 @@ def settle(
         scheduler=scheduler if steps is not None or scheduler == "constant" else _constant(scheduler, lr_scheduler, notes),
         warmup_steps=int(warmup_steps if warmup_steps is not None else scheduled.get("warmup_num_steps", 0)),
         total_steps=None if steps is None else int(steps),
+        scheduler_kwargs=dict(lr_scheduler_kwargs or {}),
         notes=notes,
     )
 

@@ -130,3 +130,10 @@ def test_a_config_without_bf16_is_fp32_and_a_resolved_one_is_taken_as_it_is():
     assert config["bf16"] == {"enabled": False}
     done = resolve(base(gradient_clipping=0.5), world_size=2, device="cpu")
     assert read(done) == (done.engine_config(), [])
+
+
+def test_lr_scheduler_kwargs_reach_the_schedule_and_unknown_ones_are_named():
+    settled = settle(base(), lr_scheduler="cosine", total_steps=10, lr_scheduler_kwargs={"min_ratio": 0.25})
+    assert settled.schedule()(10) == 0.25
+    with pytest.raises(UsageError, match="'min_lr' is unknown; it takes min_ratio, decay_steps, decay"):
+        settle(base(), lr_scheduler="cosine", total_steps=10, lr_scheduler_kwargs={"min_lr": 0.25}).schedule()
