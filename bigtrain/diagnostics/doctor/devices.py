@@ -16,7 +16,17 @@ from bigtrain.errors import UsageError
 from bigtrain.placement import Place, device_index, refuse_shared_cards, scheduler_conflict
 from bigtrain.plan.machine import show_bytes
 
-_QUERY = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "compute_mode", "compute_cap", "mig.mode.current")
+_QUERY = (
+    "index",
+    "uuid",
+    "name",
+    "memory.total",
+    "memory.used",
+    "driver_version",
+    "compute_mode",
+    "compute_cap",
+    "mig.mode.current",
+)
 # A card with nothing on it shows up to about 1% of its memory as used.
 BUSY_SHARE = 0.05
 
@@ -61,7 +71,9 @@ class Devices:
 
 def measure_devices(env: Mapping[str, str] = os.environ) -> Devices:
     """Ask nvidia-smi, if it is there."""
-    kept = {k: v for k, v in env.items() if k in ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "DS_ACCELERATOR")}
+    kept = {
+        k: v for k, v in env.items() if k in ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "DS_ACCELERATOR")
+    }
     nodes, host = len(glob.glob("/dev/nvidia[0-9]*")), socket.gethostname()
     text, error = _smi(env, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits")
     if text is None:
@@ -141,10 +153,10 @@ def check_seen(devices: Devices) -> Finding:
     name, variable = "gpus", devices.env.get("CUDA_VISIBLE_DEVICES")
     if devices.smi_error:
         remedy = "reload the driver (reboot, or modprobe nvidia); in a container: docker run --gpus all"
-        return broken(name, "nvidia-smi fails: driver and kernel module do not work together", devices.smi_error, "a list", remedy)
+        return broken(name, "nvidia-smi fails: driver and kernel module disagree", devices.smi_error, "a list", remedy)
     if not devices.gpus and devices.nodes:
         remedy = "install nvidia-utils of the driver's version; in a container: docker run --gpus all"
-        return warning(name, "there are GPU device files but no nvidia-smi", f"{devices.nodes} device files", "nvidia-smi", remedy)
+        return warning(name, "GPU device files but no nvidia-smi", f"{devices.nodes} device files", "nvidia-smi", remedy)
     if not devices.gpus:
         return ok(name, "none: runs use the CPU", "0")
     measured = f"{len(devices.visible)} of {len(devices.gpus)} visible: {', '.join(g.name for g in devices.gpus)}"
@@ -216,7 +228,9 @@ def check_places(places: Sequence[Place]) -> Finding:
         pairs: dict[tuple[str, str | None], list[int]] = {}
         for p in places:
             pairs.setdefault((p.host, p.physical), []).append(p.rank)
-        doubles = "; ".join(f"ranks {', '.join(map(str, r))} on {card} of {host}" for (host, card), r in pairs.items() if len(r) > 1)
+        doubles = "; ".join(
+            f"ranks {', '.join(map(str, r))} on {card} of {host}" for (host, card), r in pairs.items() if len(r) > 1
+        )
         return broken(name, f"{what} {doubles}", measured, "one card a rank", remedy)
     return ok(name, "one card a rank" if any(p.physical for p in places) else "on the CPU", measured)
 

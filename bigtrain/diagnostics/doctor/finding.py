@@ -18,6 +18,7 @@ class Finding:
         name: stable, for scripts. status: ok, warning (a run works, or works in some cases), broken (a run fails).
         what: the judgement in words. measured, needed: with units; needed is empty where there is no threshold.
         remedy: the command or setting that mends it; with status ok it is advice.
+        details: more lines, for example stacks of ranks.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Finding:
     measured: str
     needed: str = ""
     remedy: str = ""
+    details: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for --json."""
@@ -42,9 +44,9 @@ def warning(name: str, what: str, measured: object, needed: str, remedy: str) ->
     return Finding(name=name, status="warning", what=what, measured=str(measured), needed=needed, remedy=remedy)
 
 
-def broken(name: str, what: str, measured: object, needed: str, remedy: str) -> Finding:
+def broken(name: str, what: str, measured: object, needed: str, remedy: str, details: str = "") -> Finding:
     """Something that makes runs fail."""
-    return Finding(name=name, status="broken", what=what, measured=str(measured), needed=needed, remedy=remedy)
+    return Finding(name=name, status="broken", what=what, measured=str(measured), needed=needed, remedy=remedy, details=details)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

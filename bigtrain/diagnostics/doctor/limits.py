@@ -18,7 +18,7 @@ from bigtrain.plan.constants import HOST_PROCESS_BYTES
 from bigtrain.plan.machine import host_memory, show_bytes
 
 _MIB, _GIB = 2**20, 2**30
-# NCCL's shared-memory transport takes tens of MB a pair of ranks, data loader workers one batch each; docker gives 64 MB in all.
+# NCCL's shared memory takes tens of MB a pair of ranks, data loader workers one batch each; docker gives 64 MB in all.
 SHM_LEAST_BYTES, SHM_BYTES, SHM_PROBE_BYTES = 128 * _MIB, _GIB, 64 * _MIB
 # Linux's old default of 64 KiB stops RDMA and some drivers' pinned memory; 8 MiB is the present default.
 LOCK_LEAST_BYTES = _MIB
@@ -204,7 +204,7 @@ def check_files(limits: Limits) -> Finding:
     enough = hard is None or hard >= needed
     fix = f"ulimit -n {min(65536, hard or 65536)}"
     if not enough:
-        fix = "'nofile 65536' in /etc/security/limits.conf and a new login; docker run --ulimit nofile=65536; then ulimit -n 65536"
+        fix = "'nofile 65536' in /etc/security/limits.conf and a new login; docker run --ulimit nofile=65536"
     if limits.files < FILES_LEAST:
         what = "too few: importing and meeting other ranks fails with 'Too many open files'"
         return broken(name, what, limits.files, str(needed), fix)
@@ -223,7 +223,9 @@ def check_memory(limits: Limits) -> Finding:
     capped = limit is not None and limit < limits.machine_bytes
     least = limits.ranks * (HOST_PROCESS_BYTES["cuda" if limits.gpu else "cpu"] + RANK_BYTES)
     needed = f"{show_bytes(least)} for {limits.ranks} ranks with a tiny model; for yours: bigtrain plan --model ..."
-    measured = show_bytes(usable) + (f" (container limit; the machine has {show_bytes(limits.machine_bytes)})" if capped else "")
+    measured = show_bytes(usable) + (
+        f" (container limit; the machine has {show_bytes(limits.machine_bytes)})" if capped else ""
+    )
     raise_it = "docker run --memory=...; Kubernetes: resources.limits.memory; Slurm: --mem=... (0 = all of the node)"
     if usable < least:
         remedy = f"raise the limit: {raise_it}; or fewer ranks on this host" if capped else "fewer ranks on this host"
@@ -255,14 +257,16 @@ def check_cores(limits: Limits) -> Finding:
 
 
 def check_numa(limits: Limits) -> Finding:
-    """Binding of ranks to NUMA nodes: memory of the other node costs CPU Adam and copies to the GPU a good part of their speed."""
+    """Binding of ranks to NUMA nodes: memory of the other node slows CPU Adam and copies to the GPU down."""
     name, nodes = "NUMA", limits.numa_nodes
     measured = f"{len(nodes)} nodes" + (f" (cores {' | '.join(nodes)})" if len(nodes) > 1 else "") if nodes else "unknown"
     if len(nodes) < 2:
         return ok(name, "one memory node: nothing to bind", measured.replace("1 nodes", "1 node"))
     if not limits.numactl:
         return warning(name, "ranks cannot be bound to their node", measured, "numactl", "apt-get install numactl")
-    return ok(name, "bind ranks to nodes", measured, "", "deepspeed --bind_cores_to_rank ...; torchrun: numactl -N NODE -m NODE")
+    return ok(
+        name, "bind ranks to nodes", measured, "", "deepspeed --bind_cores_to_rank ...; torchrun: numactl -N NODE -m NODE"
+    )
 
 
 def check_limits(limits: Limits) -> list[Finding]:

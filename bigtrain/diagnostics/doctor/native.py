@@ -65,7 +65,7 @@ _LOSS = {
 }
 _FIX = {
     "cpu_adam": "mend compiler, ninja and cache as told above; then bigtrain doctor --build",
-    "fused_adam": "a CUDA toolkit of torch's version (CUDA_HOME) and a readable TORCH_CUDA_ARCH_LIST; then bigtrain doctor --build",
+    "fused_adam": "CUDA_HOME: a toolkit of torch's version; a readable TORCH_CUDA_ARCH_LIST; then bigtrain doctor --build",
     "async_io": "apt-get install libaio-dev; then bigtrain doctor --build",
 }
 
@@ -77,7 +77,9 @@ def check_op(op: str, probed: Probed) -> Finding:
         if probed.during not in (op, None):
             return warning(op, "not tried", f"the process ended before, in {probed.during}", needed, "mend that first")
         why = probed.died or "it did not run"
-        return broken(op, f"it ends the process: {_LOSS[op]}", why, needed, "rm -r ~/.cache/torch_extensions and run doctor again")
+        return broken(
+            op, f"it ends the process: {_LOSS[op]}", why, needed, "rm -r ~/.cache/torch_extensions and run doctor again"
+        )
     if "error" in result:
         say = broken if op == "cpu_adam" else warning
         return say(op, _LOSS[op], result["error"], needed, _FIX[op])
@@ -88,8 +90,8 @@ def check_op(op: str, probed: Probed) -> Finding:
 
 
 _UNITS = {
-    "host_bytes_s": "host memory, all cores", "host_copy_bytes_s": "host memory, one thread", "h2d_bytes_s": "pinned host to GPU",
-    "d2h_bytes_s": "pinned GPU to host", "pageable_bytes_s": "pageable host to GPU", "device_bytes_s": "GPU memory",
+    "host_bytes_s": "host memory, all cores", "host_copy_bytes_s": "host memory, one thread",
+    "h2d_bytes_s": "pinned host to GPU", "d2h_bytes_s": "pinned GPU to host", "pageable_bytes_s": "pageable host to GPU", "device_bytes_s": "GPU memory",
 }  # fmt: skip
 # A PCIe gen4 link of 16 lanes does 25e9, gen5 53e9; less than 10e9 is a card in a narrow slot or a throttled link.
 SLOW_BUS_BYTES_S = 10e9
@@ -111,7 +113,9 @@ def check_rates(probed: Probed) -> list[Finding]:
                 out.append(ok("GPU matmul", "measured", f"{number / 1e12:.0f} TFLOP/s in bf16"))
             elif key in ("h2d_bytes_s", "d2h_bytes_s") and number < SLOW_BUS_BYTES_S:
                 remedy = "nvidia-smi -q | grep -A4 'PCIe Generation': another slot, or bind ranks to the GPU's NUMA node"
-                out.append(warning(_UNITS[key], "slow bus", f"{number / 1e9:.1f} GB/s", f"{SLOW_BUS_BYTES_S / 1e9:.0f} GB/s", remedy))
+                out.append(
+                    warning(_UNITS[key], "slow bus", f"{number / 1e9:.1f} GB/s", f"{SLOW_BUS_BYTES_S / 1e9:.0f} GB/s", remedy)
+                )
             else:
                 out.append(ok(_UNITS.get(key, key), "measured", f"{number / 1e9:.1f} GB/s"))
     return out

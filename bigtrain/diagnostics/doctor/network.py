@@ -23,8 +23,8 @@ class Network:
     """What was found.
 
     Attributes:
-        host: this machine's name; address: what it resolves to; resolve_error: why not. interfaces: that are up, with an IPv4 or
-        IPv6 address each. variables: of the environment that name interfaces. port: that a run would meet on; port_free;
+        host: this machine's name; address: what it resolves to; resolve_error: why not.
+        interfaces: that are up, with an IPv4 or IPv6 address each. variables: of the environment that name interfaces. port: that a run would meet on; port_free;
         port_asked: MASTER_PORT said so; port_holder: who listens there; other_port: a free one.
         master: MASTER_ADDR; master_error: why it cannot be resolved.
     """
@@ -162,7 +162,9 @@ def check_interfaces(network: Network) -> list[Finding]:
 def check_port(network: Network) -> Finding:
     """The port that ranks meet on (B53)."""
     name, needed = "meeting port", "free"
-    remedy = f"deepspeed --master_port {network.other_port} ..., torchrun --master_port {network.other_port} ..., or end the other"
+    remedy = (
+        f"deepspeed --master_port {network.other_port} ..., torchrun --master_port {network.other_port} ..., or end the other"
+    )
     remedy += f" job: ss -ltnp 'sport = :{network.port}'"
     measured = f"port {network.port}: " + ("free" if network.port_free else f"in use by {network.port_holder}")
     if network.port_free:
@@ -179,7 +181,11 @@ def check_master(network: Network) -> list[Finding]:
         return []
     if network.master_error:
         remedy = "export MASTER_ADDR=<address of the first host>; a line for it in /etc/hosts of every host"
-        return [broken("MASTER_ADDR", "cannot be resolved", f"{network.master}: {network.master_error}", "a name or address", remedy)]
+        return [
+            broken(
+                "MASTER_ADDR", "cannot be resolved", f"{network.master}: {network.master_error}", "a name or address", remedy
+            )
+        ]
     return [ok("MASTER_ADDR", "resolves", network.master)]
 
 

@@ -131,4 +131,7 @@ def check_disk(storage: Storage) -> list[Finding]:
         out.append(warning(name, "slow", *say, local) if rate < SLOW_BYTES_S else ok(name, "measured", *say))
     say = f"{1e3 * storage.fsync_s:.1f} ms", f"{1e3 * SLOW_FSYNC_S:.0f} ms"
     slow = storage.fsync_s > SLOW_FSYNC_S
-    return [*out, warning("disk fsync", "slow: every checkpoint waits", *say, local) if slow else ok("disk fsync", "measured", *say)]
+    return [
+        *out,
+        warning("disk fsync", "slow: every checkpoint waits", *say, local) if slow else ok("disk fsync", "measured", *say),
+    ]

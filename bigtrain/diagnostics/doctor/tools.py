@@ -17,7 +17,9 @@ from bigtrain.plan.machine import show_bytes
 
 # A build of CPU Adam leaves about 20 MB of objects and library; fused Adam about 30 MB.
 CACHE_BYTES = 200 * 2**20
-_PROBE = b"#include <omp.h>\n#include <vector>\nint main() { std::vector<int> v(1); return omp_get_max_threads() > 0 ? v[0] : 1; }\n"
+_PROBE = (
+    b"#include <omp.h>\n#include <vector>\nint main() { std::vector<int> v(1); return omp_get_max_threads() > 0 ? v[0] : 1; }\n"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +166,9 @@ def check_arch_list(tools: Tools, capabilities: tuple[str, ...] = ()) -> Finding
         return broken(name, what, tools.arch_list, needed, remedy)
     missing = [c for c in capabilities if not any(e.removesuffix("+PTX") == c or "+PTX" in e for e in entries)]
     if missing:
-        return broken(name, f"no code would be compiled for the GPU here ({', '.join(missing)})", tools.arch_list, needed, remedy)
+        return broken(
+            name, f"no code would be compiled for the GPU here ({', '.join(missing)})", tools.arch_list, needed, remedy
+        )
     return ok(name, "readable", tools.arch_list, needed)
 
 
@@ -184,6 +188,5 @@ def check_cache(tools: Tools) -> Finding:
 
 def check_tools(tools: Tools, capabilities: tuple[str, ...] = ()) -> list[Finding]:
     """Everything about compiling."""
-    return [
-        check_compiler(tools), check_ninja(tools), check_headers(tools), check_arch_list(tools, capabilities), check_cache(tools)
-    ]  # fmt: skip
+    plain = (check_compiler(tools), check_ninja(tools), check_headers(tools))
+    return [*plain, check_arch_list(tools, capabilities), check_cache(tools)]

@@ -60,7 +60,7 @@ class BadPair:
 
 
 _ANY = "99999"
-# `cuda` is what torch was built for, `driver` NVIDIA's kernel driver, `nvcc` the compiler on this machine, `gcc` the C++ compiler.
+# `cuda` is what torch was built for, `driver` NVIDIA's kernel driver, `nvcc` and `gcc` the compilers on this machine.
 # Drivers: CUDA release notes, minor-version compatibility. gcc with nvcc: torch/utils/cpp_extension.py, CUDA_GCC_VERSIONS.
 BAD_PAIRS = (
     BadPair("cuda", "13", _ANY, "driver", "0", "580", "CUDA 13 needs a driver of 580 or later",
@@ -230,6 +230,8 @@ def check_requirements(versions: Versions) -> Finding:
 
 def check_cuda(versions: Versions) -> Finding:
     """Torch's CUDA build, and whether an nvcc is there to compile for it."""
+    if versions.found.get("torch") is None:
+        return ok("cuda", "not judged: torch is not installed", f"nvcc {versions.found.get('nvcc') or 'none'}")
     cuda, nvcc, driver = (versions.found.get(k) for k in ("cuda", "nvcc", "driver"))
     measured = f"torch for CUDA {cuda or 'none'}, driver {driver or 'none'}, nvcc {nvcc or 'none'}"
     if cuda is None and versions.gpu_present:
