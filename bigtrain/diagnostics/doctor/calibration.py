@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bigtrain.diagnostics.doctor.comm import Attempt
+from bigtrain.diagnostics.doctor.comm import Attempt, places_found
 from bigtrain.diagnostics.doctor.finding import Finding, ok, warning
 from bigtrain.diagnostics.doctor.native import Probed
 from bigtrain.plan.roofline import rates_from
@@ -30,7 +30,7 @@ def rates_found(probed: Probed | None, attempt: Attempt | None) -> dict[str, flo
             # The 8-bit stand-in is taken at twice that, as in the planner's own defaults.
             out |= {"cpu_adam_s_per_elem": float(adam), "cpu_adam_8bit_s_per_elem": 2 * float(adam)}
     # Between hosts a ring is as slow as the network: only ranks of one host measure the link between cards.
-    if attempt is not None and attempt.passed and len({s.place.host for s in attempt.stories if s.place}) == 1:
+    if attempt is not None and attempt.passed and len({p.host for p in places_found(attempt)}) == 1:
         links = [s.link_bytes_s for s in attempt.stories if s.link_bytes_s]
         out |= {"link_bytes_s": min(links)} if links else {}
     return out

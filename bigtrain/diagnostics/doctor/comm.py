@@ -26,14 +26,17 @@ GRACE_S = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankStory:
-    """How one rank fared: the stage it was in, its error, its stacks, the last lines it printed."""
+    """How one rank fared: the stage it was in, its error, its stacks, the last lines it printed.
+
+    `places`: of all ranks if it met them, else its own; empty if it did not get so far.
+    """
 
     rank: int
     stage: str
     error: str | None
     stack: str = ""
     output: str = ""
-    place: Place | None = None
+    places: tuple[Place, ...] = ()
     backend: str | None = None
     link_bytes_s: float | None = None
 
@@ -155,10 +158,8 @@ def _await(processes: Mapping[int, subprocess.Popen[bytes]], folder: str, limit_
         if not failed and any(codes):
             failed, end = True, min(end, time.monotonic() + GRACE_S)
         if not started and all(_told(folder, rank)["stage"] != "start" for rank in processes):
-            started, end = (
-                True,
-                min(end, time.monotonic() + limit_s + GRACE_S) if failed else time.monotonic() + limit_s + GRACE_S,
-            )
+            started = True
+            end = end if failed else time.monotonic() + limit_s + GRACE_S
         time.sleep(0.05)
     for rank, process in processes.items():
         # Before it has registered the handler, the signal would end the process.
@@ -175,14 +176,28 @@ def _story(folder: str, rank: int, code: int | None) -> RankStory:
     if error is None and told["stage"] != "done" and code is not None:
         error = f"the process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
         error += "".join(f": {line.strip()}" for line in output.splitlines()[-1:])
-    place = Place(**told["place"]) if told.get("place") else None
     return RankStory(
         rank=rank, stage=told["stage"], error=error, stack=stack.read_text() if stack.exists() else "", output=output,
-        place=place, backend=told.get("backend"), link_bytes_s=told.get("link_bytes_s"),
+        places=tuple(Place(**p) for p in told.get("places", ())), backend=told.get("backend"), link_bytes_s=told.get("link_bytes_s"),
     )  # fmt: skip
 
 
 # ---------------------------------------------------------------- variations
+
+# Stages whose failure another transport may mend.
+TRANSPORT = ("meet", "all-reduce", "all-gather", "reduce-scatter", "bandwidth", "leave")
+
+
+def worst_of(attempt: Attempt) -> RankStory:
+    """The rank to blame first: one with an error of its own before one that only waited, then the one that came least far."""
+    failed = [s for s in attempt.stories if not s.passed]
+    return min(failed, key=lambda s: (s.error is None, STAGES.index(s.stage)))
+
+
+def places_found(attempt: Attempt) -> list[Place]:
+    """Where ranks are, in rank order, as far as any of them could tell."""
+    found = {p.rank: p for s in attempt.stories for p in s.places}
+    return [found[rank] for rank in sorted(found)]
 
 
 def variations(backend: str | None, interfaces: Sequence[str]) -> list[dict[str, str]]:
@@ -200,7 +215,7 @@ def climb(
 ) -> list[Attempt]:
     """The plain attempt, and if it fails the variations until one passes. Each is in fresh processes."""
     attempts = [attempt(0, {})]
-    if attempts[0].passed or not ladder:
+    if attempts[0].passed or not ladder or worst_of(attempts[0]).stage not in TRANSPORT:
         return attempts
     backend = next((s.backend for s in attempts[0].stories if s.backend), None)
     for extra in variations(backend, interfaces):
@@ -216,7 +231,7 @@ def climb(
 def check_comm(attempts: Sequence[Attempt]) -> list[Finding]:
     """What the ranks said: where they are, and whether they can train together."""
     first = attempts[0]
-    places = [s.place for s in first.stories if s.place]
+    places = places_found(first)
     out = [check_places(places)] if places else []
     backend = next((s.backend for s in first.stories if s.backend), "?")
     needed = f"all stages within {LIMIT_S:.0f} s"
@@ -226,11 +241,9 @@ def check_comm(attempts: Sequence[Attempt]) -> list[Finding]:
         measured += f", {link / 1e9:.2f} GB/s a link" if link else ""
         what = "all-reduce, all-gather, reduce-scatter and a ZeRO-3 step give the right values"
         return [*out, ok("communication", what, measured, needed)]
-    worst = min((s for s in first.stories if not s.passed), key=lambda s: (s.error is None, STAGES.index(s.stage)))
+    worst = worst_of(first)
     details = "\n".join(_details(s) for s in first.stories)
-    tried = "; ".join(
-        f"{' '.join(f'{k}={v}' for k, v in a.extra.items())}: {'works' if a.passed else 'fails'}" for a in attempts[1:]
-    )
+    tried = "; ".join(f"{a.words()}: {'works' if a.passed else 'fails'}" for a in attempts[1:])
     if tried:
         details += f"\nvariations tried: {tried}"
     good = next((a for a in attempts[1:] if a.passed), None)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bigtrain.diagnostics.doctor import calibration, comm, devices, limits, native, network, storage, tools, versions
 from bigtrain.diagnostics.doctor.finding import Finding, broken
@@ -47,23 +45,22 @@ def examine(request: Request, env: Mapping[str, str] = os.environ) -> Iterator[F
     capabilities = tuple(sorted({g.capability for g in found.visible if g.capability}))
     yield from guarded("tools", lambda: tools.check_tools(tools.measure_tools(env), capabilities))
     yield from devices.check_devices(found)
-    planned = devices.check_places(devices.planned_places(found, on_host))
-    if request.quick or planned.status == "broken":
-        yield planned  # otherwise the ranks themselves say where they are
+    # Under a launcher each process may see other cards: there only the ranks themselves can say.
+    planned = None if launch else devices.check_places(devices.planned_places(found, on_host))
+    placeable = planned is None or planned.status == "ok"
+    if planned is not None and (request.quick or not placeable):
+        yield planned
     yield from guarded(
         "limits", lambda: limits.check_limits(limits.measure_limits(on_host, bool(found.gpus), request.root, env))
     )
-    yield from guarded("network", lambda: network.check_network(network.measure_network(_without_launcher(env, launch))))
+    # Under a launcher its port is in use, by itself.
+    heard = guarded("network", lambda: network.check_network(network.measure_network(env)))
+    yield from (f for f in heard if launch is None or f.name != "meeting port")
     disk = storage.measure_storage(request.folder, speed=not request.quick)
     yield storage.check_space(disk)
     yield from storage.check_disk(disk)
     if not request.quick:
-        yield from _with_torch(request, env, launch, world, bool(found.visible), planned.status == "ok")
-
-
-def _without_launcher(env: Mapping[str, str], launch: comm.Launch | None) -> Mapping[str, str]:
-    """Under a launcher MASTER_PORT is in use, by the launcher."""
-    return {k: v for k, v in env.items() if launch is None or k != "MASTER_PORT"}
+        yield from _with_torch(request, env, launch, world, bool(found.visible), placeable)
 
 
 def guarded(name: str, work: Callable[[], list[Finding]]) -> list[Finding]:
@@ -78,24 +75,17 @@ def guarded(name: str, work: Callable[[], list[Finding]]) -> list[Finding]:
 def _with_torch(
     request: Request, env: Mapping[str, str], launch: comm.Launch | None, world: int, gpu: bool, placeable: bool
 ) -> Iterator[Finding]:
-    main = launch is None or launch.first_local == 0
-    ops = ["cpu_adam", *(["fused_adam"] if gpu else []), *(["async_io"] if request.build else [])]
+    # One after the other: rates that were measured while something else ran would mislead the planner.
     probed = attempts = None
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        # Rates are measured alone; native parts load (or compile, mostly on one core) while the ranks talk.
-        rates = native.measure_native(True, (), False, env) if main else None
-        later = pool.submit(native.measure_native, False, ops, request.build, env) if main else None
-        if placeable:
-            attempts = _talk(request, env, launch or comm.Launch.local(world))
-        if rates is not None and later is not None:
-            built = later.result()
-            probed = native.Probed(rates=rates.rates, ops=built.ops, died=built.died or rates.died, during=built.during)
-    if probed is not None:
-        yield from (native.check_op(op, probed) for op in ops)
+    if launch is None or launch.first_local == 0:
+        ops = ["cpu_adam", *(["fused_adam"] if gpu else []), *(["async_io"] if request.build else [])]
+        probed = native.measure_native(True, ops, request.build, env)
         yield from native.check_rates(probed)
-    if attempts:
+        yield from (native.check_op(op, probed) for op in ops)
+    if placeable:
+        attempts = _talk(request, env, launch or comm.Launch.local(world))
         yield from comm.check_comm(attempts)
-    if request.save is not None and main:
+    if request.save is not None and probed is not None:
         yield calibration.save(calibration.rates_found(probed, attempts[0] if attempts else None), request.save)
 
 
@@ -119,5 +109,5 @@ def preflight(folder: str, ranks_on_host: int, env: Mapping[str, str] = os.envir
 def timed(findings: Iterator[Finding]) -> tuple[list[Finding], float]:
     """All findings and the seconds they took."""
     begun = time.monotonic()
-    done: list[Any] = list(findings)
+    done = list(findings)
     return done, time.monotonic() - begun

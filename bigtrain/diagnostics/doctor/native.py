@@ -90,9 +90,13 @@ def check_op(op: str, probed: Probed) -> Finding:
 
 
 _UNITS = {
-    "host_bytes_s": "host memory, all cores", "host_copy_bytes_s": "host memory, one thread",
-    "h2d_bytes_s": "pinned host to GPU", "d2h_bytes_s": "pinned GPU to host", "pageable_bytes_s": "pageable host to GPU", "device_bytes_s": "GPU memory",
-}  # fmt: skip
+    "host_bytes_s": "host memory, all cores",
+    "host_copy_bytes_s": "host memory, one thread",
+    "h2d_bytes_s": "pinned host to GPU",
+    "d2h_bytes_s": "pinned GPU to host",
+    "pageable_bytes_s": "pageable host to GPU",
+    "device_bytes_s": "GPU memory",
+}
 # A PCIe gen4 link of 16 lanes does 25e9, gen5 53e9; less than 10e9 is a card in a narrow slot or a throttled link.
 SLOW_BUS_BYTES_S = 10e9
 

@@ -24,9 +24,9 @@ class Network:
 
     Attributes:
         host: this machine's name; address: what it resolves to; resolve_error: why not.
-        interfaces: that are up, with an IPv4 or IPv6 address each. variables: of the environment that name interfaces. port: that a run would meet on; port_free;
-        port_asked: MASTER_PORT said so; port_holder: who listens there; other_port: a free one.
-        master: MASTER_ADDR; master_error: why it cannot be resolved.
+        interfaces: that are up, with an address each. variables: of the environment that name interfaces.
+        port: that a run would meet on; port_free; port_asked: MASTER_PORT said so; port_holder: who listens there.
+        other_port: a free one. master: MASTER_ADDR; master_error: why it cannot be resolved.
     """
 
     host: str

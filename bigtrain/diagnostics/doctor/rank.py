@@ -16,7 +16,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-STAGES = ("start", "meet", "all-reduce", "all-gather", "reduce-scatter", "bandwidth", "ZeRO-3 step", "leave", "done")
+STAGES = (
+    "start",
+    "meet",
+    "placement",
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "bandwidth",
+    "ZeRO-3 step",
+    "leave",
+    "done",
+)
 
 
 class Story:
@@ -58,12 +69,15 @@ def _stages(story: Story, limit_s: float, stack: Any) -> None:
     import torch.distributed as dist
 
     from bigtrain import ranks, zero
-    from bigtrain.placement import this_place
+    from bigtrain.placement import refuse_shared_cards, this_place
 
-    device = zero.rank_device()
-    story.tell(stage="meet", place=this_place().as_dict(), backend="nccl" if device.type == "cuda" else "gloo")
+    device, place = zero.rank_device(), this_place()
+    story.tell(stage="meet", places=[place.as_dict()], backend="nccl" if device.type == "cuda" else "gloo")
     faulthandler.dump_traceback_later(0.9 * limit_s, file=stack)
     zero.init_distributed(timeout_s=limit_s)
+    places = ranks.all_gather_object(place)  # over gloo, before NCCL would fail on a shared card
+    story.tell(stage="placement", places=[p.as_dict() for p in places])
+    refuse_shared_cards(places)
     _collectives(story, device)
     story.tell(stage="bandwidth")
     story.tell(link_bytes_s=_bandwidth(device), stage="ZeRO-3 step")
