@@ -178,7 +178,8 @@ def _story(folder: str, rank: int, code: int | None) -> RankStory:
         error += "".join(f": {line.strip()}" for line in output.splitlines()[-1:])
     return RankStory(
         rank=rank, stage=told["stage"], error=error, stack=stack.read_text() if stack.exists() else "", output=output,
-        places=tuple(Place(**p) for p in told.get("places", ())), backend=told.get("backend"), link_bytes_s=told.get("link_bytes_s"),
+        places=tuple(Place(**p) for p in told.get("places", ())),
+        backend=told.get("backend"), link_bytes_s=told.get("link_bytes_s"),
     )  # fmt: skip
 
 
@@ -249,7 +250,17 @@ def check_comm(attempts: Sequence[Attempt]) -> list[Finding]:
     good = next((a for a in attempts[1:] if a.passed), None)
     remedy = f"{good.lines()}   (tested: with this it works)" if good else _advice(worst, backend)
     what = f"{backend} over {len(first.stories)} ranks fails in {worst.stage}: {worst.error or 'no answer within the limit'}"
-    return [*out, broken("communication", what, "; ".join(s.describe() for s in first.stories), needed, remedy, details)]
+    return [
+        *out,
+        broken(
+            "communication",
+            what,
+            f"{sum(s.passed for s in first.stories)} of {len(first.stories)} ranks passed",
+            needed,
+            remedy,
+            details,
+        ),
+    ]
 
 
 def _advice(worst: RankStory, backend: str) -> str:

@@ -33,7 +33,7 @@ class Limits:
 
     Attributes:
         shm_bytes, shm_free_bytes: of /dev/shm; shm_error: of really writing SHM_PROBE_BYTES there.
-        lockable_bytes: RLIMIT_MEMLOCK; files, files_hard: RLIMIT_NOFILE.
+        lockable_bytes, lockable_hard: RLIMIT_MEMLOCK; files, files_hard: RLIMIT_NOFILE.
         machine_bytes: RAM; memory_limit_bytes: of the cgroup; available_bytes: MemAvailable within that limit.
         cores: that this process may use; core_quota: cores' worth of time that the cgroup allows.
         numa_nodes: cores of each node; numactl: it is installed; omp_threads: OMP_NUM_THREADS.
@@ -44,6 +44,7 @@ class Limits:
     shm_free_bytes: int | None
     shm_error: str | None
     lockable_bytes: int | None
+    lockable_hard: int | None
     files: int | None
     files_hard: int | None
     machine_bytes: int | None
@@ -67,12 +68,14 @@ def measure_limits(ranks: int, gpu: bool, root: str | Path = "/", env: Mapping[s
     root = Path(root)
     memory = host_memory(root)
     size, free, error = probe_shm(root / "dev/shm")
-    soft, hard = (None if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
+    soft, hard = _limit(resource.RLIMIT_NOFILE)
+    lockable, lockable_hard = _limit(resource.RLIMIT_MEMLOCK)
     return Limits(
         shm_bytes=size,
         shm_free_bytes=free,
         shm_error=error,
-        lockable_bytes=memory.lockable_bytes if memory else None,
+        lockable_bytes=lockable,
+        lockable_hard=lockable_hard,
         files=soft,
         files_hard=hard,
         machine_bytes=memory.machine_bytes if memory else None,
@@ -87,6 +90,11 @@ def measure_limits(ranks: int, gpu: bool, root: str | Path = "/", env: Mapping[s
         ranks=ranks,
         gpu=gpu,
     )
+
+
+def _limit(kind: int) -> tuple[int | None, int | None]:
+    soft, hard = resource.getrlimit(kind)
+    return tuple(None if n == resource.RLIM_INFINITY else n for n in (soft, hard))  # type: ignore[return-value]
 
 
 def probe_shm(folder: Path, size: int = SHM_PROBE_BYTES) -> tuple[int | None, int | None, str | None]:
@@ -180,8 +188,11 @@ def check_shm(limits: Limits) -> Finding:
 def check_lockable(limits: Limits) -> Finding:
     """Lockable memory: a small limit shows as 'CUDA out of memory' on an empty GPU (B46), and stops RDMA."""
     name = "lockable memory"
-    fix = "ulimit -l unlimited (as root, or 'memlock unlimited' in /etc/security/limits.conf and a new login); docker run "
-    fix += "--ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK; otherwise pin_memory false in the offload blocks"
+    hard = limits.lockable_hard
+    up_to = "unlimited" if hard is None else str(hard // 1024)
+    fix = f"ulimit -l {up_to}; " if hard is None or hard > (limits.lockable_bytes or 0) else ""
+    fix += "'memlock unlimited' in /etc/security/limits.conf and a new login; docker run --ulimit memlock=-1; Slurm: "
+    fix += "PropagateResourceLimitsExcept=MEMLOCK; otherwise pin_memory false in the offload blocks"
     if limits.lockable_bytes is None:
         return ok(name, "unlimited", "unlimited")
     measured = show_bytes(limits.lockable_bytes)

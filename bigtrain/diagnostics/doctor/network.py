@@ -123,8 +123,8 @@ def check_host_name(network: Network) -> Finding:
     pin = f"export GLOO_SOCKET_IFNAME={real[0]}" if real else "bring a network interface up"
     remedy = f"only for several hosts: {pin} on each host, or mend the host's line in /etc/hosts"
     measured = f"{network.host} -> {network.address or network.resolve_error}"
-    if "GLOO_SOCKET_IFNAME" in network.variables:
-        return ok(name, "does not matter: GLOO_SOCKET_IFNAME is set", measured, needed)
+    if network.variables.get("GLOO_SOCKET_IFNAME") in network.interfaces:
+        return ok(name, "does not matter: GLOO_SOCKET_IFNAME says where to listen", measured, needed)
     if network.address is None:
         return warning(name, "cannot be resolved; fine on one host, gloo fails on several", measured, needed, remedy)
     if is_loopback(network.address):

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bigtrain.errors import BuildError
+
 _MIB = 2**20
 ADAM_ELEMS = 8_000_000
 
@@ -90,7 +92,7 @@ def run_cpu_adam() -> dict[str, float]:
     """Load it (compiling if need be), compare a step with torch's AdamW, time it.
 
     Raises:
-        RuntimeError: it does not load, or computes something else.
+        BuildError: it does not load, or computes something else.
     """
     import torch
 
@@ -99,7 +101,7 @@ def run_cpu_adam() -> dict[str, float]:
     begun = time.perf_counter()
     why = zero.why_no_cpu_adam()
     if why:
-        raise RuntimeError(why)
+        raise BuildError(why)
     loaded_s = time.perf_counter() - begun
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     start, grad = torch.linspace(-1, 1, 10_001), torch.linspace(1, -2, 10_001)
@@ -138,7 +140,7 @@ def run_async_io() -> dict[str, float]:
 
     builder = zero.deepspeed.ops.op_builder.AsyncIOBuilder()
     if not builder.is_compatible(verbose=False):
-        raise RuntimeError("libaio or its header is missing")
+        raise BuildError("libaio or its header is missing")
     begun = time.perf_counter()
     handle = builder.load(verbose=False).aio_handle(block_size=_MIB, queue_depth=4, single_submit=False, overlap_events=True,
                                                     intra_op_parallelism=1)  # fmt: skip
@@ -161,7 +163,7 @@ def _compare(ours: Any, theirs: Any) -> None:
     # Two fp32 implementations of one formula, two steps: each rounds about ten times, relative 2^-24 each.
     difference = (ours.double() - theirs.double()).abs().max().item()
     if not difference <= 1e-5:
-        raise RuntimeError(f"it computes something else: largest difference {difference:g}")
+        raise BuildError(f"it computes something else: largest difference {difference:g}")
 
 
 OPS: dict[str, Callable[[], dict[str, float]]] = {
@@ -198,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
 def _first_cause(error: BaseException) -> str:
     from bigtrain import zero
 
-    return zero.first_cause(error)
+    return str(error) if isinstance(error, BuildError) else zero.first_cause(error)
 
 
 def _write(path: str, value: Any) -> None:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         except Exception as error:
             from bigtrain import zero
 
+            traceback.print_exc(file=stack)
             story.tell(error=zero.first_cause(error))
             return 1
         finally:
