@@ -100,6 +100,8 @@ def run_cpu_adam() -> dict[str, float]:
 
     begun = time.perf_counter()
     why = zero.why_no_cpu_adam()
+    if why and "CalledProcessError" in why:  # the build ran and failed: ask again, for the compiler's own words
+        zero.deepspeed.ops.op_builder.CPUAdamBuilder().load(verbose=False)
     if why:
         raise BuildError(why)
     loaded_s = time.perf_counter() - begun
@@ -191,16 +193,28 @@ def main(argv: list[str] | None = None) -> int:
         try:
             done[part][name] = work()
         except Exception as error:
-            done[part][name] = {"error": _first_cause(error)}
+            done[part][name] = {"error": first_error(error)}
     done["now"] = None
     _write(args.out, done)
     return 0
 
 
-def _first_cause(error: BaseException) -> str:
+def first_error(error: BaseException) -> str:
+    """The compiler's first `error:` line if there is one anywhere in the chain, else the error at its bottom.
+
+    torch puts the compiler's output one link above the bottom, which is only "ninja returned 1".
+    """
     from bigtrain import zero
 
-    return str(error) if isinstance(error, BuildError) else zero.first_cause(error)
+    if isinstance(error, BuildError):
+        return str(error)
+    link: BaseException | None = error
+    while link is not None:
+        lines = [line.strip() for line in str(link).splitlines() if "error:" in line]
+        if lines:
+            return lines[0]
+        link = link.__cause__
+    return zero.first_cause(error)
 
 
 def _write(path: str, value: Any) -> None:

@@ -166,8 +166,8 @@ def test_a_compiler_that_does_not_work(tmp_path):
 
 FINE = limits.Limits(
     shm_bytes=8 * GIB, shm_free_bytes=8 * GIB, shm_error=None, lockable_bytes=None, lockable_hard=None,
-    files=65536, files_hard=65536, machine_bytes=128 * GIB, memory_limit_bytes=None, available_bytes=100 * GIB, cores=16, core_quota=None,
-    numa_nodes=("0-15",), numactl=True, omp_threads=None, infiniband=(), ranks=2, gpu=True,
+    files=65536, files_hard=65536, machine_bytes=128 * GIB, memory_limit_bytes=None, available_bytes=100 * GIB,
+    cores=16, core_quota=None, numa_nodes=("0-15",), numactl=True, omp_threads=None, infiniband=(), ranks=2, gpu=True,
 )  # fmt: skip
 
 
