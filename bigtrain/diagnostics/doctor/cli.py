@@ -48,4 +48,5 @@ def run(args: argparse.Namespace) -> int:
         import socket
 
         print(f"{socket.gethostname()}:\n{show.text([f for f in findings if f.status != 'ok'], seconds)}", file=sys.stderr)
-    return code
+    # A launcher takes any exit code but 0 for a crash and prints a page about it: only what is broken is worth that.
+    return 0 if code == 1 and "RANK" in os.environ else code
