@@ -53,8 +53,9 @@ class RankStory:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One try in fresh processes, with `extra` variables."""
+    """One try in fresh processes, with `extra` variables; under a launcher `stories` has this process's rank only."""
 
+    world: int
     extra: Mapping[str, str]
     stories: tuple[RankStory, ...]
     seconds: float
@@ -129,7 +130,7 @@ def measure_attempt(
                     process.kill()
                 process.wait()
         stories = tuple(_story(folder, rank, codes[rank]) for rank in launch.mine)
-    return Attempt(extra=dict(extra), stories=stories, seconds=time.monotonic() - begun)
+    return Attempt(world=launch.world, extra=dict(extra), stories=stories, seconds=time.monotonic() - begun)
 
 
 def _rank_environment(launch: Launch, rank: int, local: int, port: int, env: Mapping[str, str]) -> dict[str, str]:
@@ -238,7 +239,7 @@ def check_comm(attempts: Sequence[Attempt]) -> list[Finding]:
     needed = f"all stages within {LIMIT_S:.0f} s"
     if first.passed:
         link = max((s.link_bytes_s or 0.0 for s in first.stories), default=0.0)
-        measured = f"{len(first.stories)} ranks by {backend}, {first.seconds:.1f} s with start-up"
+        measured = f"{first.world} ranks by {backend}, {first.seconds:.1f} s with start-up"
         measured += f", {link / 1e9:.2f} GB/s a link" if link else ""
         what = "all-reduce, all-gather, reduce-scatter and a ZeRO-3 step give the right values"
         return [*out, ok("communication", what, measured, needed)]
@@ -249,7 +250,7 @@ def check_comm(attempts: Sequence[Attempt]) -> list[Finding]:
         details += f"\nvariations tried: {tried}"
     good = next((a for a in attempts[1:] if a.passed), None)
     remedy = f"{good.lines()}   (tested: with this it works)" if good else _advice(worst, backend)
-    what = f"{backend} over {len(first.stories)} ranks fails in {worst.stage}: {worst.error or 'no answer within the limit'}"
+    what = f"{backend} over {first.world} ranks fails in {worst.stage}: {worst.error or 'no answer within the limit'}"
     return [
         *out,
         broken(

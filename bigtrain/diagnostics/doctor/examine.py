@@ -75,16 +75,19 @@ def guarded(name: str, work: Callable[[], list[Finding]]) -> list[Finding]:
 def _with_torch(
     request: Request, env: Mapping[str, str], launch: comm.Launch | None, world: int, gpu: bool, placeable: bool
 ) -> Iterator[Finding]:
-    # One after the other: rates that were measured while something else ran would mislead the planner.
+    # One after the other: rates that were measured while something else ran would mislead the planner. Under a launcher the
+    # ranks come first, because those of other processes already wait.
     probed = attempts = None
+    if placeable and launch:
+        attempts = _talk(request, env, launch)
     if launch is None or launch.first_local == 0:
         ops = ["cpu_adam", *(["fused_adam"] if gpu else []), *(["async_io"] if request.build else [])]
         probed = native.measure_native(True, ops, request.build, env)
         yield from native.check_rates(probed)
         yield from (native.check_op(op, probed) for op in ops)
-    if placeable:
-        attempts = _talk(request, env, launch or comm.Launch.local(world))
-        yield from comm.check_comm(attempts)
+    if placeable and not launch:
+        attempts = _talk(request, env, comm.Launch.local(world))
+    yield from comm.check_comm(attempts) if attempts else ()
     if request.save is not None and probed is not None:
         yield calibration.save(calibration.rates_found(probed, attempts[0] if attempts else None), request.save)
 

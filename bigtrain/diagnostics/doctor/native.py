@@ -34,7 +34,8 @@ class Probed:
 def measure_native(rates: bool, ops: Sequence[str], scratch: bool, env: Mapping[str, str] = os.environ) -> Probed:
     """Run the probe; with `scratch` it compiles everything anew in a folder that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="bigtrain-doctor-") as folder:
-        out, values = Path(folder, "probe.json"), dict(env)
+        # The rates are those of the whole host, not of one rank's share of its cores.
+        out, values = Path(folder, "probe.json"), {k: v for k, v in env.items() if k != "OMP_NUM_THREADS"}
         if scratch:
             values["TORCH_EXTENSIONS_DIR"] = str(Path(folder, "extensions"))
         command = [sys.executable, "-m", "bigtrain.diagnostics.doctor.probe", str(out), "--ops", ",".join(ops)]

@@ -384,7 +384,7 @@ def attempt(*stages, error=None, **extra):
         )
         for r, s in enumerate(stages)
     )  # fmt: skip
-    return comm.Attempt(extra=extra, stories=stories, seconds=1.0)
+    return comm.Attempt(world=len(stages), extra=extra, stories=stories, seconds=1.0)
 
 
 def test_rates_go_to_the_planner(tmp_path, capsys):
