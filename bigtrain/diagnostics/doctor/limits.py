@@ -25,6 +25,8 @@ LOCK_LEAST_BYTES = _MIB
 FILES_LEAST, FILES = 256, 1024
 # Besides the process itself: tiny model, compiler, what Python's allocator holds.
 RANK_BYTES = _GIB
+# Compiling CPU Adam: two compilers at a time, each seen at 1.7e9 bytes (gcc 12, torch 2.13).
+COMPILE_BYTES = 4 * _GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +243,9 @@ def check_memory(limits: Limits) -> Finding:
     if usable < least:
         remedy = f"raise the limit: {raise_it}; or fewer ranks on this host" if capped else "fewer ranks on this host"
         return broken(name, "too little: ranks are killed with signal 9 and no message", measured, needed, remedy)
+    if usable < COMPILE_BYTES:
+        what = "too little for compiling CPU Adam with several compilers at a time"
+        return warning(name, what, measured, show_bytes(COMPILE_BYTES), "export MAX_JOBS=1")
     free = min(limits.available_bytes or usable, usable)
     measured += f", {show_bytes(free)} available"
     if free < least:

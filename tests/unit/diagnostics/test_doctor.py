@@ -191,6 +191,7 @@ def test_a_fine_host():
         ("open files", {"files": 512}, "warning", "ulimit -n 65536"),
         ("open files", {"files": 512, "files_hard": 512}, "warning", "limits.conf"),
         ("host memory", {"memory_limit_bytes": 2 * GIB}, "broken", "docker run --memory"),
+        ("host memory", {"memory_limit_bytes": 3 * GIB, "gpu": False}, "warning", "export MAX_JOBS=1"),
         ("host memory", {"available_bytes": GIB}, "warning", "ps aux"),
         ("host memory", {"machine_bytes": 4 * GIB, "available_bytes": 3 * GIB}, "broken", "fewer ranks"),
         ("cores", {"core_quota": 4.0}, "warning", "export OMP_NUM_THREADS=2"),
