@@ -20,6 +20,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("bigtrain.plan.cli", "memory and speed of a job before it is launched"),
     "inspect": ("bigtrain.weights.cli", "what is in a folder of weights, and who would read which bytes"),
     "export": ("bigtrain.weights.cli", "a DeepSpeed checkpoint as a Hugging Face folder"),
+    "doctor": ("bigtrain.diagnostics.doctor.cli", "test this machine, and say what to mend"),
 }
 TRAIN_HINT = "To train: deepspeed launch/train.py --ds_config FILE ... (see launch/train.py --help)"
 
