@@ -55,9 +55,7 @@ class TrainArguments:
     freeze: list[str] = field(default_factory=list, metadata=_say("name prefixes of parameters that are not trained"))
     resize_vocab: bool = field(default=False, metadata=_say("grow the embedding if the tokenizer has more tokens"))
     attn_implementation: str = field(default="sdpa", metadata=_say("attention of the Hugging Face model"))
-    use_liger_kernel: bool = field(
-        default=False, metadata=_say("fused kernels ([gpu] extra), else a chunked loss")
-    )
+    use_liger_kernel: bool = field(default=False, metadata=_say("fused kernels ([gpu] extra), else a chunked loss"))
     trust_remote_code: bool = field(default=False, metadata=_say("run Python code that comes with the model"))
 
     # ------------------------------------------------------------ batch and length
@@ -105,6 +103,8 @@ class TrainArguments:
     data_seed: int | None = field(default=None, metadata=_say("of the sample order (default: seed)"))
     dataloader_num_workers: int = field(default=0, metadata=_say("processes per rank that prepare batches"))
     ddp_timeout: int = field(default=1800, metadata=_say("seconds a rank waits for the others"))
+    gpu_memory_cap: float | None = field(default=None, metadata=_say("GiB of each GPU that the run may take (default: all)"))
+    no_export: bool = field(default=False, metadata=_say("do not write OUT/model at the end"))
     no_plan: bool = field(default=False, metadata=_say("do not check before training that the job fits the memory"))
 
     @property
@@ -334,6 +334,8 @@ def _problems_with_numbers(args: TrainArguments) -> Iterator[str]:
         value = getattr(args, name)
         if value is not None and not 0 <= value < 1:
             yield f"{name} must be from 0 up to (not including) 1, got {value}"
+    if args.gpu_memory_cap is not None and not 0 < args.gpu_memory_cap < float("inf"):
+        yield f"gpu_memory_cap must be a positive number of GiB, got {args.gpu_memory_cap}"
     if not 0 < args.num_train_epochs < float("inf"):
         yield f"num_train_epochs must be positive, got {args.num_train_epochs}"
 

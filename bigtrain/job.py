@@ -304,7 +304,7 @@ def check_fit(job: Job) -> dict[str, Any] | None:
     except UsageError as error:
         logger.info("no memory plan: %s", error)
         return None
-    gpu, host = memory_limits()
+    gpu, host = memory_limits(args.gpu_memory_cap)
     if not layout.fits(gpu, host):
         raise DoesNotFitError(
             f"{plan_text(layout, gpu, host)}\n\nNothing was built. Try --gradient_checkpointing, a smaller micro batch or "
@@ -322,10 +322,20 @@ def ranks_per_host() -> int:
     return ranks.world_size()
 
 
-def memory_limits() -> tuple[int | None, int | None]:
-    """(bytes of the smallest card, bytes of the smallest host) over all ranks; None where unknown."""
+def cap_gpu_memory(cap_gib: float | None) -> None:
+    """Let this process allocate at most `cap_gib` GiB of its card: a larger card stands in for a smaller one."""
+    if cap_gib is not None and torch.cuda.is_available():
+        index = torch.cuda.current_device()
+        total = torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / total), index)
+
+
+def memory_limits(cap_gib: float | None = None) -> tuple[int | None, int | None]:
+    """(bytes of the smallest card, or the cap if lower; bytes of the smallest host) over all ranks; None where unknown."""
     found = host_memory()
     card = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if torch.cuda.is_available() else 0
+    if card and cap_gib is not None:
+        card = min(card, int(cap_gib * 2**30))
     mine = (card, found.usable_bytes if found else 0)
     everyone = ranks.all_gather_object(mine)
     return min(row[0] for row in everyone) or None, min(row[1] for row in everyone) or None

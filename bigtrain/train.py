@@ -54,6 +54,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         ranks.control_group()
     ranks.agree(args.as_dict(), "the arguments")
     places = check_places()
+    jobs.cap_gpu_memory(args.gpu_memory_cap)
     folder = RunFolder(args.output_dir)
     ranks.main_decides(
         lambda: folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir), "checking output_dir"
@@ -148,9 +149,8 @@ class Run:
         from bigtrain import ranks
 
         host, pss = self.memory.rss_bytes(), self.memory.pss_bytes()
-        allocated, reserved = gpu_memory_bytes()
-        said = [self.stop.requested is not None, host, pss, allocated, reserved]
-        stop, host, pss, allocated, reserved = (int(v) for v in ranks.max_each([float(v) for v in said]))
+        said = [self.stop.requested is not None, host, pss, *gpu_memory_bytes()]
+        stop, host, pss, allocated, reserved, used = (int(v) for v in ranks.max_each([float(v) for v in said]))
         if not self.main:
             return bool(stop)
         seconds = self.clock.lap()
@@ -168,6 +168,7 @@ class Run:
             "mfu": self.flops.mfu(tokens / seconds / ranks.world_size(), self.card),
             "gpu_allocated_bytes": allocated,
             "gpu_reserved_bytes": reserved,
+            "gpu_used_bytes": used,
             "host_rss_bytes": host,
             "host_pss_bytes": pss,
             "skipped": not result.applied,
@@ -223,7 +224,8 @@ class Run:
             self.evaluate()
             if self.args.save_steps and self.saved_step != self.engine.global_step:
                 self.save()
-            self.engine.export(self.folder.root / "model", tokenizer=self.job.tokenizer)
+            if not self.args.no_export:
+                self.engine.export(self.folder.root / "model", tokenizer=self.job.tokenizer)
         self.progress.close()
         summary = self._summarise(outcome) if self.main else {}
         if outcome != "finished":
@@ -277,13 +279,14 @@ class Run:
 # ---------------------------------------------------------------- small things
 
 
-def gpu_memory_bytes() -> tuple[int, int]:
-    """(allocated, reserved) at their highest since the last call; 0 on a CPU."""
+def gpu_memory_bytes() -> tuple[int, int, int]:
+    """(allocated, reserved) at their highest since the last call, and what the driver counts as used now; 0 on a CPU."""
     import torch
 
     if not torch.cuda.is_available():
-        return 0, 0
-    peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return 0, 0, 0
+    free, total = torch.cuda.mem_get_info()
+    peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), total - free
     torch.cuda.reset_peak_memory_stats()
     return peak
 
