@@ -153,6 +153,10 @@ def _most_telling(logs: Sequence[str], ended: Ended, status: str) -> str:
     if status == "oom":
         found = [line for log in logs for line in log.splitlines() if _OOM.search(line)]
         return found[-1] if found else ""
+    if status == "refused":
+        found = [line for log in logs for line in log.splitlines() if "DOES NOT FIT" in line]
+        if found:
+            return found[-1]
     pairs = [(log, code) for log, code in zip(logs, ended.exit_codes) if code not in (0, None)]
     plain = [log for log, _ in pairs if "RanksDisagreeError" not in error_line(log)]
     return (plain or [log for log, _ in pairs] or [""])[0]

@@ -63,7 +63,10 @@ def main() -> None:
         refuse(f"optim {run['optim']} is bigtrain's own; this peer has {', '.join(OPTIM)}")
     if args.get("freeze"):
         refuse("this peer freezes nothing")
-    take_card(args.get("gpu_memory_cap"))
+    if take_card(args.get("gpu_memory_cap")).type == "cpu":
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend="gloo")  # on a CPU the Trainer comes to it after the model, too late for stage 3
     training = training_arguments(told)  # keeps the DeepSpeed config alive, so that stage 3 partitions while building
     config = AutoConfig.from_pretrained(told["model"])
     config.use_cache = False
