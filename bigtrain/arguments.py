@@ -41,7 +41,9 @@ class TrainArguments:
     model_name_or_path: str = field(metadata=_say("Hugging Face directory or id, or preset:NAME for a named shape"))
     train_data: str = field(metadata=_say("text, JSON Lines, Parquet, Arrow file or folder", "dataset"))
     output_dir: str = field(metadata=_say("folder for metrics, checkpoints, model and report"))
-    ds_config: str = field(metadata=_say("DeepSpeed JSON file", "deepspeed_config", "deepspeed"))
+    ds_config: str = field(
+        metadata=_say("DeepSpeed JSON file, or auto: the fastest that fits", "deepspeed_config", "deepspeed")
+    )
     tokenizer_name_or_path: str | None = field(
         default=None, metadata=_say("tokenizer directory or id (default: the model's)", "tokenizer", "tokenizer_name")
     )
@@ -349,7 +351,9 @@ def _is_there(path: str) -> bool:
 def _problems_with_files(args: TrainArguments) -> Iterator[str]:
     for name in ("ds_config", "train_data", "eval_data"):
         value = getattr(args, name)
-        if value and not _is_there(value) and not (name == "ds_config" and value.lstrip().startswith("{")):
+        if name == "ds_config" and value and (value == "auto" or value.lstrip().startswith("{")):
+            continue
+        if value and not _is_there(value):
             yield f"{name}: {value} does not exist"
     model = args.model_name_or_path
     if model.startswith("preset:"):

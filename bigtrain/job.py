@@ -16,6 +16,7 @@ import torch
 from bigtrain import config as ds
 from bigtrain import data, models, optim, plan, ranks, settings, zero
 from bigtrain.arguments import TrainArguments
+from bigtrain.auto import AUTO, pick
 from bigtrain.config import ModelShape, Resolved, RunValues
 from bigtrain.diagnostics.metrics import FlopsFormula
 from bigtrain.errors import DoesNotFitError, ModelError, UsageError
@@ -64,6 +65,8 @@ def read_ds_config(args: TrainArguments) -> dict[str, Any]:
     Raises:
         ConfigError: every problem of the file in one report.
     """
+    if args.ds_config == AUTO:
+        return {}  # chosen once the ranks have met and know what memory each has
     text = args.ds_config.lstrip()
     config = ds.load(json.loads(text) if text.startswith("{") else args.ds_config)
     ds.check(config, world_size=ranks.world_size(), run=run_values(args, None), device=device_type(), name=_config_name(args))
@@ -312,6 +315,38 @@ def check_fit(job: Job) -> dict[str, Any] | None:
             "run all the same."
         )
     return {k: v for k, v in layout.to_json().items() if k != "trees"}
+
+
+def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
+    """(arguments, ds_config) of `--ds_config auto`. Collective; every rank chooses the same, from the least memory of all.
+
+    Raises:
+        DoesNotFitError: nothing fits. UsageError: the model has no formulas.
+    """
+    with ranks.together("reading the model's config"):
+        model_config = load_model_config(args)
+    gpu, host = memory_limits(args.gpu_memory_cap)
+    picked = pick(
+        model_config.to_dict(),
+        run_values(args, None),
+        world_size=ranks.world_size(),
+        ranks_per_node=ranks_per_host(),
+        seq_len=choose_seq_len(args, model_config),
+        gpu_memory_bytes=gpu,
+        host_memory_bytes=host,
+        device=device_type(),
+        kernels="liger" if args.use_liger_kernel and torch.cuda.is_available() else "hf",
+        frozen=tuple(args.freeze),
+    )
+    logger.info("%s", picked.text())
+    run = picked.run
+    chosen = {
+        "per_device_train_batch_size": run.micro_batch,
+        "gradient_accumulation_steps": run.accumulation,
+        "optim": run.optim,
+        "gradient_checkpointing": run.gradient_checkpointing,
+    }
+    return replace(args, **chosen), picked.config
 
 
 def ranks_per_host() -> int:

@@ -60,6 +60,8 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         lambda: folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir), "checking output_dir"
     )
     resume = ranks.main_decides(lambda: folder.resume_point(args.resume_from_checkpoint), "looking for a checkpoint")
+    if args.ds_config == jobs.AUTO:
+        args, config = jobs.choose(args)
     job = jobs.prepare(args, config)
     jobs.check_engine(job)
     planned = None if args.no_plan else jobs.check_fit(job)

@@ -47,7 +47,7 @@ def make_tokenizer(folder: Path) -> Path:
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None, "decoder": None,
         "pre_tokenizer": {"type": "Whitespace"},
         "added_tokens": [
-            {"id": i, "content": w, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+            {"id": i, "content": w, "special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}
             for w, i in list(words.items())[:3]
         ],
         "model": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"},

@@ -81,7 +81,7 @@ def draw(rows: Sequence[Row], title: str) -> Any:
 
 def _panel(axis: Any, key: tuple[str, int, int], group: Sequence[tuple[int, Row]], name: str) -> None:
     model, gpus, seq_len = key
-    axis.set_title(f"{model.removeprefix('preset:').rstrip('/').split('/')[-1]}, {gpus} rank{'s' * (gpus > 1)}, seq {seq_len:,}")
+    axis.set_title(f"{word('model_name_or_path', model)}, {gpus} rank{'s' * (gpus > 1)}, seq {seq_len:,}")
     axis.set_ylabel("tokens/s per GPU" if name.startswith("gpu") else "tokens/s per rank")
     points = [(row[name] / GIB, row["tokens_per_s_per_gpu"]) for _, row in group]
     for (number, row), (x, y) in zip(group, points):
@@ -95,8 +95,8 @@ def _panel(axis: Any, key: tuple[str, int, int], group: Sequence[tuple[int, Row]
     if any(_predicted_memory(row, name) for _, row in group):
         axis.plot([], [], "o", color=MUTED, markerfacecolor="none", label="predicted")
     axis.legend(frameon=False, fontsize=8, loc="lower right")
-    axis.set_ylim(bottom=0)
     axis.margins(0.12)
+    axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axis.set_xlabel(f"{_axis_name(name)} (GiB)\n{_listing(group, best)}")
 
@@ -138,7 +138,8 @@ def _errors(axis: Any, rows: Sequence[Row]) -> None:
     axis.set_title("prediction error of memory (predicted / measured - 1)")
     found = False
     for name, colour in zip(SPELLED, ("#2563a8", "#d9822b", "#3b8a5a")):
-        points = [(n, 100 * row["prediction_error"][name]) for n, row in enumerate(rows, 1) if name in row.get("prediction_error", {})]
+        told = [(number, row.get("prediction_error") or {}) for number, row in enumerate(rows, 1)]
+        points = [(number, 100 * errors[name]) for number, errors in told if name in errors]
         if points:
             found = True
             axis.plot(*zip(*points), "o", color=colour, markersize=5, label=SPELLED[name])

@@ -33,7 +33,8 @@ class Ended:
         exit_codes: of each rank; negative: killed by that signal. None: it had to be killed here.
         timed_out: the time limit was reached. seconds: wall time.
         rss_bytes, pss_bytes: largest of each rank (VmHWM; sampled smaps_rollup).
-        node_pss_bytes: most of all ranks together. gpu_used_bytes: most on one card by nvidia-smi, what was used before included.
+        node_pss_bytes: most of all ranks together.
+        gpu_used_bytes: most on one card by nvidia-smi, what was used before included.
         gpu_used_before_bytes: on the fullest card before the start.
     """
 

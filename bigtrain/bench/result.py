@@ -18,7 +18,9 @@ from bigtrain.errors import DoesNotFitError, UsageError
 # killed  a rank got SIGKILL from outside, as from the kernel when host memory runs out
 # timeout the time limit was reached          crash    anything else
 STATUSES = ("ok", "oom", "refused", "usage", "killed", "timeout", "crash")
-_OOM = re.compile(r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED")
+_OOM = re.compile(
+    r"OutOfMemoryError|(?:CUDA|GPU) out of memory|out of GPU memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+)
 _ERROR = re.compile(r"^(?:\[rank ?\d+\]:? ?)*((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
 _SIGKILL = -9
 
@@ -154,9 +156,9 @@ def _most_telling(logs: Sequence[str], ended: Ended, status: str) -> str:
         found = [line for log in logs for line in log.splitlines() if _OOM.search(line)]
         return found[-1] if found else ""
     if status == "refused":
-        found = [line for log in logs for line in log.splitlines() if "DOES NOT FIT" in line]
+        found = [line.strip() for line in logs[0].splitlines() if "DOES NOT FIT" in line or line.strip().startswith("nearest:")]
         if found:
-            return found[-1]
+            return "; ".join(found)
     pairs = [(log, code) for log, code in zip(logs, ended.exit_codes) if code not in (0, None)]
     plain = [log for log, _ in pairs if "RanksDisagreeError" not in error_line(log)]
     return (plain or [log for log, _ in pairs] or [""])[0]

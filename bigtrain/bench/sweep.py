@@ -24,7 +24,7 @@ from bigtrain.bench import inputs, prediction, result
 from bigtrain.bench.grid import Cell, labels
 from bigtrain.bench.prediction import Machine
 from bigtrain.bench.processes import Ended, run_ranks
-from bigtrain.errors import UsageError
+from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cli import model_config
 from bigtrain.plan.machine import gpu_memory, host_memory
 from bigtrain.runfolder import versions
@@ -109,8 +109,8 @@ class Sweep:
             return numbers
         numbers["tokens_per_step"] = tokens = rows[0][-1]["tokens"]
         try:
-            formula = prediction.flops_formula(prediction.planned(cell, self.machine.device).input)
-        except UsageError:
+            formula = prediction.flops_formula(prediction.planned(cell, self.machine).input)
+        except (UsageError, DoesNotFitError):
             formula = None
         card = self.machine.card if self.machine.device == "cuda" else None
         return numbers | result.speed(numbers["step_time_s"]["median"], tokens, cell.num_gpus, formula, card)
@@ -154,7 +154,7 @@ class Sweep:
         """Everything that a peer needs, in one file: it imports nothing of bigtrain."""
         if cell.ds_config == "auto":
             raise UsageError(f"runner {cell.runner} cannot choose a ds_config by itself: name one")
-        filled = prediction.resolved(cell, self.machine.device)
+        filled = prediction.resolved(cell, self.machine)
         write_json(folder / "model" / "config.json", model)
         run = {k: v for k, v in vars(filled.run).items() if v is not None}
         told = {

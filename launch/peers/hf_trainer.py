@@ -5,6 +5,7 @@ python hf_trainer.py INSTRUCTIONS.json, one process a rank; launch/benchmark.py 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -63,15 +64,19 @@ def main() -> None:
         refuse(f"optim {run['optim']} is bigtrain's own; this peer has {', '.join(OPTIM)}")
     if args.get("freeze"):
         refuse("this peer freezes nothing")
-    if take_card(args.get("gpu_memory_cap")).type == "cpu":
+    device = take_card(args.get("gpu_memory_cap"))
+    if device.type == "cpu":
         import deepspeed
 
-        deepspeed.init_distributed(dist_backend="gloo")  # on a CPU the Trainer comes to it after the model, too late for stage 3
+        deepspeed.init_distributed(dist_backend="gloo")  # the Trainer's own start comes too late for stage 3
     training = training_arguments(told)  # keeps the DeepSpeed config alive, so that stage 3 partitions while building
     config = AutoConfig.from_pretrained(told["model"])
     config.use_cache = False
     dtype = torch.bfloat16 if training.bf16 else torch.float32
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=args.get("attn_implementation", "sdpa"))
+    attention = args.get("attn_implementation", "sdpa")
+    whole = told["ds_config_resolved"]["zero_optimization"]["stage"] < 3  # stage 3 is built in slices by transformers
+    with device if whole else nullcontext():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     tokens = run["micro_batch"] * run["accumulation"] * world_size() * int(args["seq_len"])
     recorder = Recorder(told["output_dir"], tokens)
     Trainer(model=model, args=training, train_dataset=Rows(told["rows"]), callbacks=[Record(recorder)]).train()

@@ -44,7 +44,7 @@ def take_card(cap_gib: float | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """The sweep's rows of exactly seq_len random tokens, as a map-style data set."""
 
     def __init__(self, path: str):
