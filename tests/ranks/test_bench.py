@@ -15,7 +15,8 @@ from bigtrain.bench.processes import MARK
 
 ROOT = Path(__file__).resolve().parents[2]
 GRID = {
-    "model": "preset:llama-tiny", "ds_config": "zero2", "seq_len": 32, "micro_batch": 2, "steps": 5, "warmup": 2, "max_cell_s": 200,
+    "model": "preset:llama-tiny", "ds_config": "zero2", "seq_len": 32, "micro_batch": 2, "steps": 5, "warmup": 2,
+    "max_cell_s": 200,
     "cells": [
         {"num_gpus": 2, "runner": ["bigtrain", "raw_deepspeed", "hf_trainer"]},
         {"model": "preset:llama-70b"},  # no such host holds its states: exit 3
