@@ -278,17 +278,11 @@ def check_engine(job: Job) -> None:
 # ---------------------------------------------------------------- does it fit
 
 
-def check_fit(job: Job) -> dict[str, Any] | None:
-    """Plan the run's bytes and refuse what cannot fit; returns the plan, None for a model that has no formulas.
-
-    Every rank computes the same from the smallest card and host of all.
-
-    Raises:
-        DoesNotFitError: with the plan, row by row.
-    """
+def plan_of(job: Job) -> plan.Plan | None:
+    """The bytes of the run, the same on every rank; None for a model that has no formulas."""
     run, args = job.resolved.run, job.args
     try:
-        layout = plan.predict(
+        return plan.predict(
             plan.plan_input(
                 job.model_config.to_dict(),
                 ds_config=job.resolved.engine_config(),
@@ -306,13 +300,26 @@ def check_fit(job: Job) -> dict[str, Any] | None:
         )
     except UsageError as error:
         logger.info("no memory plan: %s", error)
+    except Exception as error:
+        if not args.no_plan:  # with it, the plan is only there to explain an out-of-memory error
+            raise
+        logger.warning("no memory plan: %r", error)
+    return None
+
+
+def check_fit(layout: plan.Plan | None, gpu: int | None, host: int | None) -> dict[str, Any] | None:
+    """Refuse what cannot fit the smallest card and host of all; returns the plan's numbers, None without a plan.
+
+    Raises:
+        DoesNotFitError: with the plan, row by row.
+    """
+    if layout is None:
         return None
-    gpu, host = memory_limits(args.gpu_memory_cap)
     if not layout.fits(gpu, host):
         raise DoesNotFitError(
             f"{plan_text(layout, gpu, host)}\n\nNothing was built. Try --gradient_checkpointing, a smaller micro batch or "
-            "seq_len, --optim adamw_8bit, the next ds_config down the ladder, or `bigtrain plan --auto`. --no_plan starts the "
-            "run all the same."
+            "seq_len, --optim adamw_8bit, the next ds_config down the ladder, --ds_config auto, or `bigtrain plan --auto`. "
+            "--no_plan starts the run all the same."
         )
     return {k: v for k, v in layout.to_json().items() if k != "trees"}
 
@@ -340,7 +347,7 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
     )
     logger.info("%s", picked.text())
     run = picked.run
-    chosen = {
+    chosen: dict[str, Any] = {
         "per_device_train_batch_size": run.micro_batch,
         "gradient_accumulation_steps": run.accumulation,
         "optim": run.optim,

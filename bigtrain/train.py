@@ -47,6 +47,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     from bigtrain import placement, ranks, zero
     from bigtrain.engine import Engine
     from bigtrain.runfolder import RunFolder
+    from bigtrain.shortage import Explained
 
     config = jobs.read_ds_config(args)  # every fault of the file, before anything starts
     with placement.meeting_port():
@@ -64,25 +65,28 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         args, config = jobs.choose(args)
     job = jobs.prepare(args, config)
     jobs.check_engine(job)
-    planned = None if args.no_plan else jobs.check_fit(job)
+    layout, limits = jobs.plan_of(job), jobs.memory_limits(args.gpu_memory_cap)
+    planned = None if args.no_plan else jobs.check_fit(layout, *limits)
     ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
     ranks.main_decides(lambda: announce(job, folder, places, planned), "writing run.json")
-    model, isolation = jobs.build(job)
-    engine = Engine(model, **jobs.engine_settings(job))
-    if resume is not None:
-        engine.load_checkpoint(resume.parent, tag=resume.name)
-        logger.info("resumed from %s at step %d", resume, engine.global_step)
-    flops = jobs.flops_formula(model, job.seq_len)
-    with ranks.together("opening loaders and trackers"):
-        run = Run(job, engine, folder, stop, flops, places, isolation.document_bounds)
-    try:
-        return run.finish(run.loop())
-    except Exception as error:
-        run.failed(error)
-        raise
-    finally:
-        run.close()
-        engine.close()
+    with Explained(layout, *limits) as explained:
+        model, isolation = jobs.build(job)
+        explained.model, explained.phase = model, "starting the engine"
+        engine = explained.engine = Engine(model, **jobs.engine_settings(job))
+        if resume is not None:
+            engine.load_checkpoint(resume.parent, tag=resume.name)
+            logger.info("resumed from %s at step %d", resume, engine.global_step)
+        flops = jobs.flops_formula(model, job.seq_len)
+        with ranks.together("opening loaders and trackers"):
+            run = Run(job, engine, folder, stop, flops, places, isolation.document_bounds)
+        try:
+            return run.finish(run.loop())
+        except Exception as error:
+            run.failed(error)
+            raise
+        finally:
+            run.close()
+            engine.close()
 
 
 class Run:

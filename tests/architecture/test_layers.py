@@ -23,7 +23,7 @@ ROWS: list[set[str]] = [
     {"checkpoint", "guards", "master", "reduction", "settings", "watch"},
     {"assembly", "evaluation"},
     {"engine"},
-    {"arguments", "auto", "runfolder"},
+    {"arguments", "auto", "runfolder", "shortage"},
     {"job"},
     {"train"},
     {"cli", "bench"},
