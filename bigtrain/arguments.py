@@ -41,7 +41,9 @@ class TrainArguments:
     model_name_or_path: str = field(metadata=_say("Hugging Face directory or id, or preset:NAME for a named shape"))
     train_data: str = field(metadata=_say("text, JSON Lines, Parquet, Arrow file or folder", "dataset"))
     output_dir: str = field(metadata=_say("folder for metrics, checkpoints, model and report"))
-    ds_config: str = field(metadata=_say("DeepSpeed JSON file", "deepspeed_config", "deepspeed"))
+    ds_config: str = field(
+        metadata=_say("DeepSpeed JSON file, or auto: the fastest that fits", "deepspeed_config", "deepspeed")
+    )
     tokenizer_name_or_path: str | None = field(
         default=None, metadata=_say("tokenizer directory or id (default: the model's)", "tokenizer", "tokenizer_name")
     )
@@ -115,6 +117,8 @@ class TrainArguments:
     data_seed: int | None = field(default=None, metadata=_say("of the sample order (default: seed)"))
     dataloader_num_workers: int = field(default=0, metadata=_say("processes per rank that prepare batches"))
     ddp_timeout: int = field(default=1800, metadata=_say("seconds a rank waits for the others"))
+    gpu_memory_cap: float | None = field(default=None, metadata=_say("GiB of each GPU that the run may take (default: all)"))
+    no_export: bool = field(default=False, metadata=_say("do not write OUT/model at the end"))
     no_plan: bool = field(default=False, metadata=_say("do not check before training that the job fits the memory"))
 
     @property
@@ -354,6 +358,8 @@ def _problems_with_numbers(args: TrainArguments) -> Iterator[str]:
         value = getattr(args, name)
         if value is not None and not 0 <= value < 1:
             yield f"{name} must be from 0 up to (not including) 1, got {value}"
+    if args.gpu_memory_cap is not None and not 0 < args.gpu_memory_cap < float("inf"):
+        yield f"gpu_memory_cap must be a positive number of GiB, got {args.gpu_memory_cap}"
     if not 0 < args.num_train_epochs < float("inf"):
         yield f"num_train_epochs must be positive, got {args.num_train_epochs}"
 
@@ -367,7 +373,9 @@ def _is_there(path: str) -> bool:
 def _problems_with_files(args: TrainArguments) -> Iterator[str]:
     for name in ("ds_config", "train_data", "eval_data"):
         value = getattr(args, name)
-        if value and not _is_there(value) and not (name == "ds_config" and value.lstrip().startswith("{")):
+        if name == "ds_config" and value and (value == "auto" or value.lstrip().startswith("{")):
+            continue
+        if value and not _is_there(value):
             yield f"{name}: {value} does not exist"
     model = args.model_name_or_path
     if model.startswith("preset:"):

@@ -18,6 +18,7 @@ from bigtrain.errors import BigtrainError, UsageError
 VERBS: dict[str, tuple[str, str]] = {
     "config": ("bigtrain.config.cli", "generate, lint and resolve a ds_config"),
     "plan": ("bigtrain.plan.cli", "memory and speed of a job before it is launched"),
+    "bench": ("bigtrain.bench.cli", "run a grid of trainings: speed and memory, predicted beside measured"),
     "inspect": ("bigtrain.weights.cli", "what is in a folder of weights, and who would read which bytes"),
     "export": ("bigtrain.weights.cli", "a DeepSpeed checkpoint as a Hugging Face folder"),
     "doctor": ("bigtrain.diagnostics.doctor.cli", "test this machine, and say what to mend"),

@@ -23,7 +23,7 @@ ROWS: list[set[str]] = [
     {"agreement", "bypass", "checkpoint", "master", "reduction", "settings"},
     {"accumulation", "assembly", "evaluation"},
     {"engine"},
-    {"arguments", "runfolder"},
+    {"arguments", "auto", "runfolder", "shortage"},
     {"job"},
     {"train"},
     {"cli", "bench"},
@@ -31,7 +31,7 @@ ROWS: list[set[str]] = [
 LEVEL = {part: level for level, row in enumerate(ROWS) for part in row}
 FACADES = {"", "__init__", "__main__"}  # the lazy package itself and `python -m bigtrain`
 # Plain Python: importing these may not load what takes seconds.
-PLAIN = ("errors", "shapes", "partition", "config", "plan", "cli")
+PLAIN = ("errors", "shapes", "partition", "config", "plan", "auto", "bench", "cli")
 HEAVY = ("torch", "transformers", "deepspeed", "numpy", "pandas", "datasets", "matplotlib")
 
 
