@@ -1,7 +1,7 @@
 # make train    new environment, then a first run with pictures in out/first (about 5 minutes on two CPU cores)
 # make test     the test suite
 # make lint     ruff and mypy
-# make bench    the same job under every file of ds_configs/: speed and memory side by side
+# make bench    a sweep: memory against throughput, predicted beside measured, with raw DeepSpeed and the Trainer as peers
 # make clean    remove the environment and the first run
 
 VENV   ?= .venv
@@ -47,12 +47,8 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed $(DATA)/train.jsonl
-	for config in ds_configs/*.json; do \
-	    deepspeed --num_accelerators $(RANKS) launch/train.py --ds_config $$config $(JOB) --max_steps 20 --report_to none \
-	        --output_dir out/bench/$$(basename $$config .json) --overwrite_output_dir || true; \
-	done
-	$(BIN)/python -m bigtrain.diagnostics.report $(patsubst ds_configs/%.json,out/bench/%,$(wildcard ds_configs/*.json))
+bench: $(VENV)/.installed
+	$(BIN)/python launch/benchmark.py launch/grids/$(if $(filter 0,$(GPUS)),cpu_smoke,memory_vs_throughput).yaml --output_dir out/bench
 
 $(VENV)/.installed: setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -41,7 +41,9 @@ class TrainArguments:
     model_name_or_path: str = field(metadata=_say("Hugging Face directory or id, or preset:NAME for a named shape"))
     train_data: str = field(metadata=_say("text, JSON Lines, Parquet, Arrow file or folder", "dataset"))
     output_dir: str = field(metadata=_say("folder for metrics, checkpoints, model and report"))
-    ds_config: str = field(metadata=_say("DeepSpeed JSON file", "deepspeed_config", "deepspeed"))
+    ds_config: str = field(
+        metadata=_say("DeepSpeed JSON file, or auto: the fastest that fits", "deepspeed_config", "deepspeed")
+    )
     tokenizer_name_or_path: str | None = field(
         default=None, metadata=_say("tokenizer directory or id (default: the model's)", "tokenizer", "tokenizer_name")
     )
@@ -54,6 +56,12 @@ class TrainArguments:
     packing: Packing = field(default="isolated", metadata=_say("documents of a row: isolated, concatenate, or none"))
     freeze: list[str] = field(default_factory=list, metadata=_say("name prefixes of parameters that are not trained"))
     resize_vocab: bool = field(default=False, metadata=_say("grow the embedding if the tokenizer has more tokens"))
+    allow_missing: list[str] = field(
+        default_factory=list, metadata=_say("name patterns of weights that the model's files may lack; drawn from the seed")
+    )
+    allow_unexpected: list[str] = field(
+        default_factory=list, metadata=_say("name patterns in the model's files that are left out")
+    )
     attn_implementation: str = field(
         default="auto",
         metadata=_say("attention of the Hugging Face model; auto: variable-length flash for packed rows on a GPU, else sdpa"),
@@ -77,6 +85,9 @@ class TrainArguments:
     adam_epsilon: float | None = field(default=None, metadata=_say("added to the denominator (default 1e-8)"))
     max_grad_norm: float | None = field(default=None, metadata=_say("global norm to clip at (default 1.0)"))
     lr_scheduler_type: str | None = field(default=None, metadata=_say("linear, cosine, constant, wsd (default linear)"))
+    lr_scheduler_kwargs: str | None = field(
+        default=None, metadata=_say("JSON object for the schedule: min_ratio; wsd also decay_steps and decay")
+    )
     warmup_steps: int | None = field(default=None, metadata=_say("steps until the peak learning rate"))
     warmup_ratio: float | None = field(default=None, metadata=_say("the same as a share of all steps, 0 to 1"))
 
@@ -106,6 +117,8 @@ class TrainArguments:
     data_seed: int | None = field(default=None, metadata=_say("of the sample order (default: seed)"))
     dataloader_num_workers: int = field(default=0, metadata=_say("processes per rank that prepare batches"))
     ddp_timeout: int = field(default=1800, metadata=_say("seconds a rank waits for the others"))
+    gpu_memory_cap: float | None = field(default=None, metadata=_say("GiB of each GPU that the run may take (default: all)"))
+    no_export: bool = field(default=False, metadata=_say("do not write OUT/model at the end"))
     no_plan: bool = field(default=False, metadata=_say("do not check before training that the job fits the memory"))
 
     @property
@@ -114,6 +127,11 @@ class TrainArguments:
         if "all" in self.report_to:
             return tuple(t for t in TRACKERS if importlib.util.find_spec(t))
         return tuple(t for t in self.report_to if t != "none")
+
+    @property
+    def scheduler_kwargs(self) -> dict[str, Any]:
+        """`lr_scheduler_kwargs` as a mapping."""
+        return json.loads(self.lr_scheduler_kwargs or "{}")
 
     @property
     def order_seed(self) -> int:
@@ -305,6 +323,11 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
         yield "eval_steps without anything to evaluate on: add --eval_data PATH or --eval_fraction 0.05"
     if args.warmup_steps is not None and args.warmup_ratio is not None:
         yield "warmup_steps and warmup_ratio are two ways to say one thing: give one of them"
+    try:
+        if not isinstance(args.scheduler_kwargs, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        yield f"lr_scheduler_kwargs {args.lr_scheduler_kwargs!r} must be a JSON object like '{{\"min_ratio\": 0.1}}': {error}"
     if args.bf16 is False:
         yield "bf16 false: bigtrain trains in bf16 with fp32 master weights; for fp32 write bf16.enabled false in the ds_config"
     for tracker in args.report_to:
@@ -335,6 +358,8 @@ def _problems_with_numbers(args: TrainArguments) -> Iterator[str]:
         value = getattr(args, name)
         if value is not None and not 0 <= value < 1:
             yield f"{name} must be from 0 up to (not including) 1, got {value}"
+    if args.gpu_memory_cap is not None and not 0 < args.gpu_memory_cap < float("inf"):
+        yield f"gpu_memory_cap must be a positive number of GiB, got {args.gpu_memory_cap}"
     if not 0 < args.num_train_epochs < float("inf"):
         yield f"num_train_epochs must be positive, got {args.num_train_epochs}"
 
@@ -348,7 +373,9 @@ def _is_there(path: str) -> bool:
 def _problems_with_files(args: TrainArguments) -> Iterator[str]:
     for name in ("ds_config", "train_data", "eval_data"):
         value = getattr(args, name)
-        if value and not _is_there(value) and not (name == "ds_config" and value.lstrip().startswith("{")):
+        if name == "ds_config" and value and (value == "auto" or value.lstrip().startswith("{")):
+            continue
+        if value and not _is_there(value):
             yield f"{name}: {value} does not exist"
     model = args.model_name_or_path
     if model.startswith("preset:"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import buffers, guards, optim, zero
+from bigtrain import buffers, guards, optim, ranks, weights, zero
 from bigtrain.errors import ModelError
 from bigtrain.master import MasterOptimizer
 from bigtrain.optim.build import build_optimizer
@@ -64,13 +64,29 @@ def assemble(
     names, params = [n for n, _ in named], [p for _, p in named]
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     flags = GradientFlags(params if trace_gradients else [], device)
-    ds = zero.initialize(model, s.config, _optimizer(param_groups(model, s.weight_decay), s))
+    optimizer = _optimizer(param_groups(model, s.weight_decay), s)
+    ds = zero.initialize(model, s.config, optimizer)
     optim.after_initialize(s.optimizer, ds)
+    _fill_masters(model, optimizer)
     restored = buffers.restore(model, saved)
     if restored:
         log.info("kept %d buffers in the dtype they were built with: %s", len(restored), guards.listing(restored))
     base_lrs = [float(group["lr"]) for group in ds.optimizer.param_groups]
     return Assembled(ds, names, params, frozen_map, buffers.batchnorms(model), base_lrs, flags)
+
+
+def _fill_masters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give the fp32 masters the bits that the model's own bf16 weights lost when they were read from finer files."""
+    directory = getattr(getattr(model, "bigtrain_info", None), "finer_files", None)
+    if directory is None:
+        return
+    master_of = optimizer.master_of if isinstance(optimizer, MasterOptimizer) else zero.master_of
+    found = sum(ranks.all_gather_object(weights.load_masters(model, directory, master_of=master_of)))
+    log.info(
+        "the fp32 masters hold the unrounded values of %s" if found else "%s is finer than bf16: this setup has no fp32 masters "
+        "to hold its lower bits",
+        directory,
+    )  # fmt: skip
 
 
 def _optimizer(groups: list[dict[str, Any]], s: Settings) -> torch.optim.Optimizer:

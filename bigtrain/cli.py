@@ -18,9 +18,11 @@ from bigtrain.errors import BigtrainError, UsageError
 VERBS: dict[str, tuple[str, str]] = {
     "config": ("bigtrain.config.cli", "generate, lint and resolve a ds_config"),
     "plan": ("bigtrain.plan.cli", "memory and speed of a job before it is launched"),
+    "bench": ("bigtrain.bench.cli", "run a grid of trainings: speed and memory, predicted beside measured"),
     "inspect": ("bigtrain.checkpoint.cli", "what is in a checkpoint, or in a folder of weights and who would read which bytes"),
     "verify": ("bigtrain.checkpoint.cli", "check every byte of a checkpoint against its hash"),
     "export": ("bigtrain.checkpoint.cli", "the weights of a checkpoint as a Hugging Face folder"),
+    "doctor": ("bigtrain.diagnostics.doctor.cli", "test this machine, and say what to mend"),
 }
 TRAIN_HINT = "To train: deepspeed launch/train.py --ds_config FILE ... (see launch/train.py --help)"
 

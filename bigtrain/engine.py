@@ -19,20 +19,18 @@ from typing import Any
 import torch
 
 from bigtrain import agreement, buffers, evaluation, guards, ranks, settings, steps, zero
+from bigtrain.accumulation import Accumulation
 from bigtrain.assembly import assemble
 from bigtrain.bypass import Origin
 from bigtrain.checkpoint.native import Checkpoints
-from bigtrain.errors import DataError, NonFiniteError, RanksDisagreeError
-from bigtrain.guards import RankStep
-from bigtrain.meeting import Point, meet, pack, unpack
-from bigtrain.optim import schedule
+from bigtrain.config import Resolved
+from bigtrain.meeting import Point, meet, naming_the_lost
 from bigtrain.precision import keep_parameters_in_fp32, summary
 from bigtrain.reduction import Reduction
 from bigtrain.steps import Batch, EvalResult, StepResult
 from bigtrain.watch import Watcher, Whereabouts
 
 log = logging.getLogger(__name__)
-_COUNTERS = ("global_step", "updates", "tokens", "data_position", "seed")
 
 
 class Engine:
@@ -40,10 +38,10 @@ class Engine:
 
     Args:
         model: from `build_model`, or any nn.Module. At stage 3 it should have been built under zero.Init.
-        ds_config: path or mapping, DeepSpeed's own JSON.
+        ds_config: path, preset name or mapping, DeepSpeed's own JSON; it is linted, and every "auto" filled.
         optimizer: a name of `bigtrain.optim.OPTIMIZERS`; wins over the ds_config's section. "adamw" if neither says.
         learning_rate, betas, eps, weight_decay: for the optimizer; from the ds_config where not given.
-        lr_scheduler, warmup_steps, total_steps: the schedule, a pure function of `global_step`; the first update is at the
+        lr_scheduler, warmup_steps, total_steps, lr_scheduler_kwargs: the schedule, a pure function of `global_step`; the first update is at the
             warm-up rate. Linear where nothing says, constant without total_steps.
         max_grad_norm: clip the global gradient norm; from the ds_config, else 1.0; 0 for no clipping.
         micro_batch, accumulation: samples a forward and rank, forwards a step; from the ds_config where not given.
@@ -65,7 +63,7 @@ class Engine:
         self,
         model: torch.nn.Module,
         *,
-        ds_config: str | Path | Mapping[str, Any],
+        ds_config: str | Path | Mapping[str, Any] | Resolved,
         optimizer: str | None = None,
         learning_rate: float | None = None,
         betas: tuple[float, float] | None = None,
@@ -74,6 +72,7 @@ class Engine:
         lr_scheduler: str | None = None,
         warmup_steps: int | None = None,
         total_steps: int | None = None,
+        lr_scheduler_kwargs: Mapping[str, Any] | None = None,
         max_grad_norm: float | None = None,
         micro_batch: int | None = None,
         accumulation: int | None = None,
@@ -89,27 +88,33 @@ class Engine:
     ):
         zero.init_distributed()
         with ranks.together("reading the engine's settings"):
-            self._settings = settings.settle(
-                settings.read(ds_config),
+            given: dict[str, Any] = {
+                "optimizer": optimizer,
+                "learning_rate": learning_rate,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "lr_scheduler": lr_scheduler,
+                "warmup_steps": warmup_steps,
+                "total_steps": total_steps,
+                "max_grad_norm": max_grad_norm,
+                "micro_batch": micro_batch,
+                "accumulation": accumulation,
+            }
+            config, warnings = settings.read(
+                ds_config,
                 world_size=ranks.world_size(),
-                optimizer=optimizer,
-                learning_rate=learning_rate,
-                betas=betas,
-                eps=eps,
-                weight_decay=weight_decay,
-                lr_scheduler=lr_scheduler,
-                warmup_steps=warmup_steps,
-                total_steps=total_steps,
-                max_grad_norm=max_grad_norm,
-                micro_batch=micro_batch,
-                accumulation=accumulation,
+                device=zero.rank_device().type,
+                model_config=getattr(model, "config", None),
+                **given,
             )
-            self._factor = schedule(
-                self._settings.scheduler, warmup_steps=self._settings.warmup_steps, total_steps=self._settings.total_steps
+            self.settings = settings.settle(
+                config, world_size=ranks.world_size(), lr_scheduler_kwargs=lr_scheduler_kwargs, **given
             )
-            keep = keep_parameters_in_fp32(model, keep_in_fp32, self._settings.stage, self._settings.bf16)
-        ranks.agree(agreement.digest(repr(self._settings)), "the engine's settings")
-        for note in self._settings.notes if ranks.is_main() else ():
+            self._factor = self.settings.schedule()
+            keep = keep_parameters_in_fp32(model, keep_in_fp32, self.settings.stage, self.settings.bf16)
+        ranks.agree(agreement.digest(repr(self.settings)), "the engine's settings")
+        for note in (*warnings, *self.settings.notes) if ranks.is_main() else ():
             log.warning(note)
         self.seed = seed
         self.data_position = 0
@@ -117,10 +122,10 @@ class Engine:
         self.global_step = 0
         self.updates = 0
         self.agree_every = agree_every
-        self._nonfinite = guards.NonFiniteCount(nonfinite_limit)
+        self.nonfinite = guards.NonFiniteCount(nonfinite_limit)
         self._uniform = uniform_forward or ranks.world_size() == 1
         self.count_targets = count_targets or steps.target_counter(model)
-        self._parts = assemble(model, self._settings, keep, leaf_modules, trace_gradients)
+        self._parts = assemble(model, self.settings, keep, leaf_modules, trace_gradients)
         self._ds = self._parts.ds
         self._names = self._parts.names
         self.checkpoints = Checkpoints(self)
@@ -131,19 +136,16 @@ class Engine:
 
     def _register(self, hang_s: float | None) -> None:
         """Hooks: who entered which module, which gradients are sound, and which forward a loss came from."""
-        self._forwards = 0  # through the engine, since the last step
-        self._micro = 0  # backwards since the last step
-        self._planned = self._settings.accumulation  # backwards until the next step
+        self._since = Accumulation(self.settings.accumulation, self.device)
         self._origin = Origin(self.module, lambda: self.global_step)
         self._reduction = Reduction(self._ds, self._parts.params)
         self._flags = self._parts.flags
         self._flags.check = self._origin.check
-        self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # this rank's share of the loss, and of the tokens
         self._set_boundary()
         module = self.module
         self._where: Whereabouts | None = None
         self._watcher: Watcher | None = None
-        if self._settings.stage == 3 and hang_s is not None and self.world_size > 1:
+        if self.settings.stage == 3 and hang_s is not None and self.world_size > 1:
             self._where = Whereabouts(module, not self._uniform and self.device.type == "cpu", lambda: self.global_step)
             self._watcher = Watcher(self._where, hang_s)
             self._watcher.start()
@@ -154,11 +156,11 @@ class Engine:
         """The model's forward, through DeepSpeed. Training passes must come this way."""
         self._set_boundary()
         self._at("forward", True, comparing=True)
-        with self._origin.forward():
+        with naming_the_lost(), self._origin.forward():
             output = self._ds(*args, **batch)
         self._at("after forward", False)
         if torch.is_grad_enabled() and self.module.training:
-            self._forwards += 1
+            self._since.forwards += 1
         return output
 
     # ------------------------------------------------------------ backward
@@ -176,21 +178,16 @@ class Engine:
             BypassError: if no forward since the last step went through the engine, or this loss did not.
             RanksDisagreeError: if ranks do different things.
         """
-        return self._backward(loss, 1.0 / (self._planned * self.world_size))
+        return self._backward(loss, 1.0 / (self._since.planned * self.world_size))
 
+    @naming_the_lost()
     def _backward(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         """Backward of `loss * weight`, summed over ranks; `weight` is the loss's share in the reported one."""
-        if self._forwards == 0:
-            self._origin.refuse(
-                "backward() without a forward through the engine since the last step: call loss = engine(**batch).loss first."
-            )
-        if self._micro >= self._planned:
-            self._origin.refuse(
-                f"backward() number {self._micro + 1} of a step of {self._planned}: call engine.step() between."
-            )
-        if self._micro == 0:
+        if why := self._since.no_backward():
+            self._origin.refuse(why)
+        if self._since.backwards == 0:
             agreement.same_freezing(self._parts.frozen_map, self.global_step)
-        self._sums[0].add_(loss.detach().double() * weight)
+        self._since.sums[0].add_(loss.detach().double() * weight)
         # DeepSpeed takes the mean over ranks; what is wanted is the sum.
         scaled = loss.float() * (weight * self.world_size)
         if self._reduction.during_backward and not self._uniform:
@@ -199,16 +196,19 @@ class Engine:
         with self._origin.backward():
             self._ds.backward(scaled, scale_wrt_gas=False)
         self._at("after backward", False)
-        self._micro += 1
+        self._since.backwards += 1
         return loss.detach()
 
     def _agree_on_parameters(self, _grad: torch.Tensor) -> None:
         """At the start of a backward: if ranks will use different parameters, reduce at its end, in one order (B50)."""
-        if not agreement.same_parameters(self._reduction.used(), self._names, self.global_step, self._micro, self.stage):
+        if not agreement.same_parameters(
+            self._reduction.used(), self._names, self.global_step, self._since.backwards, self.stage
+        ):
             self._reduction.defer()
 
     # ------------------------------------------------------------ step
 
+    @naming_the_lost()
     def step(self) -> StepResult | None:
         """Update the weights once `accumulation` backwards are done; before that, None.
 
@@ -218,12 +218,14 @@ class Engine:
             RanksDisagreeError: if ranks did different things, or hold different state.
             ModelError: if a parameter was frozen or unfrozen since construction.
         """
-        if self._micro == 0:
+        if self._since.backwards == 0:
             self._origin.refuse("step() without engine.backward(loss) since the last step: nothing to apply.")
-        if self._micro < self._planned:
+        if self._since.backwards < self._since.planned:
             return None
         self._at("step", True)
-        verdict = guards.judge(self._tell(), self.global_step + 1, self._names)
+        verdict = guards.judge(
+            self._since.exchange(self.global_step, self._flags, self._reduction.order_hash), self.global_step + 1, self._names
+        )
         lr = self._set_lr()
         self.checkpoints.before_update()
         applied, norm = self._reduction.step(refuse=not verdict.apply)
@@ -233,49 +235,21 @@ class Engine:
             reason = f"step {self.global_step + 1}: the norm of the reduced gradient is not finite although every rank's own is"
         return self._finish(verdict, lr, norm, applied, reason)
 
-    def _tell(self) -> list[RankStep]:
-        """Exchange what the ranks know. The one wait for the device in a step: DeepSpeed would wait here itself."""
-        sound = torch.isfinite(self._flags.marks).all().double().reshape(1)
-        loss, tokens, finite = torch.cat([self._sums, sound]).tolist()
-        bad = guards.UNKNOWN if finite else self._flags.first()
-        order = self._reduction.order_hash
-        packed = (pack(loss), int(tokens), agreement.fold(bad, order))
-        rows = meet(Point.STEP, self.global_step, self._micro, packed)
-        told = [RankStep(unpack(a), b, *agreement.unfold(c)) for a, b, c in rows]
-        if len({row.order for row in told}) > 1:
-            raise RanksDisagreeError(
-                f"step {self.global_step + 1}: ranks reduced the same parameters in different orders: gradients are mixed. "
-                "Run the model's modules in the same order on every rank."
-            )
-        return told
-
     def _finish(self, verdict: guards.Verdict, lr: float, norm: float, applied: bool, reason: str) -> StepResult:
         """Count, report, compare, and stop if it must."""
         self.global_step += 1
         self.updates += applied
         self.tokens += verdict.tokens
-        stop = self._nonfinite.note(applied)
-        self._forwards = self._micro = 0
-        self._planned = self._settings.accumulation
-        self._sums.zero_()
+        self.nonfinite.note(applied)
+        self._since.clear()
         self._flags.clear()
         self._set_boundary()
         self._at("between steps", False)
         if not applied:
-            log.error(
-                "%s. Step skipped: weights and optimizer state are unchanged (%d in a row).", reason, self._nonfinite.in_a_row
-            )
-        if stop:
-            count = self._nonfinite.in_a_row
-            raise NonFiniteError(
-                f"{count} steps in a row were not finite; the last: {reason}. The weights are those of step "
-                f"{self.global_step - count}. Look at the data and the learning rate ({lr:.3g}).",
-                self.global_step,
-                count,
-            )
+            self.nonfinite.report(reason, self.global_step, lr)
         if self.agree_every and self.global_step % self.agree_every == 0:
             self.check_agreement()
-        return StepResult(self.global_step, verdict.loss, lr, norm, verdict.tokens, applied, self._nonfinite.total, reason)
+        return StepResult(self.global_step, verdict.loss, lr, norm, verdict.tokens, applied, self.nonfinite.total, reason)
 
     def _set_lr(self) -> float:
         """The schedule is a pure function of the step, set right before the update: the rate logged is the rate used."""
@@ -307,21 +281,10 @@ class Engine:
         Raises:
             DataError: on every rank, if the global batch holds no target at all.
         """
-        if self._micro:
+        if self._since.backwards:
             self._origin.refuse("train_step() in the middle of an accumulation: finish it with engine.step() first.")
         counts = [self.count_targets(batch) for batch in micro_batches]
-        told = meet(Point.BATCH, self.global_step, 0, (len(counts), sum(counts)))
-        if len({row[0] for row in told}) > 1:
-            numbers = {r: row[0] for r, row in enumerate(told)}
-            raise RanksDisagreeError(f"train_step(): ranks were given different numbers of micro batches: {numbers}", numbers)
-        total = sum(row[1] for row in told)
-        if total == 0 or not micro_batches:
-            raise DataError(
-                f"step {self.global_step + 1}: no target token in the global batch ({self.world_size} ranks x {len(counts)} "
-                "micro batches): every label is -100. Check the chat template's answers, seq_len and the truncation side."
-            )
-        self._planned = len(micro_batches)
-        self._sums[1] += sum(counts)
+        total = self._since.plan(counts, self.global_step)
         for batch, count in zip(micro_batches, counts):
             batch = batch if count else steps.without_targets(batch)
             loss = steps.loss_of(self(**steps.move(batch, self.device, self.dtype)))
@@ -377,12 +340,7 @@ class Engine:
         Raises:
             CheckpointError: see `checkpoint.native.Checkpoints.load`.
         """
-        from bigtrain.checkpoint import deepspeed_format, native
-
-        root = Path(directory).absolute()
-        if native.is_native(root, tag):
-            return self.checkpoints.load(root, tag)
-        return deepspeed_format.load(self, root, None if tag is None else str(tag), trust)
+        return self.checkpoints.load(Path(directory).absolute(), tag, trust)
 
     def save_deepspeed_checkpoint(
         self, directory: str | Path, tag: str | None = None, state: dict[str, Any] | None = None
@@ -399,20 +357,6 @@ class Engine:
         meet(Point.EXPORT, self.global_step, 0, limit_s=120.0)
         weights.export_model(self.module, Path(directory), dtype=dtype, tokenizer=tokenizer)
         return Path(directory)
-
-    def run_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside weights, optimizer and random state."""
-        s = self._settings
-        counters = {name: getattr(self, name) for name in _COUNTERS}
-        skips = {"skipped": self._nonfinite.total, "skipped_in_a_row": self._nonfinite.in_a_row}
-        run = {"world_size": self.world_size, "stage": s.stage, "config": s.config, "deepspeed_steps": self._ds.global_steps}
-        return {**counters, **skips, **run, "optimizer": s.optimizer, "schedule": s.scheduler, "bf16": s.bf16}
-
-    def set_run_state(self, run: dict[str, Any]) -> None:
-        """Restore the counters of `run_state`."""
-        for name in _COUNTERS:
-            setattr(self, name, run[name])
-        self._nonfinite.total, self._nonfinite.in_a_row = run["skipped"], run["skipped_in_a_row"]
 
     # ------------------------------------------------------------ small things
 
@@ -444,7 +388,7 @@ class Engine:
             self._where.comparing = comparing
 
     def _set_boundary(self) -> None:
-        self._ds.set_gradient_accumulation_boundary(self._micro + 1 >= self._planned)
+        self._ds.set_gradient_accumulation_boundary(self._since.at_last)
 
     @property
     def deepspeed(self) -> Any:
@@ -454,7 +398,7 @@ class Engine:
     @property
     def between_steps(self) -> bool:
         """True if no gradient is being accumulated."""
-        return self._micro == 0
+        return self._since.backwards == 0
 
     @property
     def module(self) -> torch.nn.Module:
@@ -469,7 +413,7 @@ class Engine:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights that forward uses."""
-        return torch.bfloat16 if self._settings.bf16 else torch.float32
+        return torch.bfloat16 if self.settings.bf16 else torch.float32
 
     @property
     def rank(self) -> int:
@@ -484,17 +428,17 @@ class Engine:
     @property
     def stage(self) -> int:
         """ZeRO stage."""
-        return self._settings.stage
+        return self.settings.stage
 
     @property
     def micro_batch(self) -> int:
         """Samples a forward and rank."""
-        return self._settings.micro_batch
+        return self.settings.micro_batch
 
     @property
     def accumulation(self) -> int:
         """Forwards a step."""
-        return self._settings.accumulation
+        return self.settings.accumulation
 
     @property
     def lr(self) -> float:
@@ -503,4 +447,4 @@ class Engine:
 
     def summary(self) -> dict[str, Any]:
         """What runs here, for the log and the report: stage, batch, optimizer, schedule, dtypes."""
-        return summary(self._settings, self.world_size, self.module, self._reduction)
+        return summary(self.settings, self.world_size, self.module, self._reduction)

@@ -1,6 +1,12 @@
-"""DeepSpeed's flat partitions: which elements of which parameters lie where, and weights made from masters again.
+"""DeepSpeed's flat partitions: what lies where in them, weights made from masters again, and masters that are the weights.
 
-Reads attributes of DeepSpeed 0.19.8's ZeRO optimizers (their names are checked by tests/architecture); imports nothing of it.
+Imports nothing of DeepSpeed; uses these internal attributes of 0.19.8's ZeRO optimizers:
+    fp32_partitioned_groups_flat, fp16_partitioned_groups_flat, fp16_partitioned_groups, fp16_groups,
+    _get_sub_group_process_group, single_partition_of_fp32_groups, parallel_partitioned_bit16_groups, round_robin_bit16_groups,
+    round_robin_bit16_offsets, fp32_groups_flat_partition, bf16_groups, real_dp_process_group, update_lp_params, unflatten,
+    persistent_parameters, averaged_gradients, loss_scale, clip_grad, unscale_and_clip_grads, _link_all_hp_params,
+    _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition; of a parameter: partition_numel, all_gather
+A test in tests/architecture checks that DeepSpeed has each of them.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from bigtrain import zero
+from bigtrain.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -118,3 +125,60 @@ def regather_persistent(ds_optimizer: Any) -> None:
     if persistent:
         persistent[0].partition(persistent)
         persistent[0].all_gather(persistent)
+
+
+def alias_master(ds_optimizer: Any) -> None:
+    """With bf16 master weights, let DeepSpeed's master partition be the model's own bf16 partition: no second copy is kept.
+
+    Raises:
+        UsageError: if the ZeRO optimizer does not keep its master in bf16.
+    """
+    if hasattr(ds_optimizer, "fp32_partitioned_groups_flat"):  # stage 3
+        pairs = zip(ds_optimizer.fp32_partitioned_groups_flat, ds_optimizer.fp16_partitioned_groups_flat)
+    else:
+        ranks_in_group = [dist.get_rank(group=g) for g in ds_optimizer.real_dp_process_group]
+        own = [parts[r] for parts, r in zip(ds_optimizer.parallel_partitioned_bit16_groups, ranks_in_group)]
+        pairs = zip(ds_optimizer.single_partition_of_fp32_groups, own)
+    for master, weight in pairs:
+        if master.dtype != weight.dtype or master.device != weight.device:
+            raise UsageError(
+                f"DeepSpeed keeps a {master.dtype} master on {master.device}: this optimizer needs "
+                "bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states true, and no offload_optimizer."
+            )
+        master.data = weight.data
+        master.grad = None  # stage 3 allocates one at the start
+    if hasattr(ds_optimizer, "_link_all_hp_params"):
+        ds_optimizer._link_all_hp_params()  # the parameters' links into the old copy would keep it alive
+
+
+def hand_over_gradients(ds_optimizer: Any, client: Any) -> None:
+    """Give `client` the reduced gradients as they are, and the clipping as a factor, not DeepSpeed's rounded flat copy.
+
+    DeepSpeed flattens the gradients of a partition, casts them to the master's dtype and multiplies by the clipping factor:
+    with a bf16 master each of the last two rounds to 8 bits. `client` needs `hand_over(partition, pieces)` and `grad_factor`.
+    """
+
+    def factor(total_norm: Any) -> Any:
+        scale = ds_optimizer.loss_scale
+        if ds_optimizer.clip_grad > 0.0:
+            scale = torch.clamp((total_norm / scale + 1e-6) / ds_optimizer.clip_grad, min=1.0) * scale
+        return 1.0 / scale
+
+    def clip(_: Any, total_norm: Any) -> None:
+        client.grad_factor = factor(total_norm)
+
+    def prepare_stage3(sub_group_id: int) -> None:
+        client.hand_over(ds_optimizer.fp32_partitioned_groups_flat[sub_group_id], ds_optimizer.averaged_gradients[sub_group_id])
+        ds_optimizer.averaged_gradients[sub_group_id] = None
+
+    def prepare_stage12(group: int) -> torch.Tensor:
+        partition, grads = ds_optimizer.single_partition_of_fp32_groups[group], ds_optimizer.averaged_gradients[group]
+        flat = getattr(grads, "flat_partition", None)
+        client.hand_over(partition, list(grads) if flat is None else [flat.view(-1)])
+        return partition.new_zeros(1).expand(partition.numel())  # what DeepSpeed sets as .grad: one element in memory
+
+    ds_optimizer.unscale_and_clip_grads = clip
+    if hasattr(ds_optimizer, "fp32_partitioned_groups_flat"):
+        ds_optimizer._prepare_fp32_grad_for_sub_group = prepare_stage3
+    else:
+        ds_optimizer._get_preflattened_grad_partition = prepare_stage12

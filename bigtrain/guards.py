@@ -9,11 +9,15 @@ optimizer updates that were applied, `global_step - updates` were skipped.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bigtrain.errors import NonFiniteError
+
+log = logging.getLogger(__name__)
 UNKNOWN = -1
 
 
@@ -83,6 +87,21 @@ class NonFiniteCount:
         self.in_a_row += 1
         self.total += 1
         return self.in_a_row >= self.limit
+
+    def report(self, reason: str, step: int, lr: float) -> None:
+        """Say that step number `step` was skipped.
+
+        Raises:
+            NonFiniteError: `limit` in a row.
+        """
+        log.error("%s. Step skipped: weights and optimizer state are unchanged (%d in a row).", reason, self.in_a_row)
+        if self.in_a_row >= self.limit:
+            raise NonFiniteError(
+                f"{self.in_a_row} steps in a row were not finite; the last: {reason}. The weights are those of step "
+                f"{step - self.in_a_row}. Look at the data and the learning rate ({lr:.3g}).",
+                step,
+                self.in_a_row,
+            )
 
 
 def differing(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from bigtrain import config as ds
-from bigtrain import data, models, optim, plan, ranks, settings, zero
+from bigtrain import data, models, plan, ranks, settings, zero
 from bigtrain.arguments import TrainArguments
+from bigtrain.auto import AUTO, pick
 from bigtrain.config import ModelShape, Resolved, RunValues
 from bigtrain.diagnostics.metrics import FlopsFormula
 from bigtrain.errors import DoesNotFitError, ModelError, UsageError
@@ -64,6 +65,8 @@ def read_ds_config(args: TrainArguments) -> dict[str, Any]:
     Raises:
         ConfigError: every problem of the file in one report.
     """
+    if args.ds_config == AUTO:
+        return {}  # chosen once the ranks have met and know what memory each has
     text = args.ds_config.lstrip()
     config = ds.load(json.loads(text) if text.startswith("{") else args.ds_config)
     ds.check(config, world_size=ranks.world_size(), run=run_values(args, None), device=device_type(), name=_config_name(args))
@@ -237,7 +240,7 @@ def engine_settings(job: Job) -> dict[str, Any]:
     """The Engine's arguments: every number from the resolved config, so that it and the Engine cannot differ."""
     return {
         **_settled(job),
-        "ds_config": job.resolved.engine_config(),
+        "ds_config": job.resolved,
         "seed": job.args.seed,
         "keep_in_fp32": job.args.keep_in_fp32,
         "nonfinite_limit": job.args.nonfinite_limit,
@@ -254,6 +257,7 @@ def _settled(job: Job) -> dict[str, Any]:
         "eps": run.adam_epsilon,
         "weight_decay": run.weight_decay,
         "lr_scheduler": run.lr_scheduler_type,
+        "lr_scheduler_kwargs": job.args.scheduler_kwargs,
         "warmup_steps": run.warmup_steps,
         "total_steps": job.steps.steps,
         "max_grad_norm": run.max_grad_norm,
@@ -268,24 +272,17 @@ def check_engine(job: Job) -> None:
     Raises:
         UsageError, ConfigError: as the Engine would.
     """
-    found = settings.settle(settings.read(job.resolved.engine_config()), world_size=ranks.world_size(), **_settled(job))
-    optim.schedule(found.scheduler, warmup_steps=found.warmup_steps, total_steps=found.total_steps)
+    settings.settle(job.resolved.engine_config(), world_size=ranks.world_size(), **_settled(job)).schedule()
 
 
 # ---------------------------------------------------------------- does it fit
 
 
-def check_fit(job: Job) -> dict[str, Any] | None:
-    """Plan the run's bytes and refuse what cannot fit; returns the plan, None for a model that has no formulas.
-
-    Every rank computes the same from the smallest card and host of all.
-
-    Raises:
-        DoesNotFitError: with the plan, row by row.
-    """
+def plan_of(job: Job) -> plan.Plan | None:
+    """The bytes of the run, the same on every rank; None for a model that has no formulas."""
     run, args = job.resolved.run, job.args
     try:
-        layout = plan.predict(
+        return plan.predict(
             plan.plan_input(
                 job.model_config.to_dict(),
                 ds_config=job.resolved.engine_config(),
@@ -303,15 +300,60 @@ def check_fit(job: Job) -> dict[str, Any] | None:
         )
     except UsageError as error:
         logger.info("no memory plan: %s", error)
+    except Exception as error:
+        if not args.no_plan:  # with it, the plan is only there to explain an out-of-memory error
+            raise
+        logger.warning("no memory plan: %r", error)
+    return None
+
+
+def check_fit(layout: plan.Plan | None, gpu: int | None, host: int | None) -> dict[str, Any] | None:
+    """Refuse what cannot fit the smallest card and host of all; returns the plan's numbers, None without a plan.
+
+    Raises:
+        DoesNotFitError: with the plan, row by row.
+    """
+    if layout is None:
         return None
-    gpu, host = memory_limits()
     if not layout.fits(gpu, host):
         raise DoesNotFitError(
             f"{plan_text(layout, gpu, host)}\n\nNothing was built. Try --gradient_checkpointing, a smaller micro batch or "
-            "seq_len, --optim adamw_8bit, the next ds_config down the ladder, or `bigtrain plan --auto`. --no_plan starts the "
-            "run all the same."
+            "seq_len, --optim adamw_8bit, the next ds_config down the ladder, --ds_config auto, or `bigtrain plan --auto`. "
+            "--no_plan starts the run all the same."
         )
     return {k: v for k, v in layout.to_json().items() if k != "trees"}
+
+
+def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
+    """(arguments, ds_config) of `--ds_config auto`. Collective; every rank chooses the same, from the least memory of all.
+
+    Raises:
+        DoesNotFitError: nothing fits. UsageError: the model has no formulas.
+    """
+    with ranks.together("reading the model's config"):
+        model_config = load_model_config(args)
+    gpu, host = memory_limits(args.gpu_memory_cap)
+    picked = pick(
+        model_config.to_dict(),
+        run_values(args, None),
+        world_size=ranks.world_size(),
+        ranks_per_node=ranks_per_host(),
+        seq_len=choose_seq_len(args, model_config),
+        gpu_memory_bytes=gpu,
+        host_memory_bytes=host,
+        device=device_type(),
+        kernels="liger" if args.use_liger_kernel and torch.cuda.is_available() else "hf",
+        frozen=tuple(args.freeze),
+    )
+    logger.info("%s", picked.text())
+    run = picked.run
+    chosen: dict[str, Any] = {
+        "per_device_train_batch_size": run.micro_batch,
+        "gradient_accumulation_steps": run.accumulation,
+        "optim": run.optim,
+        "gradient_checkpointing": run.gradient_checkpointing,
+    }
+    return replace(args, **chosen), picked.config
 
 
 def ranks_per_host() -> int:
@@ -322,10 +364,20 @@ def ranks_per_host() -> int:
     return ranks.world_size()
 
 
-def memory_limits() -> tuple[int | None, int | None]:
-    """(bytes of the smallest card, bytes of the smallest host) over all ranks; None where unknown."""
+def cap_gpu_memory(cap_gib: float | None) -> None:
+    """Let this process allocate at most `cap_gib` GiB of its card: a larger card stands in for a smaller one."""
+    if cap_gib is not None and torch.cuda.is_available():
+        index = torch.cuda.current_device()
+        total = torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / total), index)
+
+
+def memory_limits(cap_gib: float | None = None) -> tuple[int | None, int | None]:
+    """(bytes of the smallest card, or the cap if lower; bytes of the smallest host) over all ranks; None where unknown."""
     found = host_memory()
     card = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if torch.cuda.is_available() else 0
+    if card and cap_gib is not None:
+        card = min(card, int(cap_gib * 2**30))
     mine = (card, found.usable_bytes if found else 0)
     everyone = ranks.all_gather_object(mine)
     return min(row[0] for row in everyone) or None, min(row[1] for row in everyone) or None
@@ -347,6 +399,8 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
         resize_vocab_to=job.resize_vocab_to,
         trust_remote_code=args.trust_remote_code,
         keep_in_fp32=args.keep_in_fp32,
+        allow_missing=args.allow_missing,
+        allow_unexpected=args.allow_unexpected,
         **job.config_overrides,
     )
     models.refuse_batchnorm_micro_batch_1(model, job.steps.micro_batch)

@@ -32,7 +32,7 @@ class MasterOptimizer(torch.optim.Optimizer):
     def __init__(self, groups: Groups, build: Callable[[Groups], torch.optim.Optimizer], max_norm: float):
         # The base class is not initialised: state and groups are the inner optimizer's own objects.
         self.model_params = [p for group in groups for p in group["params"]]
-        masters = {id(p): _master(p) for p in self.model_params}
+        masters = self._of = {id(p): _master(p) for p in self.model_params}
         self.masters = [masters[id(p)] for p in self.model_params]
         self.inner = build([{**group, "params": [masters[id(p)] for p in group["params"]]} for group in groups])
         self.param_groups = self.inner.param_groups
@@ -46,6 +46,13 @@ class MasterOptimizer(torch.optim.Optimizer):
         self.views = [v.view_as(p) for v, p in zip(self.flat.split([p.numel() for p in self.masters]), self.masters)]
         for param, view in zip(self.model_params, self.views):
             param.register_post_accumulate_grad_hook(_adder(view))
+
+    def master_of(self, param: torch.Tensor) -> tuple[int, torch.Tensor] | None:
+        """(0, the flat fp32 master) of a model parameter; None if it has none of its own. As `zero.master_of`."""
+        master = self._of.get(id(param))
+        if master is None or master is param or not master.is_contiguous():
+            return None
+        return 0, master.detach().view(-1)
 
     def get_grads_for_reduction(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """What DeepSpeed averages over ranks: every parameter, so that one unused on some rank counts as zero there."""
@@ -95,7 +102,9 @@ class MasterOptimizer(torch.optim.Optimizer):
 def _master(param: torch.nn.Parameter) -> torch.nn.Parameter:
     if param.dtype == torch.float32:
         return param
-    return torch.nn.Parameter(param.detach().float())
+    master = torch.nn.Parameter(param.detach().float())
+    master.is_hidden_matrix = getattr(param, "is_hidden_matrix", False)  # type: ignore[attr-defined]  # muon asks it
+    return master
 
 
 def _adder(view: torch.Tensor) -> Callable[[torch.Tensor], None]:

@@ -7,11 +7,12 @@ All traffic is small, on the CPU, over the control group; nothing waits for a GP
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import enum
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from bigtrain import ranks
 from bigtrain.errors import RanksDisagreeError
 
 SLOTS = 6
+_BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")  # gloo's words
 
 
 class Point(enum.IntEnum):
@@ -81,11 +83,12 @@ def meet(point: Point, step: int, count: int, values: Sequence[int] = (), limit_
         mine[3 + i] = value
     rows = [torch.empty_like(mine) for _ in range(ranks.world_size())]
     limit = ranks.CONTROL_TIMEOUT_S if limit_s is None else limit_s
+    began = time.monotonic()
     try:
         work = dist.all_gather(rows, mine, group=group, async_op=True)
         work.wait(datetime.timedelta(seconds=limit))
     except RuntimeError as error:
-        raise _absent(point, step, count, limit, error) from error
+        raise _absent(point, step, count, time.monotonic() - began, error) from error
     told = [row.tolist() for row in rows]
     if any(row[:3] != told[0][:3] for row in told[1:]):
         raise _apart(told)
@@ -115,15 +118,36 @@ def _apart(told: list[list[int]]) -> RanksDisagreeError:
     return RanksDisagreeError(f"the ranks are at different places:\n{listing}\n{hint}", by_rank)
 
 
-def _absent(point: Point, step: int, count: int, limit: float, error: RuntimeError) -> RanksDisagreeError:
+def _absent(point: Point, step: int, count: int, waited_s: float, error: RuntimeError) -> RanksDisagreeError:
     """Find out through the store who else is waiting here; the rest did not come."""
-    missing = ranks_without("late", f"{int(point)}/{step}/{count}", wait_s=min(3.0, limit))
+    missing = ranks_without("late", f"{int(point)}/{step}/{count}", wait_s=3.0)
     who = f"rank {', '.join(map(str, missing))}" if missing else "some rank"
     return RanksDisagreeError(
-        f"waited {limit:.0f} s at {_PLACE[point]} (step {step}) and {who} did not come. Every rank must call it: look for an "
+        f"waited {waited_s:.0f} s at {_PLACE[point]} (step {step}) and {who} did not come. Every rank must call it: look for an "
         f"'if rank == 0' around it, for a rank that ended or hangs, or for one that has fewer batches.\n{error}",
         {r: "did not come" for r in missing},
     )
+
+
+@contextlib.contextmanager
+def naming_the_lost() -> Iterator[None]:
+    """Where a rank's end breaks a collective inside, say which rank it was: gloo itself only knows a port.
+
+    Raises:
+        RanksDisagreeError: instead of the RuntimeError of a broken connection.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in _BROKEN):
+            raise
+        missing = ranks_without("lost", "connection", wait_s=3.0)
+        who = f"rank {', '.join(map(str, missing))}" if missing else "some rank (the first host's store does not answer either)"
+        raise RanksDisagreeError(
+            f"{who} ended, or lost its connection, while the others waited for it: its own output says why. "
+            f"Start again with --resume_from_checkpoint auto.\n{error}",
+            {r: "ended" for r in missing},
+        ) from error
 
 
 def ranks_without(topic: str, key: str, wait_s: float) -> list[int]:

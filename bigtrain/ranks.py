@@ -149,9 +149,9 @@ def together(what: str) -> Iterator[None]:
     failed = {r: t for r, (t, _) in enumerate(told) if t is not None}
     if failed:
         listing = "\n".join(f"  rank {r}: {t}" for r, t in failed.items())
-        error = RanksDisagreeError(f"{what} failed on {len(failed)} of {len(told)} ranks:\n{listing}", dict(failed))
-        error.exit_code = told[min(failed)][1]  # every rank leaves with the same code
-        raise error
+        elsewhere = RanksDisagreeError(f"{what} failed on {len(failed)} of {len(told)} ranks:\n{listing}", dict(failed))
+        elsewhere.exit_code = told[min(failed)][1]  # every rank leaves with the same code
+        raise elsewhere
 
 
 def main_decides(decide: Callable[[], T], what: str) -> T:

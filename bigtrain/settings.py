@@ -5,19 +5,22 @@ The Engine owns the optimizer, the schedule, clipping at stage 0 and the accumul
 
 from __future__ import annotations
 
-import copy
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bigtrain import optim
+from bigtrain.config import ModelShape, Resolved, RunValues, left_open, load, resolve
 from bigtrain.errors import ConfigError, UsageError
 
 # DeepSpeed's schedulers and what the same curve is called here.
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "adamw8bit": "adamw_8bit", "muon": "muon"}
+
+# Sections that `settle` decides, from what the file itself says. Of data_types, because `train_step` may be given more micro
+# batches than the accumulation of the file: sums stay fp32 where resolving for one micro step would save them.
+SETTLED_HERE = ("optimizer", "scheduler", "data_types")
 
 
 @dataclass
@@ -29,7 +32,7 @@ class Settings:
         stage, bf16, offload: what the config asks for.
         micro_batch, accumulation, max_grad_norm: as used; micro_batch and accumulation from the config unless given.
         optimizer, learning_rate, betas, eps, weight_decay: as used.
-        scheduler, warmup_steps, total_steps: as used.
+        scheduler, warmup_steps, total_steps, scheduler_kwargs: as used.
         notes: decisions between two sources, one sentence each.
     """
 
@@ -48,24 +51,75 @@ class Settings:
     scheduler: str
     warmup_steps: int
     total_steps: int | None
+    scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
+    def schedule(self) -> Callable[[int], float]:
+        """The factor on the learning rate as a function of the step.
 
-def read(ds_config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """A private copy of the config; a file is read as JSON.
+        Raises:
+            UsageError: the values contradict each other, or `scheduler_kwargs` has a name that `optim.schedule` does not know.
+        """
+        known = ("min_ratio", "decay_steps", "decay")
+        wrong = [name for name in self.scheduler_kwargs if name not in known]
+        if wrong:
+            raise UsageError(f"lr_scheduler_kwargs: {', '.join(map(repr, wrong))} is unknown; it takes {', '.join(known)}.")
+        return optim.schedule(
+            self.scheduler, warmup_steps=self.warmup_steps, total_steps=self.total_steps, **self.scheduler_kwargs
+        )
+
+
+def read(
+    ds_config: str | Path | Mapping[str, Any] | Resolved,
+    *,
+    world_size: int,
+    device: str,
+    model_config: Any = None,
+    optimizer: str | None = None,
+    betas: tuple[float, float] | None = None,
+    eps: float | None = None,
+    lr_scheduler: str | None = None,
+    **given: Any,
+) -> tuple[dict[str, Any], list[str]]:
+    """A private copy of the config, linted, with no "auto" left in it; sections `SETTLED_HERE` hold what the file says.
+
+    Args:
+        ds_config: path, preset name or mapping; what `bigtrain.config.resolve` returned is taken as it is.
+        world_size: number of ranks.
+        device: "cuda" or "cpu".
+        model_config: the model's Hugging Face config, if it has one: it fills bucket sizes.
+        optimizer, betas, eps, lr_scheduler, given: the arguments of `settle`. They fill what the file leaves open; what the
+            file contradicts is left to `settle`.
+
+    Returns:
+        The config, and the lint's warnings.
 
     Raises:
-        ConfigError: if the file cannot be read or is no JSON object.
+        ConfigError: every problem of the file in one report.
     """
-    if isinstance(ds_config, Mapping):
-        return copy.deepcopy(dict(ds_config))
-    try:
-        config = json.loads(Path(ds_config).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the DeepSpeed config {ds_config}: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"the DeepSpeed config {ds_config} holds a {type(config).__name__}, not an object of sections.")
-    return config
+    if isinstance(ds_config, Resolved):
+        return ds_config.engine_config(), []
+    config = load(ds_config)
+    name = "ds_config" if isinstance(ds_config, Mapping) else str(ds_config)
+    beta1, beta2 = betas or (None, None)
+    run = RunValues(
+        optim=optimizer, adam_beta1=beta1, adam_beta2=beta2, adam_epsilon=eps, lr_scheduler_type=lr_scheduler, **given
+    )
+    has_shape = isinstance(model_config, Mapping) or hasattr(model_config, "to_dict")
+    resolved = resolve(
+        config,
+        run=left_open(config, run),
+        model=ModelShape.from_config(model_config) if has_shape else None,
+        world_size=world_size,
+        device=device,
+        name=name,
+    )
+    warnings = [str(problem) for problem in resolved.problems if problem.severity == "warning"]
+    settled = {name: value for name, value in resolved.engine_config().items() if name not in SETTLED_HERE}
+    for section in SETTLED_HERE:
+        if config.get(section):
+            settled[section] = {name: value for name, value in config[section].items() if value != "auto"}
+    return settled, warnings
 
 
 def settle(
@@ -83,6 +137,7 @@ def settle(
     max_grad_norm: float | None,
     micro_batch: int | None,
     accumulation: int | None,
+    lr_scheduler_kwargs: Mapping[str, Any] | None = None,
 ) -> Settings:
     """Decide every value once. An argument that is None was not given; a given argument wins over the config, and it is said.
 
@@ -136,6 +191,7 @@ def settle(
         scheduler=scheduler if steps is not None or scheduler == "constant" else _constant(scheduler, lr_scheduler, notes),
         warmup_steps=int(warmup_steps if warmup_steps is not None else scheduled.get("warmup_num_steps", 0)),
         total_steps=None if steps is None else int(steps),
+        scheduler_kwargs=dict(lr_scheduler_kwargs or {}),
         notes=notes,
     )
 

@@ -47,6 +47,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     from bigtrain import placement, ranks, zero
     from bigtrain.engine import Engine
     from bigtrain.runfolder import RunFolder
+    from bigtrain.shortage import Explained
 
     config = jobs.read_ds_config(args)  # every fault of the file, before anything starts
     with placement.meeting_port():
@@ -54,33 +55,39 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         ranks.control_group()
     ranks.agree(args.as_dict(), "the arguments")
     places = check_places()
+    jobs.cap_gpu_memory(args.gpu_memory_cap)
     folder = RunFolder(args.output_dir)
     ranks.main_decides(
         lambda: folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir), "checking output_dir"
     )
     resume = ranks.main_decides(lambda: folder.resume_point(args.resume_from_checkpoint), "looking for a checkpoint")
+    if args.ds_config == jobs.AUTO:
+        args, config = jobs.choose(args)
     job = jobs.prepare(args, config)
     jobs.check_engine(job)
-    planned = None if args.no_plan else jobs.check_fit(job)
+    layout, limits = jobs.plan_of(job), jobs.memory_limits(args.gpu_memory_cap)
+    planned = None if args.no_plan else jobs.check_fit(layout, *limits)
     ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
     ranks.main_decides(lambda: announce(job, folder, places, planned), "writing run.json")
-    model, isolation = jobs.build(job)
-    engine = Engine(model, **jobs.engine_settings(job))
-    engine.checkpoints.tokenizer = job.tokenizer
-    if resume is not None:
-        engine.load_checkpoint(resume.parent, tag=resume.name)
-        logger.info("resumed from %s at step %d", resume, engine.global_step)
-    flops = jobs.flops_formula(model, job.seq_len)
-    with ranks.together("opening loaders and trackers"):
-        run = Run(job, engine, folder, stop, flops, places, isolation.document_bounds)
-    try:
-        return run.finish(run.loop())
-    except Exception as error:
-        run.failed(error)
-        raise
-    finally:
-        run.close()
-        engine.close()
+    with Explained(layout, *limits) as explained:
+        model, isolation = jobs.build(job)
+        explained.model, explained.phase = model, "starting the engine"
+        engine = explained.engine = Engine(model, **jobs.engine_settings(job))
+        engine.checkpoints.tokenizer = job.tokenizer
+        if resume is not None:
+            engine.load_checkpoint(resume.parent, tag=resume.name)
+            logger.info("resumed from %s at step %d", resume, engine.global_step)
+        flops = jobs.flops_formula(model, job.seq_len)
+        with ranks.together("opening loaders and trackers"):
+            run = Run(job, engine, folder, stop, flops, places, isolation.document_bounds)
+        try:
+            return run.finish(run.loop())
+        except Exception as error:
+            run.failed(error)
+            raise
+        finally:
+            run.close()
+            engine.close()
 
 
 class Run:
@@ -149,9 +156,8 @@ class Run:
         from bigtrain import ranks
 
         host, pss = self.memory.rss_bytes(), self.memory.pss_bytes()
-        allocated, reserved = gpu_memory_bytes()
-        said = [self.stop.requested is not None, host, pss, allocated, reserved]
-        stop, host, pss, allocated, reserved = (int(v) for v in ranks.max_each([float(v) for v in said]))
+        said = [self.stop.requested is not None, host, pss, *gpu_memory_bytes()]
+        stop, host, pss, allocated, reserved, used = (int(v) for v in ranks.max_each([float(v) for v in said]))
         if not self.main:
             return bool(stop)
         seconds = self.clock.lap()
@@ -169,6 +175,7 @@ class Run:
             "mfu": self.flops.mfu(tokens / seconds / ranks.world_size(), self.card),
             "gpu_allocated_bytes": allocated,
             "gpu_reserved_bytes": reserved,
+            "gpu_used_bytes": used,
             "host_rss_bytes": host,
             "host_pss_bytes": pss,
             "skipped": not result.applied,
@@ -222,7 +229,8 @@ class Run:
             if self.args.save_steps and self.saved_step != self.engine.global_step:
                 self.save()
             self.engine.checkpoints.wait()
-            self.engine.export(self.folder.root / "model", tokenizer=self.job.tokenizer)
+            if not self.args.no_export:
+                self.engine.export(self.folder.root / "model", tokenizer=self.job.tokenizer)
         self.progress.close()
         summary = self._summarise(outcome) if self.main else {}
         if outcome != "finished":
@@ -276,13 +284,14 @@ class Run:
 # ---------------------------------------------------------------- small things
 
 
-def gpu_memory_bytes() -> tuple[int, int]:
-    """(allocated, reserved) at their highest since the last call; 0 on a CPU."""
+def gpu_memory_bytes() -> tuple[int, int, int]:
+    """(allocated, reserved) at their highest since the last call, and what the driver counts as used now; 0 on a CPU."""
     import torch
 
     if not torch.cuda.is_available():
-        return 0, 0
-    peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return 0, 0, 0
+    free, total = torch.cuda.mem_get_info()
+    peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), total - free
     torch.cuda.reset_peak_memory_stats()
     return peak
 

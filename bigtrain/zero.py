@@ -3,22 +3,16 @@
 Public symbols used:   deepspeed.initialize, init_distributed, zero.Init, zero.GatheredParameters, ops.adam.DeepSpeedCPUAdam
 Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__,
                        ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops;
-                       torch.utils.cpp_extension._get_build_directory;
                        runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer, runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3,
                        runtime.bf16_optimizer.BF16_Optimizer, utils.set_z3_leaf_modules, utils.logger;
                        for checkpoints: runtime.fp16.loss_scaler.LossScaler, utils.tensor_fragment.fragment_address,
                        runtime.zero.config.ZeroStageEnum
-   of a ZeRO optimizer: fp32_partitioned_groups_flat, fp16_partitioned_groups_flat, real_dp_process_group,
-                       parallel_partitioned_bit16_groups, single_partition_of_fp32_groups, averaged_gradients, loss_scale,
-                       clip_grad, unscale_and_clip_grads, _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition,
-                       _link_all_hp_params, round_robin_bit16_groups, round_robin_bit16_offsets, fp16_groups, bf16_groups,
-                       fp32_groups_flat_partition, _get_sub_group_process_group; of a parameter: partition_numel
    building:           zero.Init._convert_to_deepspeed_param, ._partition, ._enable_mem_efficient_linear, .local_device,
                        .remote_device, .pin_memory, .param_swapper, .zero_param_process_group, .quantized_weights,
                        .quantized_nontrainable_weights;
                        runtime.zero.partition_parameters.free_param, .zero_init_context;
                        runtime.swap_tensor.partitioned_param_swapper.PartitionedParamStatus; utils.set_z3_leaf_module
-Objects of DeepSpeed are handed on; `bigtrain.reduction` substitutes methods on them and lists which.
+Objects of DeepSpeed are handed on; `bigtrain.flat` and `bigtrain.reduction` list what they use and substitute on them.
 A test in tests/architecture checks that each exists with the arguments used here.
 """
 
@@ -28,7 +22,6 @@ import contextlib
 import datetime
 import logging
 import os
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,13 +33,12 @@ import torch._dynamo  # isort: skip
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
-import deepspeed.comm as dist
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch.utils.cpp_extension import _get_build_directory
 
-from bigtrain.errors import ModelError, UsageError
+from bigtrain.builds import clear_stale_lock, first_cause
+from bigtrain.errors import ModelError
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +53,7 @@ def init_distributed(timeout_s: float = 1800.0) -> None:
         torch.cuda.set_device(device)
         os.environ.setdefault("LOCAL_RANK", str(device.index))  # DeepSpeed binds NCCL to it, and takes 0 without it
     if torch.distributed.is_initialized():
-        backend = torch.distributed.get_backend()
+        backend = str(torch.distributed.get_backend())
     else:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" not in os.environ:
@@ -101,12 +93,12 @@ def is_partitioned(param: torch.nn.Parameter) -> bool:
     return hasattr(param, "ds_id")
 
 
-def full_shape(param: torch.nn.Parameter) -> torch.Size:
+def full_shape(param: Any) -> torch.Size:
     """The parameter's shape as the model sees it, partitioned or not."""
     return torch.Size(param.ds_shape) if is_partitioned(param) else param.shape
 
 
-def full_numel(param: torch.nn.Parameter) -> int:
+def full_numel(param: Any) -> int:
     """Number of elements as the model sees it, partitioned or not."""
     return int(param.ds_numel) if is_partitioned(param) else param.numel()
 
@@ -119,9 +111,9 @@ def gathered(params: Sequence[torch.nn.Parameter], modifier_rank: int | None = N
         yield
 
 
-def is_available(param: torch.nn.Parameter) -> bool:
+def is_available(param: Any) -> bool:
     """True if the parameter's data is whole right now."""
-    return not is_partitioned(param) or param.ds_status == ZeroParamStatus.AVAILABLE
+    return not is_partitioned(param) or bool(param.ds_status == ZeroParamStatus.AVAILABLE)
 
 
 def partition_of(param: Any) -> tuple[int, int, torch.Tensor]:
@@ -382,88 +374,3 @@ def why_no_cpu_adam() -> str | None:
     except Exception as error:
         return first_cause(error)
     return None
-
-
-def clear_stale_lock(op: str, idle_s: float = 300.0) -> bool:
-    """Remove the lock that a killed build of native op `op` left behind: every later run would wait for it without end.
-
-    A build is taken for dead when nothing in its folder changed for `idle_s` seconds (it takes about a minute).
-    """
-    base = _get_build_directory(op, verbose=False)
-    lock = os.path.join(base, "lock")
-    if not os.path.exists(lock):
-        return False
-    idle = time.time() - max(entry.stat().st_mtime for entry in os.scandir(base))
-    if idle < idle_s:
-        log.info("waiting for another process that builds %s (%s)", op, lock)
-        return False
-    log.warning("removing %s: the build it belongs to has done nothing for %.0f s", lock, idle)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(lock)
-    return True
-
-
-def first_cause(error: BaseException) -> str:
-    """The error at the bottom of a chain, with the compiler's first `error:` line if it holds one."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = str(error).strip() or type(error).__name__
-    lines = [line.strip() for line in text.splitlines() if "error:" in line]
-    return f"{type(error).__name__}: {(lines or text.splitlines())[0]}"
-
-
-def alias_master(ds_optimizer: Any) -> None:
-    """With bf16 master weights, let DeepSpeed's master partition be the model's own bf16 partition: no second copy is kept.
-
-    Raises:
-        UsageError: if the ZeRO optimizer does not keep its master in bf16.
-    """
-    if hasattr(ds_optimizer, "fp32_partitioned_groups_flat"):  # stage 3
-        pairs = zip(ds_optimizer.fp32_partitioned_groups_flat, ds_optimizer.fp16_partitioned_groups_flat)
-    else:
-        ranks_in_group = [dist.get_rank(group=g) for g in ds_optimizer.real_dp_process_group]
-        own = [parts[r] for parts, r in zip(ds_optimizer.parallel_partitioned_bit16_groups, ranks_in_group)]
-        pairs = zip(ds_optimizer.single_partition_of_fp32_groups, own)
-    for master, weight in pairs:
-        if master.dtype != weight.dtype or master.device != weight.device:
-            raise UsageError(
-                f"DeepSpeed keeps a {master.dtype} master on {master.device}: this optimizer needs "
-                "bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states true, and no offload_optimizer."
-            )
-        master.data = weight.data
-        master.grad = None  # stage 3 allocates one at the start
-    if hasattr(ds_optimizer, "_link_all_hp_params"):
-        ds_optimizer._link_all_hp_params()  # the parameters' links into the old copy would keep it alive
-
-
-def hand_over_gradients(ds_optimizer: Any, client: Any) -> None:
-    """Give `client` the reduced gradients as they are, and the clipping as a factor, not DeepSpeed's rounded flat copy.
-
-    DeepSpeed flattens the gradients of a partition, casts them to the master's dtype and multiplies by the clipping factor:
-    with a bf16 master each of the last two rounds to 8 bits. `client` needs `hand_over(partition, pieces)` and `grad_factor`.
-    """
-
-    def factor(total_norm: Any) -> Any:
-        scale = ds_optimizer.loss_scale
-        if ds_optimizer.clip_grad > 0.0:
-            scale = torch.clamp((total_norm / scale + 1e-6) / ds_optimizer.clip_grad, min=1.0) * scale
-        return 1.0 / scale
-
-    def clip(_: Any, total_norm: Any) -> None:
-        client.grad_factor = factor(total_norm)
-
-    def prepare_stage3(sub_group_id: int) -> None:
-        client.hand_over(ds_optimizer.fp32_partitioned_groups_flat[sub_group_id], ds_optimizer.averaged_gradients[sub_group_id])
-        ds_optimizer.averaged_gradients[sub_group_id] = None
-
-    def prepare_stage12(group: int) -> torch.Tensor:
-        partition, grads = ds_optimizer.single_partition_of_fp32_groups[group], ds_optimizer.averaged_gradients[group]
-        flat = getattr(grads, "flat_partition", None)
-        client.hand_over(partition, list(grads) if flat is None else [flat.view(-1)])
-        return partition.new_zeros(1).expand(partition.numel())  # what DeepSpeed sets as .grad: one element in memory
-
-    ds_optimizer.unscale_and_clip_grads = clip
-    if hasattr(ds_optimizer, "fp32_partitioned_groups_flat"):
-        ds_optimizer._prepare_fp32_grad_for_sub_group = prepare_stage3
-    else:
-        ds_optimizer._get_preflattened_grad_partition = prepare_stage12

@@ -60,7 +60,7 @@ def make_checkpoint(folder: Path, layers: int, hidden: int, shards: int) -> None
     config.save_pretrained(folder)
     names = [(name, tuple(value.shape)) for name, value in model.state_dict().items()]
     per_file = -(-len(names) // shards)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number in range(shards):
         part = names[number * per_file : (number + 1) * per_file]
         file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
@@ -137,8 +137,8 @@ def worker(way: str, folder: str, out: str, export: bool) -> None:
     seconds, after, peak = time.perf_counter() - begin, _io(), _status("VmHWM")
     digest, share = xxhash.xxh3_128(), 0
     for param in model.parameters():
-        start = ranks.rank() * param.ds_tensor.numel()
-        own = param.ds_tensor[: max(0, min(param.ds_numel - start, param.ds_tensor.numel()))]
+        rank, _, flat = zero.partition_of(param)
+        own = flat[: max(0, min(zero.full_numel(param) - rank * flat.numel(), flat.numel()))]
         share += own.numel() * own.element_size()
         digest.update(own.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     measured = {

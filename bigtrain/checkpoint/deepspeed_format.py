@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bigtrain import __version__, ranks, zero
+from bigtrain.checkpoint import live
 from bigtrain.checkpoint.rng import random_state, set_random_state
 from bigtrain.errors import CheckpointError
 from bigtrain.meeting import Point, meet
@@ -112,7 +113,7 @@ def _publish(engine: Engine, root: Path, tag: str, work: Path, state: dict[str, 
     missing += _missing_partitions(inner, engine.stage, engine.world_size)
     if missing:
         raise CheckpointError(f"{inner} lacks {', '.join(missing)}: is {root} on storage that all ranks share?", str(inner))
-    _write_json(inner / RUN, {**engine.run_state(), "state": state, "tag": tag, "version": __version__})
+    _write_json(inner / RUN, {**live.run_state(engine), "state": state, "tag": tag, "version": __version__})
     files = sorted(p for p in inner.rglob("*") if p.is_file())
     for file in files:
         _sync(file)
@@ -169,7 +170,7 @@ def load(engine: Engine, directory: str | Path, tag: str | None, trust: bool) ->
             f"{run['deepspeed_steps']}: not the checkpoint asked for.",
             str(folder),
         )
-    engine.set_run_state(run)
+    live.set_run_state(engine, run)
     set_random_state(own)
     return run["state"]
 

@@ -20,6 +20,7 @@ from bigtrain.flat import partition_layouts
 from bigtrain.optim import OPTIMIZERS
 
 SCALAR_TYPES = (int, float)
+COUNTERS = ("global_step", "updates", "tokens", "data_position", "seed")
 Piece = tuple[str, tuple[int, ...], int, int, int]
 
 
@@ -86,7 +87,7 @@ def slices_to_fill(engine: Any, index: Index) -> tuple[list[LocalSlice], list[Re
         The slices, and 8-bit moments that lie in other blocks here: `finish` each when all slices are read.
     """
     names = {id(p): n for n, p in engine.module.named_parameters()}
-    below = OPTIMIZERS[engine.run_state()["optimizer"]].fp32_below_elems
+    below = OPTIMIZERS[engine.settings.optimizer].fp32_below_elems
     out: list[LocalSlice] = []
     again: list[Reblock] = []
     for flat in flat_tensors(engine.deepspeed, names):
@@ -164,6 +165,26 @@ def _make_state(flat: Flat, index: Index, leave: Collection[str]) -> None:
         first = saved[0][1]
         shape = flat.shape if param in held else first.shape
         flat.state[kind] = torch.zeros(shape, dtype=DTYPES[first.dtype], device=flat.tensor.device)
+
+
+# ---------------------------------------------------------------- counters
+
+
+def run_state(engine: Any) -> dict[str, Any]:
+    """What a checkpoint keeps beside weights, optimizer and random state."""
+    s, skipped = engine.settings, engine.nonfinite
+    counters = {name: getattr(engine, name) for name in COUNTERS}
+    skips = {"skipped": skipped.total, "skipped_in_a_row": skipped.in_a_row}
+    run = {"world_size": engine.world_size, "stage": s.stage, "config": s.config}
+    names = {"optimizer": s.optimizer, "schedule": s.scheduler, "bf16": s.bf16}
+    return {**counters, **skips, **run, **names, "deepspeed_steps": engine.deepspeed.global_steps}
+
+
+def set_run_state(engine: Any, run: dict[str, Any]) -> None:
+    """Restore the counters of `run_state`."""
+    for name in COUNTERS:
+        setattr(engine, name, run[name])
+    engine.nonfinite.total, engine.nonfinite.in_a_row = run["skipped"], run["skipped_in_a_row"]
 
 
 # ---------------------------------------------------------------- scalars: step counts of the optimizer

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain import __version__, ranks
-from bigtrain.checkpoint import live, reshard, rng, store
+from bigtrain.checkpoint import deepspeed_format, live, reshard, rng, store
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
 from bigtrain.errors import CheckpointError
 from bigtrain.flat import refresh_weights, regather_persistent
-from bigtrain.meeting import Point, meet
+from bigtrain.meeting import Point, meet, naming_the_lost
 from bigtrain.weights.companions import companion_files
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Checkpoints:
         """Seconds that the last save kept training waiting, so far."""
         return self._saver.blocked_s if self._saver else 0.0
 
+    @naming_the_lost()
     def save(
         self,
         directory: Path,
@@ -80,7 +81,7 @@ class Checkpoints:
             )
         with ranks.together("reading the state to save"):
             user = json.loads(json.dumps(state))
-        run = {**engine.run_state(), "user": user, "scalars": live.scalars_of(engine)}
+        run = {**live.run_state(engine), "user": user, "scalars": live.scalars_of(engine)}
         saver = self._saver_for(directory)
         saver.keep_last, saver.keep_every = keep_last, keep_every
         final = saver.start(
@@ -107,12 +108,14 @@ class Checkpoints:
         if self._saver is not None:
             self._saver.wait()
 
-    def load(self, directory: Path, tag: str | int | None) -> dict[str, Any]:
+    @naming_the_lost()
+    def load(self, directory: Path, tag: str | int | None, trust: bool = False) -> dict[str, Any]:
         """Go on from a checkpoint of any number of ranks, ZeRO stage and offload setting.
 
         Args:
             directory: the folder that holds checkpoints, or one checkpoint.
             tag: which one: a step or a folder name; None for the newest whole one.
+            trust: for a folder in DeepSpeed's own format, see `deepspeed_format.load`.
 
         Returns:
             The `state` given to `save`.
@@ -125,6 +128,8 @@ class Checkpoints:
         meet(Point.LOAD, engine.global_step, 0, limit_s=MEET_S)
         self.wait()
         ranks.agree((str(directory), str(tag)), "the checkpoint to load")
+        if not ranks.main_decides(lambda: is_native(directory, tag), f"looking into {directory}"):
+            return deepspeed_format.load(engine, directory, None if tag is None else str(tag), trust)
         folder = ranks.main_decides(lambda: str(choose(directory, tag)), f"looking for a checkpoint in {directory}")
         with ranks.together(f"opening {folder}"):
             opened = store.open_checkpoint(Path(folder))
@@ -142,7 +147,7 @@ class Checkpoints:
         live.set_scalars(engine, run["scalars"])
         refresh_weights(engine.deepspeed.optimizer)
         regather_persistent(engine.deepspeed.optimizer)
-        engine.set_run_state(run)
+        live.set_run_state(engine, run)
         engine.deepspeed.global_steps = run["deepspeed_steps"]
         if opened.commit.world_size == engine.world_size:
             rng.set_random_state(opened.ranks[engine.rank].state["rng"])
@@ -171,7 +176,7 @@ class Checkpoints:
         return self._model_files
 
     def _layout(self) -> dict[str, Any]:
-        run = self._engine.run_state()
+        run = live.run_state(self._engine)
         return {
             "optimizer": run["optimizer"], "precision": "bf16" if run["bf16"] else "fp32", "stage": self._engine.stage,
             "world_size": self._engine.world_size, "bigtrain": __version__,

@@ -11,10 +11,10 @@ import torch
 
 def random_state() -> dict[str, Any]:
     """This process's generators as JSON: Python, numpy, torch, CUDA."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
         "python": random.getstate(),
-        "numpy": [kind, keys.tolist(), position, has_gauss, cached],  # type: ignore[union-attr]
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
         "torch": bytes(torch.get_rng_state().tolist()).hex(),
     }
     if torch.cuda.is_available():

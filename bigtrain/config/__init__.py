@@ -13,6 +13,7 @@ from bigtrain.config.lint import check, lint
 from bigtrain.config.load import load
 from bigtrain.config.problems import Problem, report
 from bigtrain.config.resolve import Decision, Resolved, batch_numbers, resolve, table
+from bigtrain.config.rules_run import left_open
 from bigtrain.config.run import RunValues
 from bigtrain.config.shape import ModelShape
 
@@ -28,6 +29,7 @@ __all__ = [
     "check",
     "dump",
     "generate",
+    "left_open",
     "lint",
     "load",
     "preset_options",

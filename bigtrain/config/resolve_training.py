@@ -41,14 +41,17 @@ def accumulation_dtype(work: Work) -> None:
     stage 1 reduces once a step. Stages 2 and 3, with and without offload: in fp32. Not added beside bf16 master
     weights or ZenFlow, which bring their own arrangement.
 
-    Stage 2 with offload keeps the fp32 sum (4 bytes x parameters / ranks) on the GPU, where bf16 sums wait on the
-    host. With a single micro step there is nothing to sum and both give the same bits, so that memory is saved.
+    With a single micro step there is nothing to sum: both give the same bits (tests/ranks/test_engine_alone.py), and bf16
+    saves 2 bytes x parameters / ranks at stages 2 and 3, 4 at stage 2 with offload. So it is bf16 then, whatever the file
+    says.
     """
     path = "data_types.grad_accum_dtype"
     if not work.run.bf16:
         return
     special = work.get("bf16.bf16_master_weights_and_grads") is True or work.get("zero_optimization.zenflow")
-    if not work.open(path):
+    if work.ctx.stage in (2, 3) and work.run.accumulation == 1 and not special:
+        work.set(path, "bf16", "default", "one micro step: nothing to sum, so the same bits for less memory")
+    elif not work.open(path):
         short = dtype_name(work.get(path))
         work.say(path, work.get(path), "file", f"micro steps add up in {short}")
     elif work.ctx.stage == 0:
@@ -56,8 +59,6 @@ def accumulation_dtype(work: Work) -> None:
         work.say(path, "bf16", "default", "stage 0 adds up micro steps in bf16; stage 1 does it in fp32")
     elif special:
         work.say(path, "bf16", "default", "bf16 master weights or ZenFlow: left as DeepSpeed has it")
-    elif work.ctx.stage == 2 and work.ctx.offload("offload_optimizer") != "none" and work.run.accumulation == 1:
-        work.set(path, "bf16", "default", "one micro step: nothing to sum; saves 4 bytes per parameter of a partition")
     else:
         work.set(path, "fp32", "default", "sums of many micro steps lose bits in bf16")
     if work.ctx.stage == 1 and dtype_name(work.get(path)) == "fp32" and work.open("communication_data_type"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,16 @@ def conflicts(ctx: Context) -> Iterator[Conflict]:
             if getattr(run, name) is not None and getattr(run, name) != value:
                 yield Conflict("optimizer.params.betas", betas, FLAGS[name], getattr(run, name))
     yield from _named(ctx, run)
+
+
+def left_open(config: Mapping[str, Any], run: RunValues) -> RunValues:
+    """`run` without the values that the file contradicts, for callers that settle those themselves."""
+    kept = {
+        name: value
+        for name, value in run.given().items()
+        if not any(True for _ in conflicts(Context(config, run=RunValues(**{name: value}))))
+    }
+    return RunValues(**kept)
 
 
 def _as_in_file(name: str, said: Any) -> Any:

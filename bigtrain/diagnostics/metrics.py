@@ -249,7 +249,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], pauses_s: Mapping[str, float] |
         "train_time_s": sum(r["step_time_s"] for r in rows),
         **{f"{cause}_time_s": seconds for cause, seconds in (pauses_s or {}).items()},
     }
-    for name in ("gpu_allocated_bytes", "gpu_reserved_bytes", "host_rss_bytes"):
+    for name in ("gpu_allocated_bytes", "gpu_reserved_bytes", "gpu_used_bytes", "host_rss_bytes"):
         out[f"peak_{name}"] = max(r.get(name) or 0 for r in rows)
     if all(r.get("mfu") is not None for r in measured):
         out["mfu"] = spread(r["mfu"] for r in measured)

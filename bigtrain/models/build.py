@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,8 @@ def build_model(
     resize_vocab_to: int | None = None,
     trust_remote_code: bool = False,
     keep_in_fp32: Sequence[str] = (),
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
     **config_overrides: Any,
 ) -> torch.nn.Module:
     """Build a model, sharded from its first parameter on where the ds_config says stage 3. All ranks call it alike.
@@ -76,6 +78,9 @@ def build_model(
         resize_vocab_to: new number of token embeddings (transformers' resize_token_embeddings).
         trust_remote_code: allow a folder's own Python code to run.
         keep_in_fp32: name patterns (`*` is a wildcard) of parameters that are not rounded; stage 0 only.
+        allow_missing: name patterns (`*` is a wildcard) of the model's tensors that the weight files may lack; they are
+            drawn from the seed and named in the log and in `bigtrain_info.initialised`.
+        allow_unexpected: name patterns of tensors in the files that the model may lack.
         **config_overrides: settings of the transformers config, or keyword arguments of the callable.
 
     Returns:
@@ -83,7 +88,7 @@ def build_model(
 
     Raises:
         ModelError: the source, a name or a setting cannot be used; some parameter cannot be partitioned.
-        WeightsError: a weight file is damaged or does not match.
+        WeightsError: a weight file is damaged or does not match; tensors are missing or unexpected that were not allowed.
     """
     config = _config(ds_config)
     stage = _stage(config)
@@ -100,8 +105,11 @@ def build_model(
         )
     checkpoints = dict(frozen_checkpoints or {})
     target = _target(config, stage, seed, dtype, init_device, keep_in_fp32)
-    build = _build_pretrained if recipe.directory else _build_fresh
-    model, info = build(recipe, target, checkpoints, resize_vocab_to)
+    if recipe.directory:
+        allowed = (tuple(allow_missing), tuple(allow_unexpected))
+        model, info = _build_pretrained(recipe, target, checkpoints, resize_vocab_to, allowed)
+    else:
+        model, info = _build_fresh(recipe, target, checkpoints, resize_vocab_to)
     info.source, info.dtype, info.ds_config, info.keep_in_fp32 = recipe.label, dtype, config, tuple(keep_in_fp32)
     _settle(model, info, target, [*freeze, *checkpoints])
     return model
@@ -182,7 +190,11 @@ def _build_fresh(
 
 
 def _build_pretrained(
-    recipe: Source, target: _Target, checkpoints: Mapping[str, str | Path], vocab: int | None
+    recipe: Source,
+    target: _Target,
+    checkpoints: Mapping[str, str | Path],
+    vocab: int | None,
+    allowed: tuple[tuple[str, ...], tuple[str, ...]],
 ) -> tuple[torch.nn.Module, BuildInfo]:
     assert recipe.directory is not None
     window = target.window(draw=False)
@@ -192,9 +204,11 @@ def _build_pretrained(
         shard(model, window, target.partitioner, target.rule)
     else:
         _allocate(model, window, target)
-    missing = load_weights(model, recipe.directory)
+    elsewhere = _names_below(model, checkpoints)
+    missing, rounded = load_weights(model, recipe.directory, (*allowed[0], *elsewhere), allowed[1])
     info = _info(target)
-    info.initialised = tuple(missing)
+    info.initialised = tuple(name for name in missing if name not in elsewhere)
+    info.finer_files = recipe.directory if rounded else None
     parameters = dict(model.named_parameters(remove_duplicate=False))
     fresh = [parameters[name] for name in missing if name in parameters]
     separate = [p for prefix in checkpoints for p in _submodule(model, prefix).parameters()]
@@ -266,6 +280,12 @@ def _submodule(model: torch.nn.Module, name: str) -> torch.nn.Module:
         raise ModelError(
             f"frozen_checkpoints: there is no module {name!r}; candidates: {', '.join(inner) or 'none'}.", [name]
         ) from None
+
+
+def _names_below(model: torch.nn.Module, modules: Iterable[str]) -> set[str]:
+    """Names of the tensors that come from checkpoints of their own."""
+    tensors = {id(t) for name in modules for t in _submodule(model, name).state_dict(keep_vars=True).values()}
+    return {name for name, t in model.state_dict(keep_vars=True).items() if id(t) in tensors}
 
 
 def _resize(model: torch.nn.Module, vocab: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ class BuildInfo:
         frozen: names of parameters that do not train.
         tied: groups of names that share one parameter.
         initialised: names that the weight files lack and that were drawn from the seed instead.
+        finer_files: folder whose weights have more bits than the parameters: fp32 masters are to be filled from it.
         fp32_wanted: patterns of modules that the model's class wants in fp32 under bf16 training.
         use_cache: the config's `use_cache` before training switched it off; None without one.
         checkpointed_blocks: blocks recomputed in backward.
@@ -34,6 +36,7 @@ class BuildInfo:
     frozen: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     initialised: tuple[str, ...] = ()
+    finer_files: Path | None = None
     fp32_wanted: tuple[str, ...] = ()
     use_cache: bool | None = None
     checkpointed_blocks: int = 0

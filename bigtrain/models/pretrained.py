@@ -13,14 +13,21 @@ from bigtrain.errors import ModelError
 logger = logging.getLogger(__name__)
 
 
-def load_weights(model: torch.nn.Module, directory: Path) -> list[str]:
-    """Load a Hugging Face folder into an allocated model; returns the names that the files lack.
+def load_weights(
+    model: torch.nn.Module, directory: Path, allow_missing: Sequence[str], allow_unexpected: Sequence[str]
+) -> tuple[list[str], bool]:
+    """Load a Hugging Face folder into an allocated model.
 
-    Names tied to one that was found are not missing.
+    Returns:
+        The names that the files lack, and whether any parameter lost bits on the way. Names tied to one that was found are
+        not missing.
+
+    Raises:
+        WeightsError: names are missing or unexpected that no pattern allows.
     """
     from bigtrain.weights import load_into
 
-    report = load_into(model, directory, allow_missing=("*",))
+    report = load_into(model, directory, allow_missing=allow_missing, allow_unexpected=allow_unexpected)
     missing = set(report.missing)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found = {id(p) for name, p in parameters.items() if name not in missing}
@@ -30,7 +37,7 @@ def load_weights(model: torch.nn.Module, directory: Path) -> list[str]:
             "%d names are not in %s and were drawn from the seed: %s", len(missing), directory, ", ".join(sorted(missing)[:10])
         )
     _take_generation_config(model, directory)
-    return sorted(missing)
+    return sorted(missing), report.rounded
 
 
 def _take_generation_config(model: torch.nn.Module, directory: Path) -> None:

@@ -172,4 +172,6 @@ def attach(ds_engine: Any) -> None:
     """Tell the optimizer where DeepSpeed has put each matrix."""
     from bigtrain import flat
 
-    ds_engine.basic_optimizer.use_layouts(flat.partition_layouts(ds_engine.optimizer), torch.device(ds_engine.device))
+    layouts = flat.partition_layouts(ds_engine.optimizer)
+    if layouts:  # at stage 0 every matrix is whole
+        ds_engine.basic_optimizer.use_layouts(layouts, torch.device(ds_engine.device))

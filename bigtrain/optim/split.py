@@ -208,8 +208,8 @@ def _runs(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def attach(ds_engine: Any) -> None:
     """Let an `AdamWSplit` inside a DeepSpeed engine work on the model's own weights and on unrounded gradients."""
-    from bigtrain import zero
+    from bigtrain import flat
 
     optimizer = ds_engine.basic_optimizer
-    zero.alias_master(ds_engine.optimizer)
-    zero.hand_over_gradients(ds_engine.optimizer, optimizer)
+    flat.alias_master(ds_engine.optimizer)
+    flat.hand_over_gradients(ds_engine.optimizer, optimizer)

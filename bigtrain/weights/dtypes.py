@@ -24,3 +24,8 @@ def as_dtype(value: torch.dtype | str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or NAMES.get(dtype) not in FLOATS:
         raise ValueError(f"dtype {value!r}: expected one of bfloat16, float16, float32, float64")
     return dtype
+
+
+def loses_bits(stored: str, wanted: torch.dtype) -> bool:
+    """True if a float type of a file has values that the model's type does not (fp16 in bf16 as well: its mantissa is longer)."""
+    return stored in FLOATS and wanted.is_floating_point and torch.promote_types(TORCH[stored], wanted) != wanted

@@ -13,7 +13,7 @@ import torch
 from bigtrain import ranks, zero
 from bigtrain.errors import WeightsError
 from bigtrain.weights import share
-from bigtrain.weights.dtypes import TORCH
+from bigtrain.weights.dtypes import TORCH, loses_bits
 from bigtrain.weights.folder import Folder, open_folder
 from bigtrain.weights.guard import guard_state_dict
 from bigtrain.weights.mapping import Conversion, Part
@@ -22,6 +22,9 @@ from bigtrain.weights.read import Reader, ReadOp, progress_bar
 from bigtrain.weights.slots import Piece, Slot, pieces_of, slots_of
 
 logger = logging.getLogger(__name__)
+
+MasterOf = Callable[[torch.Tensor], tuple[int, torch.Tensor] | None]
+_COMPARED_ELEMS = 1 << 24  # bounds the temporaries of a comparison
 
 
 @dataclass
@@ -36,6 +39,7 @@ class LoadReport:
         tensors: number of the model's tensors that were filled.
         ignored: names of the folder that the model's class declares harmless.
         verified: number of tensors whose hash was compared with the file.
+        rounded: the folder's values have bits that the model's element type cannot hold.
     """
 
     missing: list[str]
@@ -45,6 +49,7 @@ class LoadReport:
     tensors: int = 0
     ignored: list[str] = field(default_factory=list)
     verified: int = 0
+    rounded: bool = False
 
 
 def load_into(
@@ -88,6 +93,9 @@ def load_into(
     ranks.agree(fingerprint(folder), f"the weight files in {directory}")
     bytes_read = _read_all(plan, folder, progress and ranks.is_main(), threads)
     report = LoadReport(plan.missing, plan.unexpected, bytes_read, 0.0, len(plan.filled), plan.ignored)
+    report.rounded = any(
+        loses_bits(folder.tensors[name].dtype, slot.dtype) for slot, part in plan.filled for name in part.sources
+    )
     if any(slot.partitioned for slot in slots):
         guard_state_dict(model)
     if verify:
@@ -103,12 +111,27 @@ def load_into(
     return report
 
 
-def load_masters(model: torch.nn.Module, directory: str | Path, *, progress: bool = True, threads: int | None = None) -> int:
+def load_masters(
+    model: torch.nn.Module,
+    directory: str | Path,
+    *,
+    master_of: MasterOf = zero.master_of,
+    progress: bool = True,
+    threads: int | None = None,
+) -> int:
     """Fill the fp32 master copies of an engine's parameters straight from a folder; all ranks call it.
 
     DeepSpeed makes the masters by widening the 16-bit weights, so an fp32 checkpoint would lose the lower bits on the way.
     Each rank reads the byte ranges of its own masters, without rounding. Call it after `load_into` and after the engine is
-    made, before the first step.
+    made, before the first step. An element of which the file's value does not round to the model's was changed since it was
+    loaded (a resized embedding, a merged adapter): its master stays what the model says.
+
+    Args:
+        model: the engine's module.
+        directory: the folder that `load_into` read.
+        master_of: parameter -> (first element, flat fp32 master) of this rank, or None; by default DeepSpeed's.
+        progress: show a bar on rank 0.
+        threads: reading threads of this rank.
 
     Returns:
         The number of parameters whose master this rank filled (in part).
@@ -118,22 +141,34 @@ def load_masters(model: torch.nn.Module, directory: str | Path, *, progress: boo
     """
     with ranks.together(f"checking the weights in {directory}"):
         folder = open_folder(directory)
-        plan = plan_load(model, slots_of(model), folder, ("*",), ("*",))
+        plan = plan_load(model, slots_of(model), folder, ("*",), ("*",), allow_mixed_half=True, skip_mismatched=True)
     ranks.agree(fingerprint(folder), f"the weight files in {directory}")
-    masters = {id(slot): pieces for slot, _ in plan.filled if (pieces := _master_pieces(slot))}
+    masters = {id(slot): pieces for slot, _ in plan.filled if (pieces := _master_pieces(slot, master_of))}
     plan.filled = [(slot, part) for slot, part in plan.filled if id(slot) in masters]
     plan.twins = []
     _read_all(plan, folder, progress and ranks.is_main(), threads, lambda slot: masters[id(slot)])
     return len(plan.filled)
 
 
-def _master_pieces(slot: Slot) -> list[Piece]:
-    found = zero.master_of(slot.tensor)
+def _master_pieces(slot: Slot, master_of: MasterOf) -> list[Piece]:
+    found = master_of(slot.tensor)
     if found is None:
         return []
     start, flat = found
     count = max(0, min(flat.numel(), slot.numel - start))
-    return [Piece(start, flat[:count])] if count else []
+    flat = flat[:count]
+    return [Piece(start, flat, lambda: _keep_changed(slot, start, flat))] if count else []
+
+
+def _keep_changed(slot: Slot, start: int, master: torch.Tensor) -> None:
+    """Where the file's value, now in `master`, is not what the model's element was rounded from, take the model's."""
+    for own in pieces_of(slot)[:1]:
+        begin, end = max(start, own.start), min(start + master.numel(), own.start + own.flat.numel())
+        for at in range(begin, end, _COMPARED_ELEMS):
+            stop = min(at + _COMPARED_ELEMS, end)
+            here = master[at - start : stop - start]
+            model = own.flat[at - own.start : stop - own.start].to(here.device)
+            torch.where(here.to(model.dtype) == model, here, model.float(), out=here)
 
 
 def _read_all(

@@ -166,13 +166,7 @@ def model_to_file(model: torch.nn.Module, state: Mapping[str, torch.Tensor], nam
     everything = {name: Part(name, shape, [name], Runs.whole(name, _numel(shape))) for name, shape in shapes.items()}
     if not _is_pretrained(model):
         return Mapped(everything, {})
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        apply_converters,
-        apply_renamings,
-        dot_natural_key,
-    )
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
 
     rules = [rule.reverse_transform() for rule in _rules_for_saving(model)[::-1]]
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -181,9 +175,9 @@ def model_to_file(model: torch.nn.Module, state: Mapping[str, torch.Tensor], nam
     parts: dict[str, Part] = {}
     jobs: dict[str, tuple[Any, dict[str, list[str]]]] = {}
     for name in sorted(shapes, key=dot_natural_key):
-        renamed, pattern = apply_converters(name, converters)
+        renamed, pattern = _first_converter(name, converters)
         if pattern is None:
-            renamed = apply_renamings(name, renamings)
+            renamed = _renamed(name, renamings)
             if renamed in parts:
                 raise WeightsError(f"{parts[renamed].sources[0]} and {name} would both be written as {renamed}.", tensor=name)
             parts[renamed] = Part(renamed, shapes[name], [name], everything[name].runs)
@@ -193,9 +187,25 @@ def model_to_file(model: torch.nn.Module, state: Mapping[str, torch.Tensor], nam
     for first, (rule, sources) in jobs.items():
         made = _converted(first, rule, sources, model, state, shapes)
         for target, part in made.items():
-            part.name = apply_renamings(target, renamings)
+            part.name = _renamed(target, renamings)
             parts[part.name] = part
     return Mapped(parts, {})
+
+
+def _renamed(name: str, renamings: Iterable[Any]) -> str:
+    """Every renaming in turn. Written here because transformers has it as a function of its own only since 5.2x."""
+    for rule in renamings:
+        name, _ = rule.rename_source_key(name)
+    return name
+
+
+def _first_converter(name: str, converters: Iterable[Any]) -> tuple[str, str | None]:
+    """The name that the first converter that matches gives, and its pattern; (name, None) if none matches."""
+    for rule in converters:
+        renamed, pattern = rule.rename_source_key(name)
+        if pattern is not None:
+            return renamed, pattern
+    return name, None
 
 
 def _rules_for_saving(model: Any) -> list[Any]:

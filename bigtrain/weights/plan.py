@@ -47,6 +47,7 @@ def plan_load(
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
     allow_mixed_half: bool = False,
+    skip_mismatched: bool = False,
 ) -> LoadPlan:
     """Match the tensors of a folder with the tensors of a model.
 
@@ -54,6 +55,7 @@ def plan_load(
         allow_missing: patterns (fnmatch) of the model's names that the file may lack.
         allow_unexpected: patterns of the file's names that the model may lack.
         allow_mixed_half: accept a folder that holds both float16 and bfloat16 tensors.
+        skip_mismatched: leave out tensors of other shapes than the model's instead of refusing them.
 
     Raises:
         WeightsError: quantised, mismatched, missing or unexpected tensors, all of one kind in one message.
@@ -77,6 +79,9 @@ def plan_load(
             plan.twins += [(slot, part) for part in parts[1:] if part.name in slot.names]
         elif not (ignore_missing is not None and any(ignore_missing.search(name) for name in slot.names)):
             plan.missing.append(slot.name)
+    if skip_mismatched:
+        plan.filled = [(slot, part) for slot, part in plan.filled if tuple(part.shape) == tuple(slot.shape)]
+        plan.twins = [(slot, part) for slot, part in plan.twins if tuple(part.shape) == tuple(slot.shape)]
     _refuse_mismatched(plan, folder)
     _refuse_unmatched(plan, slots, folder, allow_missing, allow_unexpected)
     return plan
@@ -168,7 +173,7 @@ def _refuse_unmatched(
     text.append(
         "If that is meant, allow it by pattern: "
         + ", ".join(
-            f"{option}=({pattern!r},)"
+            f"{option}=({pattern!r},) or --{option} {pattern!r}"
             for option, names in (("allow_missing", absent), ("allow_unexpected", extra))
             if names
             for pattern in [_common_pattern(names)]

@@ -107,7 +107,7 @@ def pieces_of(slot: Slot) -> list[Piece]:
     start, stop = partition.owned_range(slot.numel, rank, world)
     flat[stop - start :].zero_()
     pieces = [Piece(start, flat[: stop - start])] if stop > start else []
-    if zero.is_available(slot.tensor) and slot.tensor.numel() == slot.numel:  # type: ignore[arg-type]
+    if zero.is_available(slot.tensor) and slot.tensor.numel() == slot.numel:
         pieces.append(_whole(slot.tensor))  # a persistent or gathered parameter: its whole copy must change as well
     return pieces
 

@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,23 @@ def test_presets_lint_clean_and_resolve(path, device):
     run = RunValues(micro_batch=1, total_steps=10)
     done = resolve(config, run=run, model=ModelShape.from_config("preset:llama-tiny"), world_size=2, device=device)
     assert '"auto"' not in json.dumps(done.config)
+
+
+@pytest.mark.parametrize("name", ["flat", "reduction"])
+def test_internal_attributes_that_other_modules_list_exist(name):
+    """Instance attributes cannot be looked up on a class: DeepSpeed's own sources must mention each."""
+    import deepspeed
+
+    listing = (ast.get_docstring(ast.parse((ROOT / "bigtrain" / f"{name}.py").read_text())) or "").split("0.19.8")[1]
+    listed = set(re.findall(r"\b_?[a-z]\w*_\w+\b", listing))
+    runtime = Path(deepspeed.__file__).parent / "runtime"
+    places = (
+        "engine.py",
+        "bf16_optimizer.py",
+        "base_optimizer.py",
+        "zero/stage3.py",
+        "zero/stage_1_and_2.py",
+        "zero/partition_parameters.py",
+    )
+    known = set(re.findall(r"\w+", "".join((runtime / place).read_text() for place in places)))
+    assert len(listed) > 10 and listed - known - {"zero_optimizers"} == set()

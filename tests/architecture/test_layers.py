@@ -14,16 +14,16 @@ PACKAGE = ROOT / "bigtrain"
 ROWS: list[set[str]] = [
     {"errors"},
     {"shapes"},
-    {"partition", "config", "plan"},
-    {"ranks"},
+    {"guards", "partition", "config", "plan"},
+    {"builds", "ranks"},
     {"placement", "stopping", "zero"},
-    {"kernels"},
-    {"weights", "optim", "data", "diagnostics", "agreement", "buffers", "meeting", "precision", "steps"},
-    {"models"},
-    {"checkpoint", "guards", "master", "reduction", "settings", "watch"},
-    {"assembly", "evaluation"},
+    {"flat", "kernels"},
+    {"weights", "optim", "data", "diagnostics", "buffers", "meeting", "precision", "steps"},
+    {"models", "watch"},
+    {"agreement", "bypass", "checkpoint", "master", "reduction", "settings"},
+    {"accumulation", "assembly", "evaluation"},
     {"engine"},
-    {"arguments", "runfolder"},
+    {"arguments", "auto", "runfolder", "shortage"},
     {"job"},
     {"train"},
     {"cli", "bench"},
@@ -31,7 +31,7 @@ ROWS: list[set[str]] = [
 LEVEL = {part: level for level, row in enumerate(ROWS) for part in row}
 FACADES = {"", "__init__", "__main__"}  # the lazy package itself and `python -m bigtrain`
 # Plain Python: importing these may not load what takes seconds.
-PLAIN = ("errors", "shapes", "partition", "config", "plan", "cli")
+PLAIN = ("errors", "shapes", "partition", "config", "plan", "auto", "bench", "cli")
 HEAVY = ("torch", "transformers", "deepspeed", "numpy", "pandas", "datasets", "matplotlib")
 
 

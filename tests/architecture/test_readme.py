@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import python_path
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"(?:<!-- (?P<mark>[^>]*?) -->\n)?```sh\n(?P<lines>.*?)```", re.DOTALL)
@@ -30,7 +32,7 @@ def test_shell_block_runs(lines, tmp_path):
     (bin_folder / "bigtrain").write_text(f'#!/bin/sh\nexec {sys.executable} -m bigtrain "$@"\n')
     (bin_folder / "bigtrain").chmod(0o755)
     path = f"{bin_folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    env = {**os.environ, "PATH": path, "PYTHONPATH": python_path(), "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", lines], cwd=ROOT, env=env, capture_output=True, text=True, check=False
     )

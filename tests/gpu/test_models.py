@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+from tests import python_path
+
 pytestmark = pytest.mark.gpu
 
 _BUILD = """
@@ -62,7 +64,7 @@ open(f"{sys.argv[3]}.{ranks.rank()}", "w").write(json.dumps([mine, allocated]))
 
 def _environment(**more):
     kept = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "DS_ACCELERATOR")}
-    return {**kept, "PYTHONPATH": os.pathsep.join([os.getcwd(), kept.get("PYTHONPATH", "")]), **more}
+    return {**kept, "PYTHONPATH": python_path(), **more}
 
 
 def test_values_drawn_on_the_gpu_equal_a_plain_build_there():

@@ -121,3 +121,10 @@ def inputs(family: str, model: Any) -> dict[str, torch.Tensor]:
     if family == "t5":
         return {"input_ids": ids, "decoder_input_ids": ids[:, :5]}
     return {"input_ids": ids}
+
+
+def reference_values(folder: str) -> dict[str, torch.Tensor]:
+    """What plain transformers gives the model's parameters from a folder, in fp32."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()

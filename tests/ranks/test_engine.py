@@ -197,7 +197,7 @@ def _rates(scheduler):
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("bigtrain").addHandler(handler)
     ds_config = config(2)
-    ds_config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.5}}
+    ds_config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01 if scheduler else 0.5}}
     if scheduler:
         ds_config["scheduler"] = scheduler
     torch.manual_seed(0)

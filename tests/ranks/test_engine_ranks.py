@@ -4,16 +4,14 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 
 from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError, RanksDisagreeError
+from tests import python_path
 from tests.ranks.tiny import Branched, Nested, TinyLM, config, rows, share, whole_weights
-
-ROOT = Path(__file__).parents[2]
 
 
 def _x(rank, i):
@@ -146,7 +144,7 @@ def _run_ranks(body, tmp_path, env=None, timeout=240):
         environ = {
             **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(29600 + os.getpid() % 300), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT), **(env or {}),
+            "PYTHONPATH": python_path(), **(env or {}),
         }  # fmt: skip
         processes.append(
             subprocess.Popen(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import python_path
 from tests.ranks import zoo
 
 ZERO3 = {"zero_optimization": {"stage": 3}}
@@ -47,10 +48,10 @@ def _step(engine, **batch):
 # ---------------------------------------------------------------- pretrained folders
 
 
-def _from_folder(folder, stage, vocab=None):
+def _from_folder(folder, stage, vocab=None, **more):
     from bigtrain.models import build_model
 
-    model = build_model(folder, ds_config={"zero_optimization": {"stage": stage}}, seed=11, resize_vocab_to=vocab)
+    model = build_model(folder, ds_config={"zero_optimization": {"stage": stage}}, seed=11, resize_vocab_to=vocab, **more)
     return model, model.bigtrain_info
 
 
@@ -86,7 +87,7 @@ def _missing(folder):
 
     found = {}
     for stage in (0, 3):
-        model, info = _from_folder(folder, stage)
+        model, info = _from_folder(folder, stage, allow_missing=["*.1.mlp.up_proj.*"])
         p = dict(model.named_parameters())["model.layers.1.mlp.up_proj.weight"]
         with zero.gathered([p]):
             found[stage] = p.detach().clone()
@@ -102,6 +103,28 @@ def test_names_missing_in_the_file_are_drawn_as_transformers_does_and_named(rank
     _save(tmp_path, "llama", drop=(name,))
     for same, others, std, initialised in rank_pool(3).run(_missing, tmp_path):
         assert same and others and 0.015 < std < 0.025 and initialised == (name,)
+
+
+def _refused(folder, stage, **more):
+    from bigtrain.errors import WeightsError
+
+    try:
+        return _from_folder(folder, stage, **more)[1].initialised
+    except WeightsError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_B19_missing_and_unexpected_tensors_stop_the_build_unless_allowed(rank_pool, tmp_path, stage):
+    name = "model.layers.1.mlp.up_proj.weight"
+    _save(tmp_path, "llama", drop=(name,))
+    for said in rank_pool(2).run(_refused, tmp_path, stage):
+        assert name in said and f"--allow_missing '{name}'" in said
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    for said in rank_pool(2).run(_refused, tmp_path, stage):
+        assert "unexpected, 8" in said and "--allow_unexpected 'model.layers.1.*'" in said
+    assert rank_pool(2).run(_refused, tmp_path, stage, allow_unexpected=["model.layers.1.*"]) == [(), ()]
 
 
 def _resized_folder(folder):
@@ -452,7 +475,7 @@ def test_B15_building_starts_the_process_group_first(tmp_path):
         str(script),
         str(tmp_path / "out"),
     ]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert [json.loads((tmp_path / f"out.{r}").read_text()) for r in range(2)] == [[2, True, True]] * 2

@@ -179,3 +179,16 @@ def test_every_flag_has_a_help_text():
 def test_parsing_needs_no_torch():
     code = "import sys; from bigtrain.arguments import make_parser; make_parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_lr_scheduler_kwargs_are_json(base, tmp_path):
+    assert parse([*base, "--lr_scheduler_kwargs", '{"min_ratio": 0.1}']).scheduler_kwargs == {"min_ratio": 0.1}
+    (tmp_path / "run.yaml").write_text("lr_scheduler_kwargs: {min_ratio: 0.2, decay: cosine}")
+    assert parse(["--config", str(tmp_path / "run.yaml"), *base]).scheduler_kwargs == {"min_ratio": 0.2, "decay": "cosine"}
+    for wrong in ("{min_ratio: 0.1}", "[1]"):
+        assert "must be a JSON object" in refusal([*base, "--lr_scheduler_kwargs", wrong])
+
+
+def test_patterns_of_allowed_names(base):
+    args = parse([*base, "--allow_missing", "lm_head.*", "score.*", "--allow_unexpected", "*.inv_freq"])
+    assert (args.allow_missing, args.allow_unexpected) == (["lm_head.*", "score.*"], ["*.inv_freq"])

@@ -1,8 +1,11 @@
 """Every value is decided once, and a contradiction is said or refused."""
 
+import copy
+
 import pytest
 
 from bigtrain import settings
+from bigtrain.config import resolve
 from bigtrain.errors import ConfigError, UsageError
 
 NOTHING = {
@@ -76,4 +79,61 @@ def test_fp16_is_refused_and_a_config_is_never_changed_in_place():
     with pytest.raises(ConfigError, match="bf16"):
         settle({"fp16": {"enabled": True}})
     given = base(optimizer={"type": "AdamW"})
-    assert settings.read(given) == given and settings.read(given) is not given
+    before = copy.deepcopy(given)
+    settle(*read(given)[:1])
+    assert given == before
+
+
+def read(config, **given):
+    return settings.read(config, world_size=2, device="cpu", **{**NOTHING, **given})
+
+
+def test_a_custom_loop_gets_the_lint_and_the_report_has_every_problem(tmp_path):
+    wrong = base(gradient_cliping=1.0, train_micro_batch_size_per_gpu=0)
+    with pytest.raises(ConfigError, match=r"(?s)gradient_clipping.*train_micro_batch|train_micro_batch.*gradient_clipping"):
+        read(wrong)
+    twice = tmp_path / "twice.json"
+    twice.write_text('{"gradient_clipping": 1.0, /* hjson */ "gradient_clipping": 2.0}')
+    with pytest.raises(ConfigError, match="stands twice"):
+        read(twice)
+
+
+def test_a_preset_name_is_a_config_and_auto_is_filled_from_model_and_arguments():
+    config, _ = read("zero3_offload", learning_rate=1e-3, micro_batch=4, total_steps=9, model_config={"hidden_size": 64})
+    assert config["zero_optimization"]["reduce_bucket_size"] == 64 * 64
+    s = settle(config, learning_rate=1e-3, micro_batch=4, total_steps=9)
+    assert (s.learning_rate, s.micro_batch, s.bf16, s.notes) == (1e-3, 4, True, [])
+
+
+def test_what_the_file_contradicts_is_still_said_and_what_it_leaves_open_is_no_contradiction():
+    config, _ = read(base(gradient_clipping=0.3), max_grad_norm=0.7, learning_rate=1e-3, total_steps=9)
+    s = settle(config, max_grad_norm=0.7, learning_rate=1e-3, total_steps=9)
+    assert s.max_grad_norm == 0.7 and len(s.notes) == 1 and "0.3" in s.notes[0]
+
+
+def test_sums_stay_fp32_beside_offload_because_a_step_may_have_more_micro_batches_than_the_file_says():
+    config, _ = read({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
+    assert settle(config).config["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+def test_a_schedule_that_contradicts_the_optimizer_in_the_file_is_refused():
+    rates = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}},
+    }
+    with pytest.raises(ConfigError, match="write the same number in both"):
+        read(base(**rates))
+
+
+def test_a_config_without_bf16_is_fp32_and_a_resolved_one_is_taken_as_it_is():
+    config, _ = read({"zero_optimization": {"stage": 1}})
+    assert config["bf16"] == {"enabled": False}
+    done = resolve(base(gradient_clipping=0.5), world_size=2, device="cpu")
+    assert read(done) == (done.engine_config(), [])
+
+
+def test_lr_scheduler_kwargs_reach_the_schedule_and_unknown_ones_are_named():
+    settled = settle(base(), lr_scheduler="cosine", total_steps=10, lr_scheduler_kwargs={"min_ratio": 0.25})
+    assert settled.schedule()(10) == 0.25
+    with pytest.raises(UsageError, match="'min_lr' is unknown; it takes min_ratio, decay_steps, decay"):
+        settle(base(), lr_scheduler="cosine", total_steps=10, lr_scheduler_kwargs={"min_lr": 0.25}).schedule()

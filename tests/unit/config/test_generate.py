@@ -142,7 +142,7 @@ options = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(options, st.integers(1, 8))
 def test_what_is_generated_is_always_consistent(choice, ranks):
     try:

@@ -183,11 +183,13 @@ def test_bf16_is_said():
         (0, False, 4, None),
         (1, False, 4, "fp32"),
         (1, True, 4, "fp32"),
-        (2, False, 1, "fp32"),
+        (2, False, 1, "bf16"),
+        (2, False, 2, "fp32"),
         (2, True, 1, "bf16"),
         (2, True, 4, "fp32"),
         (3, False, 4, "fp32"),
-        (3, True, 1, "fp32"),
+        (3, True, 1, "bf16"),
+        (3, False, 1, "bf16"),
     ],
 )
 def test_gradient_accumulation_dtype(stage, offload, accumulation, expected):

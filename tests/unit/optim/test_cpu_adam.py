@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from bigtrain import zero
+from bigtrain import builds, zero
 
 
 @pytest.fixture
@@ -40,14 +40,14 @@ def test_B65_the_first_cause_of_a_chain_is_shown():
         except RuntimeError as inner:
             raise RuntimeError("DeepSpeedCPUAdam requires the cpu_adam op") from inner
     except RuntimeError as outer:
-        assert zero.first_cause(outer) == "RuntimeError: foo.cpp:3:1: error: no such header"
+        assert builds.first_cause(outer) == "RuntimeError: foo.cpp:3:1: error: no such header"
 
 
 def test_the_lock_of_a_killed_build_is_removed_and_a_live_one_is_not(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert zero.clear_stale_lock("cpu_adam") is False
+    assert builds.clear_stale_lock("cpu_adam") is False
     lock = tmp_path / "cpu_adam" / "lock"
     lock.touch()
-    assert zero.clear_stale_lock("cpu_adam") is False and lock.exists()
+    assert builds.clear_stale_lock("cpu_adam") is False and lock.exists()
     os.utime(lock, (time.time() - 400, time.time() - 400))
-    assert zero.clear_stale_lock("cpu_adam") is True and not lock.exists()
+    assert builds.clear_stale_lock("cpu_adam") is True and not lock.exists()

@@ -5,6 +5,7 @@ import torch
 
 from bigtrain import optim
 from bigtrain.errors import UsageError
+from bigtrain.master import MasterOptimizer
 from bigtrain.optim.orthogonal import orthogonalise
 
 
@@ -43,3 +44,16 @@ def test_a_flat_partition_without_layout_is_refused():
     param.grad = torch.ones(12)
     with pytest.raises(UsageError, match="after_initialize"):
         optimizer.step()
+
+
+def test_fp32_masters_of_stage_0_are_still_known_as_matrices():
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 5)).bfloat16()
+
+    def build(groups):
+        return optim.build_optimizer("muon", groups, lr=0.1)
+
+    wrapped = MasterOptimizer(optim.param_groups(model, 0.0), build, max_norm=0.0)
+    model(torch.tensor([1, 2])).float().square().mean().backward()
+    wrapped.step()
+    kinds = {tuple(p.shape): set(state) for p, state in wrapped.state.items()}
+    assert kinds[8, 8] == {"momentum_buffer"} and "exp_avg" in kinds[5, 8]

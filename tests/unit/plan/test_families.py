@@ -23,7 +23,7 @@ def build(auto_class, config):
         return getattr(transformers, auto_class).from_config(hf)
 
 
-def compare(model, planned):
+def check_equal(model, planned):
     real = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
     assert [(p.name, p.shape) for p in planned.items] == real
     assert planned.elems == sum(p.numel() for p in model.parameters())
@@ -32,7 +32,7 @@ def compare(model, planned):
 @pytest.mark.parametrize("name", CASES)
 def test_small_configs_equal_the_real_class_name_by_name(name):
     auto_class, config = CASES[name]
-    compare(build(auto_class, config), model_parameters(config))
+    check_equal(build(auto_class, config), model_parameters(config))
 
 
 def test_at_least_twenty_families():
@@ -49,14 +49,14 @@ DEFAULT_SIZED = [*DECODER_KINDS, "bert", "roberta", "t5", "vit", "gemma3"]
 @pytest.mark.parametrize("kind", DEFAULT_SIZED)
 def test_left_out_sizes_are_the_class_defaults(kind):
     auto_class = {c["model_type"]: a for a, c in OTHER.values()}.get(kind, "AutoModelForCausalLM")
-    compare(build(auto_class, {"model_type": kind}), model_parameters({"model_type": kind}))
+    check_equal(build(auto_class, {"model_type": kind}), model_parameters({"model_type": kind}))
 
 
 @pytest.mark.parametrize("name", shapes.names())
 def test_presets_equal_the_real_class(name):
     config = shapes.config_dict(name)
     auto_class = "AutoModelForImageTextToText" if "vision_config" in config else "AutoModelForCausalLM"
-    compare(build(auto_class, config), model_parameters(config))
+    check_equal(build(auto_class, config), model_parameters(config))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt2", "opt"])
@@ -65,7 +65,7 @@ def test_tied_and_untied(name, tied):
     auto_class, config = CASES[name]
     config = {**config, "tie_word_embeddings": tied}
     planned = model_parameters(config)
-    compare(build(auto_class, config), planned)
+    check_equal(build(auto_class, config), planned)
     assert bool(planned.tied) is tied
 
 
@@ -74,7 +74,7 @@ def test_saved_config_json_is_enough(name, tmp_path):
     auto_class, config = CASES[name]
     model = build(auto_class, config)
     model.config.save_pretrained(tmp_path)
-    compare(model, model_parameters(json.loads((tmp_path / "config.json").read_text())))
+    check_equal(model, model_parameters(json.loads((tmp_path / "config.json").read_text())))
 
 
 def test_unknown_family_is_refused_with_the_way_out():

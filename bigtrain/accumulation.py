@@ -1,0 +1,99 @@
+"""What happened since the last step: forwards, backwards, this rank's share of loss and tokens; and telling the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bigtrain import agreement, guards
+from bigtrain.errors import DataError, RanksDisagreeError
+from bigtrain.guards import RankStep
+from bigtrain.meeting import Point, meet, pack, unpack
+from bigtrain.reduction import GradientFlags
+
+
+class Accumulation:
+    """The micro batches of one step.
+
+    Args:
+        size: backwards a step, unless a step plans its own number.
+        device: where the model runs.
+
+    Attributes:
+        forwards, backwards: through the engine, since the last step.
+        planned: backwards until the next step.
+        sums: this rank's share of the loss, and of the target tokens; float64, on the device.
+    """
+
+    def __init__(self, size: int, device: torch.device):
+        self._size = size
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self.forwards = self.backwards = 0
+        self.planned = size
+
+    @property
+    def at_last(self) -> bool:
+        """True if the next backward is the step's last."""
+        return self.backwards + 1 >= self.planned
+
+    def no_backward(self) -> str:
+        """Why a backward cannot come now; empty if it can."""
+        if self.forwards == 0:
+            return (
+                "backward() without a forward through the engine since the last step: call loss = engine(**batch).loss first."
+            )
+        if self.backwards >= self.planned:
+            return f"backward() number {self.backwards + 1} of a step of {self.planned}: call engine.step() between."
+        return ""
+
+    def plan(self, counts: Sequence[int], step: int) -> int:
+        """Plan a step of micro batches with so many target tokens each; the number in all ranks' together.
+
+        Raises:
+            RanksDisagreeError: on every rank, if they have different numbers of micro batches.
+            DataError: on every rank, if there is no target at all.
+        """
+        told = meet(Point.BATCH, step, 0, (len(counts), sum(counts)))
+        if len({row[0] for row in told}) > 1:
+            numbers = {r: row[0] for r, row in enumerate(told)}
+            raise RanksDisagreeError(f"train_step(): ranks were given different numbers of micro batches: {numbers}", numbers)
+        total = sum(row[1] for row in told)
+        if total == 0:
+            raise DataError(
+                f"step {step + 1}: no target token in the global batch ({len(told)} ranks x {len(counts)} "
+                "micro batches): every label is -100. Check the chat template's answers, seq_len and the truncation side."
+            )
+        self.planned = len(counts)
+        self.sums[1] += sum(counts)
+        return total
+
+    def exchange(self, step: int, flags: GradientFlags, order: int) -> list[RankStep]:
+        """Tell what this rank knows, and hear the others. The one wait for the device in a step: DeepSpeed would wait here too.
+
+        Args:
+            step: steps done.
+            flags: which parameters got a sound gradient.
+            order: hash of the order in which gradients were reduced.
+
+        Raises:
+            RanksDisagreeError: if the orders differ, or a rank is elsewhere.
+        """
+        sound = torch.isfinite(flags.marks).all().double().reshape(1)
+        loss, tokens, finite = torch.cat([self.sums, sound]).tolist()
+        bad = guards.UNKNOWN if finite else flags.first()
+        packed = (pack(loss), int(tokens), agreement.fold(bad, order))
+        rows = meet(Point.STEP, step, self.backwards, packed)
+        told = [RankStep(unpack(a), b, *agreement.unfold(c)) for a, b, c in rows]
+        if len({row.order for row in told}) > 1:
+            raise RanksDisagreeError(
+                f"step {step + 1}: ranks reduced the same parameters in different orders: gradients are mixed. "
+                "Run the model's modules in the same order on every rank."
+            )
+        return told
+
+    def clear(self) -> None:
+        """A step is done."""
+        self.forwards = self.backwards = 0
+        self.planned = self._size
+        self.sums.zero_()

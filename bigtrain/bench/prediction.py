@@ -1,0 +1,151 @@
+"""What the planner says about a cell before it runs: memory, speed, whether it fits. Arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bigtrain import config as ds
+from bigtrain import plan
+from bigtrain.auto import AUTO, pick
+from bigtrain.bench.grid import Cell
+from bigtrain.config import ModelShape, Resolved, RunValues
+from bigtrain.diagnostics.metrics import FlopsFormula
+from bigtrain.errors import DoesNotFitError, UsageError
+from bigtrain.plan.cli import model_config
+from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.predict import Plan, Tree
+from bigtrain.plan.roofline import step_time
+from bigtrain.plan.show import heading
+from bigtrain.plan.states import layout_name
+
+# A cell neither saves nor exports, so their peaks do not occur in it.
+NOT_IN_A_CELL = ("checkpoint save", "export")
+_RUN_NAMES = {"per_device_train_batch_size": "micro_batch", "gradient_accumulation_steps": "accumulation"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where the sweep runs. Sizes in bytes, None: not known (or, for the GPU, none there)."""
+
+    device: str
+    card: str
+    gpu_bytes: int | None
+    host_bytes: int | None
+
+
+def run_values(cell: Cell) -> RunValues:
+    """The cell's arguments in the words of `bigtrain.config`."""
+    known = RunValues.__dataclass_fields__
+    named = {_RUN_NAMES.get(k, k): v for k, v in cell.arguments.items()}
+    return RunValues(**{k: v for k, v in named.items() if k in known}, total_steps=cell.steps)
+
+
+def kernels(cell: Cell, machine: Machine) -> str:
+    """The planner's word for the cell's kernels; liger's need a GPU."""
+    return "liger" if cell.arguments.get("use_liger_kernel") and machine.device == "cuda" else "hf"
+
+
+def resolved(cell: Cell, machine: Machine) -> Resolved:
+    """The cell's ds_config with nothing left open; "auto" chooses as launch/train.py will.
+
+    Raises:
+        ConfigError: it cannot be used. DoesNotFitError: nothing fits.
+    """
+    values, run, config = model_config(cell.model), run_values(cell), cell.ds_config
+    if config == AUTO:
+        gpu, host = limits(cell, machine)
+        picked = pick(
+            values, run, world_size=cell.num_gpus, ranks_per_node=cell.num_gpus, seq_len=cell.seq_len, gpu_memory_bytes=gpu,
+            host_memory_bytes=host, device=machine.device, kernels=kernels(cell, machine),
+            frozen=tuple(cell.arguments.get("freeze") or ()),
+        )  # fmt: skip
+        config, run = picked.config, picked.run
+    shape = ModelShape.from_config(values)
+    return ds.resolve(config, run=run, model=shape, world_size=cell.num_gpus, device=machine.device)
+
+
+def limits(cell: Cell, machine: Machine) -> tuple[int | None, int | None]:
+    """(bytes of a card that the cell may take, bytes of the host); None: unknown, or no GPU."""
+    cap = cell.arguments.get("gpu_memory_cap")
+    gpu = machine.gpu_bytes
+    return (min(gpu, int(float(cap) * 2**30)) if gpu is not None and cap else gpu), machine.host_bytes
+
+
+def planned(cell: Cell, machine: Machine) -> Plan:
+    """The plan of a cell, as launch/train.py makes it.
+
+    Raises:
+        UsageError: the model's family has no formulas, or settings contradict each other.
+    """
+    done = resolved(cell, machine)
+    run, args = done.run, cell.arguments
+    assert run.micro_batch and run.accumulation
+    return plan.predict(
+        plan.plan_input(
+            model_config(cell.model),
+            ds_config=done.engine_config(),
+            world_size=cell.num_gpus,
+            gpus_per_node=cell.num_gpus,
+            seq_len=cell.seq_len,
+            micro_batch=run.micro_batch,
+            accumulation=run.accumulation,
+            optimizer=layout_name(run.optim or "adamw"),
+            checkpointing="full" if run.gradient_checkpointing else "none",
+            kernels=kernels(cell, machine),
+            device=machine.device,
+            frozen=tuple(args.get("freeze") or ()),
+        )
+    )
+
+
+def prediction(cell: Cell, machine: Machine) -> dict[str, Any]:
+    """Numbers to lay beside the measured ones; `{"none": why}` where the planner has no formulas."""
+    try:
+        found = planned(cell, machine)
+    except UsageError as error:
+        return {"none": str(error)}
+    except DoesNotFitError as error:  # ds_config auto
+        return {"none": str(error).splitlines()[-1], "fits": False}
+    gpu, host = limits(cell, machine)
+    time, allocated = step_time(found.input), peak(found.gpu)
+    return {
+        "config": spelled(found.input),
+        "gpu_allocated_bytes": allocated,
+        "gpu_reserved_bytes": found.gpu_reserved_bytes,
+        "gpu_used_bytes": found.gpu_used_bytes,
+        "host_bytes": peak(found.host),
+        "host_node_bytes": peak(found.host) * found.ranks_per_node,
+        "gpu_need_bytes": found.gpu_need_bytes(),
+        "host_need_bytes": found.host_need_bytes(),
+        "gpu_limit_bytes": gpu,
+        "host_limit_bytes": host,
+        "fits": found.fits(gpu, host),
+        "step_time_s": time.total_s if machine.device == "cuda" else None,
+        "tokens_per_s_per_gpu": time.tokens_per_s / cell.num_gpus if machine.device == "cuda" else None,
+    }
+
+
+def spelled(found: PlanInput) -> str:
+    """What was planned, in one line: for `auto` nothing else says it."""
+    return heading(found).splitlines()[1]
+
+
+def peak(tree: Tree) -> int:
+    """Most bytes of the phases that a cell goes through."""
+    return max((size for phase, size in tree.by_phase.items() if phase not in NOT_IN_A_CELL), default=tree.bytes)
+
+
+def flops_formula(found: PlanInput) -> FlopsFormula:
+    """Model FLOPs per token of what was planned: the same formula for every runner. Of experts the active ones count."""
+    shape, counts = found.geometry, {True: 0, False: 0}
+    for one, trains in zip(found.parameters.items, found.trains):
+        sparse = ".experts." in one.name and shape.experts
+        counts[trains] += one.elems * shape.experts_per_token // shape.experts if sparse else one.elems
+    return FlopsFormula(
+        trained_parameters=counts[True],
+        frozen_parameters=counts[False],
+        layers=shape.layers,
+        hidden=shape.query,
+        seq_len=found.seq_len,
+    )

@@ -1,0 +1,215 @@
+"""The ranks of one cell as processes of their own: started, watched, measured from outside, and gone afterwards.
+
+The ranks are started directly, with the variables that every launcher sets: the exit code of each is then known (torchrun
+reports 1 for all of them), and a failed rank does not cost the others' time-outs. Each is a session of its own; everything that
+they start inherits a mark in the environment, by which it is found and killed, also where it left its session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MARK = "BIGTRAIN_BENCH_CELL"
+SAMPLE_S = 0.2
+GRACE_S = 15.0
+_SMI = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits", "-lms", "200"]
+
+
+@dataclass
+class Ended:
+    """How the ranks ended.
+
+    Attributes:
+        exit_codes: of each rank; negative: killed by that signal. None: it had to be killed here.
+        timed_out: the time limit was reached. seconds: wall time.
+        rss_bytes, pss_bytes: largest of each rank (VmHWM; sampled smaps_rollup).
+        node_pss_bytes: most of all ranks together.
+        gpu_used_bytes: most on one card by nvidia-smi, what was used before included.
+        gpu_used_before_bytes: on the fullest card before the start.
+    """
+
+    exit_codes: list[int | None]
+    timed_out: bool = False
+    seconds: float = 0.0
+    rss_bytes: dict[int, int] = field(default_factory=dict)
+    pss_bytes: dict[int, int] = field(default_factory=dict)
+    node_pss_bytes: int = 0
+    gpu_used_bytes: int = 0
+    gpu_used_before_bytes: int = 0
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environment(rank: int, world: int, port: int, mark: str, more: Mapping[str, str]) -> dict[str, str]:
+    """What a launcher tells a rank, on top of this process's environment without another launcher's traces."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_"))}
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "LOCAL_SIZE": world,
+            "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, MARK: mark}  # fmt: skip
+    return {**inherited, **{k: str(v) for k, v in told.items()}, **more}
+
+
+def run_ranks(command: Sequence[str], *, world: int, logs: Path, limit_s: float, env: Mapping[str, str], cwd: Path) -> Ended:
+    """Run `command` on `world` ranks of this host until all have ended or the time is up; nothing of it is left afterwards.
+
+    Args:
+        command: the same on every rank. logs: folder for rank0.log, rank1.log, ... limit_s: seconds before all are killed.
+        env: further variables. cwd: working folder of the ranks.
+    """
+    mark, port, begin = uuid.uuid4().hex, free_port(), time.monotonic()
+    ended = Ended([None] * world)
+    ranks: list[subprocess.Popen[bytes]] = []
+    with _CardWatch() as cards:
+        try:
+            for rank in range(world):
+                with open(logs / f"rank{rank}.log", "wb") as log:
+                    told = rank_environment(rank, world, port, mark, env)
+                    ranks.append(subprocess.Popen(command, env=told, cwd=cwd, stdout=log, stderr=subprocess.STDOUT,
+                                                  stdin=subprocess.DEVNULL, start_new_session=True))  # fmt: skip
+            _watch(ranks, ended, begin + limit_s)
+        finally:
+            _kill(ranks, mark)
+    ended.seconds = time.monotonic() - begin
+    ended.gpu_used_bytes, ended.gpu_used_before_bytes = cards.most(world), cards.before(world)
+    return ended
+
+
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], ended: Ended, until: float) -> None:
+    """Measure until all ranks have ended, one has failed and the others had their grace, or the time is up."""
+    host = _HostWatch()
+    while True:
+        codes = [process.poll() for process in ranks]
+        ended.exit_codes = list(codes)
+        host.sample({rank: p.pid for rank, (p, code) in enumerate(zip(ranks, codes)) if code is None}, ended)
+        if all(code is not None for code in codes):
+            return
+        now = time.monotonic()
+        if any(codes):  # some code is neither None nor 0
+            until = min(until, now + GRACE_S) if not host.failing else until
+            host.failing = True
+        if now >= until:
+            ended.timed_out = not any(codes)
+            return
+        time.sleep(SAMPLE_S if now - host.begin > 5 else 0.05)
+
+
+class _HostWatch:
+    """Resident memory of processes, read from outside."""
+
+    def __init__(self) -> None:
+        self.begin = time.monotonic()
+        self.failing = False
+        self._next_pss = 0.0
+
+    def sample(self, pids: Mapping[int, int], ended: Ended) -> None:
+        for rank, pid in pids.items():
+            peak = _kib(f"/proc/{pid}/status", "VmHWM:")
+            ended.rss_bytes[rank] = max(ended.rss_bytes.get(rank, 0), peak)
+        begin = time.monotonic()
+        if begin < self._next_pss:
+            return
+        together = 0
+        for rank, pid in pids.items():
+            pss = _kib(f"/proc/{pid}/smaps_rollup", "Pss:")
+            ended.pss_bytes[rank] = max(ended.pss_bytes.get(rank, 0), pss)
+            together += pss
+        ended.node_pss_bytes = max(ended.node_pss_bytes, together)
+        # Walking the pages of a large process takes a while and holds a lock of it: at most 2 % of the time.
+        end = time.monotonic()
+        self._next_pss = end + 50 * (end - begin)
+
+
+def _kib(path: str, name: str) -> int:
+    """A value of a /proc file in bytes; 0 if the process is gone or does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(path) as file:
+        for line in file:
+            if line.startswith(name):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+class _CardWatch:
+    """Used memory of every visible card by nvidia-smi, five times a second; nothing where there is none."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, int] = {}
+        self._most: dict[int, int] = {}
+        self._process: subprocess.Popen[str] | None = None
+        self._ready = threading.Event()
+
+    def __enter__(self) -> _CardWatch:
+        with contextlib.suppress(OSError):
+            self._process = subprocess.Popen(_SMI, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+            self._ready.wait(5)
+        return self
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        for line in process.stdout or ():
+            index, _, used = line.partition(",")
+            if index.strip().isdigit() and used.strip().isdigit():
+                size = int(used) * 2**20
+                self._first.setdefault(int(index), size)
+                self._most[int(index)] = max(self._most.get(int(index), 0), size)
+                self._ready.set()
+        self._ready.set()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def most(self, world: int) -> int:
+        return max((self._most.get(i, 0) for i in _visible(world, self._most)), default=0)
+
+    def before(self, world: int) -> int:
+        return max((self._first.get(i, 0) for i in _visible(world, self._first)), default=0)
+
+
+def _visible(world: int, known: Mapping[int, int]) -> list[int]:
+    """Indices of the cards that `world` ranks take: rank r has the r-th visible one."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    chosen = [int(n) for n in names if n.strip().isdigit()]
+    return (chosen or sorted(known))[:world]
+
+
+def _kill(ranks: Sequence[subprocess.Popen[bytes]], mark: str) -> None:
+    for process in ranks:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        left = [pid for pid in marked(mark) if pid not in {p.pid for p in ranks}]
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not left:
+            break
+        time.sleep(0.1)
+    for process in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)  # a process in the middle of unpinning 100 GB takes its time to go
+
+
+def marked(mark: str) -> Iterator[int]:
+    """Process ids of this user that carry the mark in their environment."""
+    wanted = f"{MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if wanted in (entry / "environ").read_bytes():
+                    yield int(entry.name)

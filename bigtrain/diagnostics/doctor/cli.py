@@ -1,0 +1,52 @@
+"""`bigtrain doctor`: is this machine fit to train? Exit 0: fine, 1: warnings, 2: something is broken."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import UsageError
+
+
+def add_parsers(subparsers: Any) -> None:
+    """Register the verb; the parser sets `run`, a function from args to exit code."""
+    p = subparsers.add_parser("doctor", help="test this machine; exit 0: fine, 1: warnings, 2: broken")
+    p.add_argument("--world_size", type=int, metavar="N", help="ranks to test with (default: one a GPU, 2 without)")
+    p.add_argument("--quick", action="store_true", help="facts only, in a second: no compiling, no speeds, no ranks")
+    p.add_argument("--build", action="store_true", help="compile native parts anew, in a scratch folder (a minute)")
+    p.add_argument("--dir", default=".", metavar="DIR", help="where runs write to (default: here)")
+    p.add_argument("--save", metavar="FILE", help="for measured rates (default: machine.json in ~/.cache/bigtrain)")
+    p.add_argument("--no_ladder", action="store_true", help="do not look for settings that help when ranks cannot talk")
+    p.add_argument("--limit_s", type=float, default=30.0, metavar="S", help="longest time for the ranks' test (default 30)")
+    p.add_argument("--json", action="store_true", help="findings as JSON on standard output")
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine, print, and say by the exit code how it went."""
+    from bigtrain.diagnostics.doctor import calibration, examine, show
+    from bigtrain.diagnostics.doctor.finding import exit_code
+
+    if args.world_size is not None and args.world_size < 1:
+        raise UsageError(f"--world_size {args.world_size}: at least 1 rank")
+    if not args.limit_s > 0:
+        raise UsageError(f"--limit_s {args.limit_s:g}: a positive number of seconds")
+    request = examine.Request(
+        world_size=args.world_size, quick=args.quick, build=args.build, folder=args.dir, limit_s=args.limit_s,
+        save=Path(args.save) if args.save else calibration.default_file(), ladder=not args.no_ladder,
+    )  # fmt: skip
+    findings, seconds = examine.timed(examine.examine(request))
+    code = exit_code(findings)
+    if int(os.environ.get("RANK", "0")) == 0:
+        table = {"exit_code": code, "seconds": round(seconds, 1), "findings": [f.as_dict() for f in findings]}
+        print(json.dumps(table, indent=2) if args.json else show.text(findings, seconds))
+    elif code and os.environ.get("LOCAL_RANK", "0") == "0":  # another host under a launcher: its complaints
+        import socket
+
+        print(f"{socket.gethostname()}:\n{show.text([f for f in findings if f.status != 'ok'], seconds)}", file=sys.stderr)
+    # A launcher takes any exit code but 0 for a crash and prints a page about it: only what is broken is worth that.
+    return 0 if code == 1 and "RANK" in os.environ else code

@@ -1,0 +1,52 @@
+"""Memory that is saved without a bit of difference: gradients that are never copied, sums that are not needed."""
+
+import pytest
+import torch
+
+from bigtrain.engine import Engine
+from bigtrain.reduction import Reduction
+from tests.ranks.tiny import TinyLM, config, rows, share, whole_weights
+
+
+def _train(alone: bool, accumulation: int, optimizer: str):
+    original = Reduction._nobody_to_reduce_with
+    if not alone:
+        Reduction._nobody_to_reduce_with = lambda self: False
+    try:
+        torch.manual_seed(0)
+        cfg = {**config(2, accumulation=accumulation), "data_types": {"grad_accum_dtype": "bf16"}, "gradient_clipping": 0.5}
+        engine = Engine(TinyLM(width=34), ds_config=cfg, optimizer=optimizer, learning_rate=1e-3)
+        assert engine._reduction.alone is alone
+        results = [engine.train_step(share(rows(s, 12), 0, 1, accumulation)) for s in range(4)]
+        weights = whole_weights(engine.module)
+        engine.close()
+        return [(r.loss, r.grad_norm) for r in results], weights
+    finally:
+        Reduction._nobody_to_reduce_with = original
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_split"])
+def test_same_losses_norms_and_weights(rank_pool, optimizer, accumulation):
+    (mine, weights), *_ = rank_pool(1).run(_train, True, accumulation, optimizer)
+    (theirs, others), *_ = rank_pool(1).run(_train, False, accumulation, optimizer)
+    assert mine == theirs
+    assert all(torch.equal(weights[n], others[n]) for n in weights)
+
+
+def _sums(stage: int, dtype: str):
+    torch.manual_seed(0)
+    cfg = {**config(stage), "data_types": {"grad_accum_dtype": dtype}, "gradient_clipping": 0.5}
+    engine = Engine(TinyLM(width=34), ds_config=cfg, optimizer="adamw_torch", learning_rate=1e-3, hang_s=None)
+    results = [engine.train_step(share(rows(s, 12), engine.rank, engine.world_size, 1)) for s in range(4)]
+    weights = whole_weights(engine.module)
+    engine.close()
+    return [(r.loss, r.grad_norm) for r in results], weights
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_micro_step_needs_no_fp32_sum(rank_pool, stage):
+    mine, theirs = (rank_pool(2).run(_sums, stage, dtype) for dtype in ("bf16", "fp32"))
+    for (curve, weights), (other, others) in zip(mine, theirs):
+        assert curve == other
+        assert all(torch.equal(weights[n], others[n]) for n in weights)

@@ -1,0 +1,95 @@
+"""Grid files: axes, parts, exclusions, and every mistake named before anything runs."""
+
+import pytest
+
+from bigtrain.bench.grid import Cell, expand, labels, read_grid
+from bigtrain.errors import ConfigError, UsageError
+
+LEAST = {"model": "preset:llama-tiny", "ds_config": "zero2"}
+
+
+def test_lists_are_axes_and_fixed_values_are_not():
+    cells = expand({**LEAST, "micro_batch": [1, 2], "seq_len": [64, 128, 256], "steps": 5, "warmup": 1})
+    assert len(cells) == 6 and {c.seq_len for c in cells} == {64, 128, 256} and {c.steps for c in cells} == {5}
+    assert {c.arguments["per_device_train_batch_size"] for c in cells} == {1, 2}
+
+
+def test_defaults():
+    (cell,) = expand(LEAST)
+    assert (cell.runner, cell.num_gpus, cell.steps, cell.warmup, cell.seq_len) == ("bigtrain", 1, 8, 3, 1024)
+
+
+def test_parts_come_on_top_and_equal_cells_appear_once():
+    cells = expand({**LEAST, "seq_len": 64, "cells": [{"optim": ["adamw", "muon"]}, {"optim": "muon"}, {"seq_len": 128}]})
+    assert [(c.arguments.get("optim"), c.seq_len) for c in cells] == [("adamw", 64), ("muon", 64), (None, 128)]
+
+
+def test_exclude_matches_all_values_of_an_entry():
+    grid = {
+        **LEAST,
+        "runner": ["bigtrain", "hf_trainer"],
+        "micro_batch": [1, 2],
+        "exclude": [{"runner": "hf_trainer", "micro_batch": 2}],
+    }
+    assert len(expand(grid)) == 3
+    with pytest.raises(UsageError, match="no cell is left"):
+        expand({**LEAST, "runner": "bigtrain", "exclude": [{"runner": "bigtrain"}]})
+
+
+def test_list_values_need_a_list_of_lists_to_be_an_axis():
+    assert expand({**LEAST, "freeze": ["model.norm"]})[0].arguments["freeze"] == ["model.norm"]
+    assert [c.arguments["freeze"] for c in expand({**LEAST, "freeze": [[], ["model.norm"]]})] == [[], ["model.norm"]]
+
+
+def test_ds_config_by_preset_mapping_and_single_values(tmp_path):
+    (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 1}}')
+    grid = {"model": "preset:llama-tiny", "ds_config": ["zero3_offload", "mine.json", {"zero_optimization": {"stage": 0}}]}
+    cells = expand({**grid, "ds_config.zero_optimization.reduce_bucket_size": 1000}, tmp_path)
+    assert [c.ds_config["zero_optimization"]["stage"] for c in cells] == [3, 1, 0]
+    assert all(c.ds_config["zero_optimization"]["reduce_bucket_size"] == 1000 for c in cells)
+    assert cells[1].ds_name == "mine reduce_bucket_size=1000"
+
+
+@pytest.mark.parametrize(
+    "wrong, word",
+    [
+        ({"seq_lenn": 64}, "did you mean seq_len"),
+        ({"output_dir": "x"}, "decided by the sweep"),
+        ({"micro_batch": 1, "per_device_train_batch_size": 1}, "given twice"),
+        ({"runner": "nemo"}, "runner is 'nemo'"),
+        ({"steps": 3}, "leaves none of 3 steps"),
+        ({"num_gpus": 0}, "num_gpus is 0"),
+        ({"max_cell_s": 0}, "max_cell_s"),
+        ({"cells": {"a": 1}}, "list of mappings"),
+        ({"ds_config": None}, "are needed"),
+        ({"ds_config": "auto", "ds_config.zero_optimization.stage": 2}, "auto chooses everything"),
+        ({"ds_config.bf16.enabled.x": 2}, "cannot be set"),
+    ],
+)
+def test_mistakes_are_named(wrong, word):
+    with pytest.raises(UsageError, match=word):
+        expand({**LEAST, **wrong})
+
+
+def test_unknown_preset_is_a_config_error():
+    with pytest.raises(ConfigError, match="zero33"):
+        expand({"model": "preset:llama-tiny", "ds_config": "zero33"})
+
+
+def test_key_names_what_was_measured():
+    (a,), (b,) = expand(LEAST), expand({**LEAST, "max_cell_s": 5})
+    assert a.key("code", "card") == b.key("code", "card")  # the time limit does not matter
+    assert len({a.key("code", "card"), a.key("other", "card"), a.key("code", "H100")}) == 3
+    (c,) = expand({**LEAST, "ds_config": {"zero_optimization": {"stage": 2}}})
+    assert c.key("code", "card") != a.key("code", "card")
+
+
+def test_labels_say_only_what_differs():
+    cells = expand({**LEAST, "micro_batch": [1, 2], "gradient_checkpointing": [True, False]})
+    assert labels(cells) == ["mb 1, ckpt", "mb 1, no ckpt", "mb 2, ckpt", "mb 2, no ckpt"]
+    assert labels(expand(LEAST)) == ["zero2"]
+
+
+@pytest.mark.parametrize("name", ["cpu_smoke", "memory_vs_throughput"])
+def test_shipped_grids_are_readable(name):
+    assert all(isinstance(cell, Cell) for cell in read_grid(f"launch/grids/{name}.yaml"))

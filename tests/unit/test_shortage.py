@@ -1,0 +1,58 @@
+"""Out of memory explained: categories of planned and held bytes, and what would fit instead."""
+
+import pytest
+import torch
+
+from bigtrain import plan, shapes
+from bigtrain.shortage import CATEGORIES, Explained, held_bytes, nearest, planned_bytes, table
+
+GIB = 2**30
+
+
+def planned(**values):
+    config = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}}
+    given = {"micro_batch": 4, "seq_len": 4096, "checkpointing": "none", **values}
+    return plan.predict(plan.plan_input(shapes.config_dict("llama-3b"), ds_config=config, **given))
+
+
+def test_planned_categories_sum_to_the_peak():
+    found = planned(micro_batch=1, seq_len=1024)  # small enough for the peak to be in backward, with gradients there
+    assert sum(planned_bytes(found).values()) == found.gpu.bytes
+    assert all(planned_bytes(found)[name] > 0.5 * GIB for name in CATEGORIES), found.gpu.phase
+
+
+def test_held_counts_each_storage_once_and_only_on_the_device():
+    model = torch.nn.Linear(100, 10, bias=False)
+    model.weight.grad = torch.zeros(10, 100)
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.step()
+    engine = type("E", (), {"_ds": type("D", (), {"optimizer": optimizer})()})()
+    held = held_bytes(model, engine, torch.device("cpu"))
+    # Adam: two moments of 4,000 bytes and its step count; the weight is in its groups too and counts once.
+    assert held["weights"] == 4000 and held["gradients"] == 4000 and held["optimizer states"] == 8004
+    assert sum(held_bytes(model, engine, torch.device("cuda", 0)).values()) == 0 if not torch.cuda.is_available() else True
+    assert sum(held_bytes(None, None, torch.device("cpu")).values()) == 0
+
+
+def test_nearest_keep_the_batch_fit_and_differ_little():
+    now = planned().input
+    found = nearest(now, 80 * GIB, 126 * GIB)
+    assert len(found) == 3
+    for candidate in found:
+        assert candidate.fits and candidate.input.micro_batch * candidate.input.accumulation == 4
+    assert found[0].input.settings.stage == 2 and found[0].input.optimizer == "adamw"
+
+
+def test_an_out_of_memory_error_prints_the_table_and_goes_on(capsys):
+    with pytest.raises(torch.OutOfMemoryError), Explained(planned(), 80 * GIB, 126 * GIB):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    said = capsys.readouterr().err
+    assert "ran out of GPU memory in building the model" in said and "nearest that fit:" in said
+    assert all(name in said for name in CATEGORIES)
+    with pytest.raises(ValueError), Explained(planned(), None, None):
+        raise ValueError("something else")
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_plan_there_is_still_what_is_held():
+    assert "-" in table(dict.fromkeys(CATEGORIES, GIB), None)[1] and Explained(None, None, None).text("step 3")
