@@ -203,7 +203,7 @@ def trial(base: Path, stage: int, kill: Kill, reference: list[dict]) -> dict:
             wrong.append(f"the survivor did not end within {SURVIVOR_S:.0f} s")
         elif status == 1 and f"rank {kill.rank}" not in said:
             wrong.append(f"the survivor does not name rank {kill.rank}: {said[-300:]}")
-        elif status == 0:
+        elif status == 0 and STEPS not in store.steps(root):  # else the kill came when all was done
             wrong.append("the survivor ended as if all were well")
     if kill.operation is not None and not killed:
         wrong.append("never reached")
