@@ -66,7 +66,9 @@ class TrainArguments:
         default="auto",
         metadata=_say("attention of the Hugging Face model; auto: variable-length flash for packed rows on a GPU, else sdpa"),
     )
-    use_liger_kernel: bool = field(default=False, metadata=_say("fused kernels ([gpu] extra), else a chunked loss"))
+    use_liger_kernel: bool | None = field(
+        default=None, metadata=_say("fused kernels ([gpu] extra), else a chunked loss; left out: yes on a GPU, no on a CPU")
+    )
     trust_remote_code: bool = field(default=False, metadata=_say("run Python code that comes with the model"))
 
     # ------------------------------------------------------------ batch and length

@@ -293,7 +293,7 @@ def plan_of(job: Job) -> plan.Plan | None:
                 accumulation=job.steps.accumulation,
                 optimizer=layout_name(run.optim or "adamw"),
                 checkpointing="full" if run.gradient_checkpointing else "none",
-                kernels="liger" if args.use_liger_kernel and torch.cuda.is_available() else "hf",
+                kernels="liger" if fused_kernels(args) and torch.cuda.is_available() else "hf",
                 device=device_type(),
                 frozen=tuple(args.freeze),
             )
@@ -342,7 +342,7 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
         gpu_memory_bytes=gpu,
         host_memory_bytes=host,
         device=device_type(),
-        kernels="liger" if args.use_liger_kernel and torch.cuda.is_available() else "hf",
+        kernels="liger" if fused_kernels(args) and torch.cuda.is_available() else "hf",
         frozen=tuple(args.freeze),
     )
     logger.info("%s", picked.text())
@@ -406,13 +406,18 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
     models.refuse_batchnorm_micro_batch_1(model, job.steps.micro_batch)
     isolation = data.prepare_isolation(model, args.packing)
     models.disable_cache(model)
-    if args.use_liger_kernel:
+    if fused_kernels(args):
         use_liger(model)
     if run.gradient_checkpointing:
         blocks = models.enable_activation_checkpointing(model)
         logger.info("activation checkpointing: %d blocks are recomputed in backward", blocks)
     models.set_moe_leaf_modules(model)
     return model, isolation
+
+
+def fused_kernels(args: TrainArguments) -> bool:
+    """Whether to replace the model's kernels: on a GPU unless told not to."""
+    return torch.cuda.is_available() if args.use_liger_kernel is None else args.use_liger_kernel
 
 
 def choose_attention(args: TrainArguments, model_config: Any) -> str:
