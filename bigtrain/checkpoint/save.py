@@ -56,6 +56,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._job: Job | None = None
         self._error: Exception | None = None
+        self._urgent = False
         self._pool: list[torch.Tensor] = []
         with ranks.together(f"preparing {self.root}"):
             if ranks.is_main():
@@ -123,6 +124,17 @@ class Saver:
         if job is None:
             return
         began = time.perf_counter()
+        self._urgent = True  # the writer begins no new piece: it would take the cores and the memory bus from the copying
+        try:
+            self._copy_the_rest(job)
+        finally:
+            with self._lock:
+                self._urgent = False
+                self._lock.notify_all()
+        self._job = None
+        self.blocked_s += time.perf_counter() - began
+
+    def _copy_the_rest(self, job: Job) -> None:
         # From the back, so that writer and copier do not wait for each other.
         for unit in reversed(job.units):
             with self._lock:
@@ -133,8 +145,6 @@ class Saver:
         with self._lock:
             while any(u.state in (LIVE, BUSY) for u in job.units) and self._error is None:
                 self._lock.wait(0.5)
-        self._job = None
-        self.blocked_s += time.perf_counter() - began
 
     def wait(self) -> None:
         """Wait until the save in flight is on disk on every rank; raise what it failed with."""
@@ -261,7 +271,7 @@ class Saver:
 
     def _write_unit(self, job: Job, unit: Unit, data: DataFile) -> None:
         with self._lock:
-            while unit.state == BUSY:
+            while unit.state == BUSY or self._urgent:
                 self._lock.wait(0.5)
             if unit.state == LIVE:
                 unit.state = BUSY

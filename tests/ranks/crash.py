@@ -250,12 +250,12 @@ def points(operations: list[list[str]], full: bool, seed: int, moments: int, dur
     return picked
 
 
-def table(answers: list[dict]) -> str:
-    """Markdown: one row for each kind of point."""
+def table(answers: list[dict], planned: int) -> str:
+    """Markdown: one row for each kind of point; `planned` says how many trials there are."""
     groups: dict[tuple[str, str], list[dict]] = {}
     for a in answers:
         who = "both ranks" if a["both"] else f"rank {a['rank']}"
-        where = a["where"].split(", ", 1)[-1].replace("writing", "the unfinished folder")
+        where = a["where"].split(", ", 1)[-1].replace("writing", "the unfinished folder").replace("saved", "the root")
         groups.setdefault(
             (where.replace("checkpoint-3", "checkpoint-N").replace("checkpoint-1", "checkpoint-N"), who), []
         ).append(a)
@@ -263,7 +263,7 @@ def table(answers: list[dict]) -> str:
     slowest = max((a["survivor_s"] for a in answers if not a["both"]), default=0.0)
     lines = [
         f"SIGKILL on {WORLD} ranks that save every step beside training (`python -m tests.ranks.crash DIR --full --moments 60`):",
-        f"{len(answers)} kills; in {whole} of them the newest visible checkpoint was whole and the resumed run ended bit for bit where",
+        f"{len(answers)} kills, drawn from {planned}; in {whole} of them the newest visible checkpoint was whole and the resumed run ended bit for bit where",
         f"the unbroken one did (losses, state, random numbers). The surviving rank ended after {slowest:.1f} s at most and named the other.",
         "",
         "| killed before | who | kills | whole and bit-exact | survivor ended after (s, most) |",
@@ -276,8 +276,8 @@ def table(answers: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main(base: Path, full: bool, moments: int, seed: int, limit_s: float) -> list[dict]:
-    """All trials in a random order, as many as fit into `limit_s`; their answers."""
+def main(base: Path, full: bool, moments: int, seed: int, limit_s: float) -> tuple[list[dict], int]:
+    """All trials in a random order, as many as fit into `limit_s`; their answers, and how many trials there are."""
     end = time.monotonic() + limit_s
     answers = []
     references, operations, duration = {}, {}, {}
@@ -286,7 +286,7 @@ def main(base: Path, full: bool, moments: int, seed: int, limit_s: float) -> lis
         references[stage] = run_whole(base / f"unbroken-{stage}", base / f"unused-{stage}", stage, False)
         import_all((base / f"unbroken-{stage}" / "modules").read_text().splitlines())
         whole = base / f"counted-{stage}"
-        run_whole(whole, base / f"counted-saves-{stage}", stage, True)
+        run_whole(whole, base / "counted" / str(stage) / "saved", stage, True)
         operations[stage] = [(whole / f"operations.{r}").read_text().splitlines() for r in range(WORLD)]
         duration[stage] = (whole / "done.0").stat().st_mtime - (whole / "ready.0").stat().st_mtime
     trials = []
@@ -301,7 +301,7 @@ def main(base: Path, full: bool, moments: int, seed: int, limit_s: float) -> lis
         answers.append(trial(base / str(number), stage, kill, references[stage]))
         shutil.rmtree(base / str(number))
         print(json.dumps(answers[-1]), flush=True)
-    return answers
+    return answers, len(trials)
 
 
 if __name__ == "__main__":
@@ -315,7 +315,7 @@ if __name__ == "__main__":
     parser.add_argument("--limit_s", type=float, default=7200.0, help="begin no trial after so long")
     parser.add_argument("--table", type=Path, help="write the table here")
     args = parser.parse_args()
-    results = main(args.base, args.full, args.moments, args.seed, args.limit_s)
+    results, planned = main(args.base, args.full, args.moments, args.seed, args.limit_s)
     if args.table:
-        args.table.write_text(table(results) + "\n")
+        args.table.write_text(table(results, planned) + "\n")
     sys.exit(any(a["wrong"] for a in results))
