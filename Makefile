@@ -14,6 +14,8 @@ STEPS  ?= 100
 BIN := $(abspath $(VENV))/bin
 export PATH := $(BIN):$(PATH)
 export DS_BUILD_OPS = 0
+# DeepSpeed compiles its CPU Adam on first use. Each environment keeps its own: two that share a cache rebuild it in turns.
+export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 export TOKENIZERS_PARALLELISM = false
 
 # One rank per GPU; without a GPU, two CPU processes that share the cores.
@@ -40,6 +42,7 @@ $(DATA)/train.jsonl: | $(VENV)/.installed
 	$(BIN)/python -m bigtrain.data.demo stdlib $(DATA) --max_bytes 6000000
 
 test: $(VENV)/.installed-dev
+	$(BIN)/python -c "from bigtrain import zero; print(zero.why_no_cpu_adam() or 'CPU Adam is built')"
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.installed-dev

@@ -67,8 +67,7 @@ def read_ds_config(args: TrainArguments) -> dict[str, Any]:
     """
     if args.ds_config == AUTO:
         return {}  # chosen once the ranks have met and know what memory each has
-    text = args.ds_config.lstrip()
-    config = ds.load(json.loads(text) if text.startswith("{") else args.ds_config)
+    config = ds.load(json.loads(args.ds_config) if args.ds_config.lstrip().startswith("{") else args.ds_config)
     ds.check(config, world_size=ranks.world_size(), run=run_values(args, None), device=device_type(), name=_config_name(args))
     return config
 
