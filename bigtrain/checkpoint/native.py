@@ -193,8 +193,9 @@ def choose(directory: Path, tag: str | int | None) -> Path:
 
 def is_native(directory: Path, tag: str | int | None) -> bool:
     """True if the checkpoint meant is in this format; False for DeepSpeed's. Where there is neither, True: its errors are shown."""
+    deepspeeds = (directory / "latest").is_file() or any(directory.glob("*/COMPLETE"))
     if tag is None:
-        return (directory / "COMMIT").is_file() or bool(store.steps(directory)) or not (directory / "latest").is_file()
+        return (directory / "COMMIT").is_file() or bool(store.steps(directory)) or not deepspeeds
     name = str(tag)
     folder = directory / (f"checkpoint-{name}" if name.isdecimal() else name)
-    return (folder / "COMMIT").is_file() or not ((directory / "latest").is_file() or (folder / "COMPLETE").is_file())
+    return (folder / "COMMIT").is_file() or not deepspeeds
