@@ -24,7 +24,7 @@ ROWS: list[set[str]] = [
     {"accumulation", "assembly", "evaluation"},
     {"engine"},
     {"arguments", "auto", "runfolder", "shortage"},
-    {"job"},
+    {"hosts", "job"},
     {"train"},
     {"cli", "bench"},
 ]
