@@ -374,7 +374,10 @@ def report_error(error: Exception) -> int:
         return BigtrainError.exit_code
     if rank == "0":
         print(f"{type(ours).__name__}: {ours}" if ours.exit_code != StoppedError.exit_code else str(ours), file=sys.stderr)
-    elif (os.environ.get("LOCAL_RANK") == "0" or _has_met()) and not isinstance(ours, RanksDisagreeError | StoppedError):
+    elif os.environ.get("LOCAL_RANK") == "0" and ours.exit_code != StoppedError.exit_code:
+        # The first rank of another host: under torchrun and Slurm its output is all that is seen there.
+        print(f"[rank {rank}] {type(ours).__name__}: {ours}", file=sys.stderr)
+    elif _has_met() and not isinstance(ours, RanksDisagreeError | StoppedError):
         print(f"[rank {rank}] {type(ours).__name__}: {str(ours).splitlines()[0]}", file=sys.stderr)
     sys.stderr.flush()
     return ours.exit_code

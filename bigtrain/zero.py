@@ -37,6 +37,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from bigtrain import network
 from bigtrain.builds import clear_stale_lock, first_cause
 from bigtrain.errors import ModelError
 
@@ -63,6 +64,8 @@ def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store |
         if "RANK" not in os.environ:
             _pretend_single_rank()
     skip_shm_op()
+    if network.several():
+        network.choose_interface()
     if store is not None and not torch.distributed.is_initialized():
         bound_to = rank_device() if torch.cuda.is_available() else None  # NCCL is bound to it, as DeepSpeed itself does
         torch.distributed.init_process_group(

@@ -10,8 +10,8 @@
 # Each host is a network, host name, process and mount namespace of its own; a third network namespace is the switch between
 # them. The files of the machine are shared, except for DIR/a and DIR/b, which each host sees as DIR/disk, and what is listed
 # as `HOST PATH OF THIS MACHINE PATH ON THE HOST` in DIR/mounts before `up`. SSH from one host to the other needs no password.
-# DIR/env (NAME=value lines; {host} stands for a or b) is the environment of every process there.
-set -euo pipefail
+# DIR/hostfile names both. DIR/env (NAME=value lines; {host} stands for a or b) is the environment of every process there.
+set -Eeuo pipefail
 
 die() { echo "two_hosts.sh: $*" >&2; exit 1; }
 
@@ -30,7 +30,8 @@ up() {
         id=$((id + 1)); [ $id -lt 250 ] || die "cannot make a network namespace"
     done
     echo $id >"$dir/id"
-    trap 'down' ERR
+    printf 'host-a slots=1\nhost-b slots=1\n' >"$dir/hostfile"
+    trap down ERR
     ip -n "bt$id-switch" link add br0 type bridge
     ip -n "bt$id-switch" link set br0 up
     keys
@@ -43,6 +44,7 @@ up() {
 }
 
 keys() {
+    rm -f "$dir"/{key,hostkey}{,.pub}
     ssh-keygen -q -t ed25519 -N '' -f "$dir/key" </dev/null
     ssh-keygen -q -t ed25519 -N '' -f "$dir/hostkey" </dev/null
     cat >"$dir/ssh_config" <<END

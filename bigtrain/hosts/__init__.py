@@ -6,9 +6,8 @@ the model's, tokenizer's and data files, and names the hosts that differ. With a
 `after_restart` lets a job that its launcher starts again go on where it was.
 """
 
-from bigtrain.hosts.network import choose_interface
 from bigtrain.hosts.restart import after_restart
-from bigtrain.hosts.rollcall import roll_call, several, tell
+from bigtrain.hosts.rollcall import roll_call, tell
 from bigtrain.hosts.sameness import refuse_different, refuse_split_output
 
-__all__ = ["after_restart", "choose_interface", "refuse_different", "refuse_split_output", "roll_call", "several", "tell"]
+__all__ = ["after_restart", "refuse_different", "refuse_split_output", "roll_call", "tell"]

@@ -17,21 +17,12 @@ import torch.distributed as dist
 
 from bigtrain import ranks
 from bigtrain.errors import BigtrainError, RanksDisagreeError
-from bigtrain.hosts.network import choose_interface
+from bigtrain.network import several
 
 logger = logging.getLogger(__name__)
 
 ROLL_CALL_S = 600.0  # hosts start one after the other, and a cold network disk takes minutes to import torch from
 _called = False
-
-
-def several(env: Mapping[str, str] = os.environ) -> bool:
-    """True if the launcher started ranks on more hosts than this one."""
-    world = env.get("WORLD_SIZE", "1")
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
-        if env.get(name, "").isdigit() and world.isdigit():
-            return int(world) > int(env[name])
-    return env.get("SLURM_STEP_NUM_NODES", "1").isdigit() and int(env.get("SLURM_STEP_NUM_NODES", "1")) > 1
 
 
 def roll_call(limit_s: float = ROLL_CALL_S, failure: BaseException | None = None) -> dist.Store | None:
@@ -51,7 +42,6 @@ def roll_call(limit_s: float = ROLL_CALL_S, failure: BaseException | None = None
     if _called or not several():
         return None
     _called = True
-    choose_interface()
     store = _store(limit_s)
     rank, world = ranks.rank(), ranks.world_size()
     told = {"host": socket.gethostname(), "code": getattr(failure, "exit_code", BigtrainError.exit_code)}

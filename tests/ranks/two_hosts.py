@@ -64,10 +64,13 @@ class TwoHosts:
         }  # fmt: skip
         (work / "env").write_text("".join(f"{k}={v}\n" for k, v in values.items()))
         (work / "mounts").write_text("".join(f"{host} {source} {target}\n" for host, source, target in mounts))
-        (work / "hostfile").write_text("host-a slots=1\nhost-b slots=1\n")
 
     def __enter__(self) -> TwoHosts:
-        self.do("up")
+        try:
+            self.do("up")
+        except BaseException:
+            self.do("down")
+            raise
         number = (self.work / "id").read_text().strip()
         self.address = {"a": f"10.77.{number}.1", "b": f"10.77.{number}.2"}
         return self
@@ -166,6 +169,10 @@ class Job:
             meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{hosts.address['a']}:29400", "--rdzv_id", out.name]
             meet += ["--nproc_per_node", 1, *(agent or ["--nnodes", 2])]
             self.launchers = {n: hosts.start(n, ["torchrun", *meet, *train], self.logs[n]) for n in NAMES}
+        elif launcher == "slurm.sbatch":
+            env = {"PATH": f"{fake_slurm(hosts.work)}:{BIN}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "host-[a-b]"}
+            env |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "77", "SLURM_GPUS_ON_NODE": "1"}
+            self.launchers = {"a": hosts.start("a", ["bash", "launch/slurm.sbatch", *train[1:]], self.logs["a"], **env)}
         else:
             command = ["launch/torchrun.sh", *train[1:]]
             env = {"NNODES": "2", "RANKS": "1", "MASTER_ADDR": hosts.address["a"]}
@@ -209,6 +216,24 @@ class Job:
         return now, {n: p.wait() for n, p in self.launchers.items() if n in living}
 
 
+def fake_slurm(work: Path) -> Path:
+    """A folder with `scontrol` and `srun` that do for host-a and host-b what Slurm's do for one task a node."""
+    folder = work / "slurm"
+    folder.mkdir(exist_ok=True)
+    (folder / "scontrol").write_text("#!/bin/sh\necho host-a\necho host-b\n")
+    (folder / "srun").write_text(
+        """#!/bin/sh
+while case "$1" in -*) true ;; *) false ;; esac; do shift; done
+carried=$(env | grep -E '^(SLURM_|TORCH_ELASTIC)' | tr '\\n' ' ')
+ssh host-b "cd $PWD && exec env $carried $*" &
+ssh host-a "cd $PWD && exec env $carried $*" && wait $!
+"""
+    )
+    for path in folder.iterdir():
+        path.chmod(0o755)
+    return folder
+
+
 class Bench:
     """Corpus, reference curve and flags that all scenarios share.
 
@@ -225,7 +250,6 @@ class Bench:
             corpus = stdlib_corpus(self.demo, max_bytes=600_000, validation_every=10)
             train_tokenizer(corpus.train_path, self.demo / "tokenizer", vocab_size=512)
         self._reference: list[object] | None = None
-        self.count = 0
 
     def flags(self, **more: object) -> list[object]:
         """Flags of a tiny run; None leaves one out."""
@@ -239,11 +263,17 @@ class Bench:
 
     def out(self, name: str) -> Path:
         """A new output folder on the disk that both hosts share."""
-        self.count += 1
-        return self.work / f"{self.count:02d}-{name}"
+        number = 1
+        while (out := self.work / f"{name}-{number}").exists():
+            number += 1
+        out.mkdir()
+        return out
 
     def reference(self) -> list[object]:
         """Losses of two ranks on this one host."""
+        kept = self.work / f"reference-{self.steps}.json"
+        if self._reference is None and kept.exists():
+            self._reference = [tuple(row) for row in json.loads(kept.read_text())]
         if self._reference is None:
             out = self.out("one-host")
             command = ["torchrun", "--standalone", "--nproc_per_node", "2", "launch/train.py", *self.flags(output_dir=out)]
@@ -255,6 +285,7 @@ class Bench:
             if done.returncode:
                 raise RuntimeError(done.stdout + done.stderr)
             self._reference = curve([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
+            kept.write_text(json.dumps(self._reference))
         return self._reference
 
     def compare(self, job: Job) -> str:
@@ -523,6 +554,29 @@ def interrupted(bench: Bench) -> list[Row]:
         said = pick(job.output(), r"stopped by SIG[^\n]*")
         good = said != "NOTHING" and any(job.out.glob("checkpoint-*"))
         return [Row("Ctrl-C at the launcher", "hostfile", end - began, codes(found), said, "", good)]
+
+
+@scenario
+def slurm(bench: Bench) -> list[Row]:
+    """launch/slurm.sbatch with stand-ins for srun and scontrol: SIGTERM to all processes of the step, then the same line again."""
+    with TwoHosts(bench.work / "lab") as hosts:
+        out, flags = bench.out("slurm"), bench.flags(save_steps=1000)
+        job = Job(hosts, "slurm.sbatch", out, flags)
+        job.until_step(4)
+        began = time.monotonic()
+        for pid in (
+            p for host in NAMES for p in _processes(host, hosts.work) if re.search(r"bin/torchrun|^\S*python", _command(p))
+        ):
+            os.kill(pid, signal.SIGTERM)
+        end, found = job.finish()
+        said = pick(job.output(), r"stopped by SIGTERM[^\n]*")
+        saved = list(out.glob("checkpoint-*/COMMIT"))
+        job = Job(hosts, "slurm.sbatch", out, flags)
+        _, again = job.finish()
+        same = bench.compare(job)
+        said += "; then: " + pick(job.output(), r"resumed from [^\n]*")
+        good = 0 not in found.values() and bool(saved) and set(again.values()) == {0} and same == "equal"
+        return [Row("SIGTERM, then submitted again", "slurm.sbatch", end - began, codes(found), said, same, good)]
 
 
 WATCH: dict[str, object] = {}

@@ -5,11 +5,10 @@ import socket
 import psutil
 import pytest
 
-from bigtrain.hosts import choose_interface, several
-from bigtrain.hosts.network import interface_to
 from bigtrain.hosts.restart import restarts
 from bigtrain.hosts.rollcall import roll_call, tell
 from bigtrain.hosts.sameness import _data_files, _flat, _model_files, differences, digest, installed
+from bigtrain.network import choose_interface, interface_to, several
 from bigtrain.ranks import _only_differences
 
 
