@@ -4,6 +4,7 @@
 #   launch/two_hosts.sh up DIR                   host-a (10.77.ID.1) and host-b (10.77.ID.2), an sshd in each
 #   launch/two_hosts.sh exec DIR a COMMAND...    run a command on host-a
 #   launch/two_hosts.sh cut DIR b                pull host-b's network cable;   heal DIR b   plugs it in again
+#   launch/two_hosts.sh crash DIR b              end every process of host-b at once; its network still answers for them
 #   launch/two_hosts.sh off DIR b                pull the cable and end every process of host-b at once: a power failure
 #   launch/two_hosts.sh down DIR                 end all processes of both hosts and remove everything but DIR
 #
@@ -15,7 +16,7 @@ set -Eeuo pipefail
 
 die() { echo "two_hosts.sh: $*" >&2; exit 1; }
 
-[ $# -ge 2 ] || { sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 2; }
 verb=$1; dir=$2; shift 2
 [ "$(id -u)" = 0 ] || die "namespaces need root"
 for tool in ip unshare nsenter ssh ssh-keygen; do command -v $tool >/dev/null || die "$tool is not installed"; done
@@ -147,6 +148,7 @@ up) up ;;
 exec) inside "$@" ;;
 cut) port "$1" down ;;
 heal) port "$1" up ;;
+crash) kill -9 "$(cat "$dir/pid.$1")" ;;
 off) port "$1" down; kill -9 "$(cat "$dir/pid.$1")" ;;
 down) down ;;
 *) die "unknown verb $verb" ;;

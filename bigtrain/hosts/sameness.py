@@ -125,21 +125,15 @@ def _some(hosts: Sequence[str]) -> str:
 # ---------------------------------------------------------------- files
 
 
-def _file_lists(args: Any) -> dict[str, Path]:
-    """Files of the run, by the name that a message gives them; collective, because reading folders may fail on one host."""
+def _file_lists(args: Any) -> dict[str, list[Path]]:
+    """Files of the run on this host, by the flag that names them. Collective, because reading folders may fail on one host."""
     with ranks.together("listing the files of model and data"):
-        found: dict[str, Path] = {}
-        for flag in ("model_name_or_path", "tokenizer_name_or_path"):
-            found |= _listed(flag, _model_files(getattr(args, flag)))
+        found = {flag: _model_files(getattr(args, flag)) for flag in ("model_name_or_path", "tokenizer_name_or_path")}
         for flag in ("train_data", "eval_data"):
             value = getattr(args, flag)
-            for path in [value] if isinstance(value, str | Path) else value or ():
-                found |= _listed(flag, _data_files(str(path)))
+            paths = [value] if isinstance(value, str | Path) else value or ()
+            found[flag] = sorted({file for path in paths for file in _data_files(str(path))})
     return found
-
-
-def _listed(flag: str, files: Sequence[Path]) -> dict[str, Path]:
-    return {f"{flag}: {path}": path for path in files}
 
 
 def _model_files(name: str | None) -> list[Path]:
@@ -164,43 +158,56 @@ def _data_files(path: str) -> list[Path]:
     return sorted(p for p in map(Path, glob.glob(str(whole), recursive=True)) if p.is_file())
 
 
-def _different_files(hosts: Sequence[str], files: Mapping[str, Path]) -> list[str]:
-    """Lines as of `differences`. Names and sizes first; content only of files that are not one and the same everywhere."""
+def _different_files(hosts: Sequence[str], lists: Mapping[str, Sequence[Path]]) -> list[str]:
+    """Lines as of `differences`. Names and sizes first; content only of lists that are not one and the same everywhere.
+
+    Lists travel as hashes: a data folder may hold a million files.
+    """
     with ranks.together("looking at the files of model and data"):
-        states = {name: path.stat() for name, path in files.items()}
+        states = {flag: {str(path): path.stat() for path in files} for flag, files in lists.items()}
+    sizes = {flag: {name: s.st_size for name, s in of_flag.items()} for flag, of_flag in states.items()}
     # A shared disk shows one inode with one change time, which nobody can set: no two copies agree in both.
-    mine = {name: (s.st_size, s.st_ino, s.st_ctime_ns) for name, s in states.items()}
-    told = ranks.all_gather_object(mine)
-    sizes = [(host, {name: f"{size} bytes" for name, (size, *_) in seen.items()}) for host, seen in zip(hosts, told)]
-    lines = differences(sizes, "absent")
-    if lines:
-        return lines
-    to_read = [name for name in mine if any(seen[name] != told[0][name] for seen in told)]
-    digests = _digests(hosts, {name: files[name] for name in to_read}, mine)
-    return differences(
-        [(h, {n: f"content {_short(d)}" for n, d in of_host.items()}) for h, of_host in digests.items()], "absent"
-    )
+    identity = {f: {n: (s.st_size, s.st_ino, s.st_ctime_ns) for n, s in of_flag.items()} for f, of_flag in states.items()}
+    told = ranks.all_gather_object({f: (_hash(sizes[f]), _hash(identity[f])) for f in lists})
+    other_sizes = [f for f in lists if any(t[f][0] != told[0][f][0] for t in told)]
+    if other_sizes:
+        shown = {f"{f}: {n}": f"{size} bytes" for f in other_sizes for n, size in sizes[f].items()}
+        return _compare(hosts, shown if hosts.index(hosts[ranks.rank()]) == ranks.rank() else {})
+    copies = {n: size for f in lists if any(t[f][1] != told[0][f][1] for t in told) for n, size in sizes[f].items()}
+    return _compare(hosts, {f"{_flag_of(n, sizes)}: {n}": f"content {_short(d)}" for n, d in _digests(hosts, copies).items()})
 
 
-def _digests(hosts: Sequence[str], files: Mapping[str, Path], mine: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, str]]:
-    """xxh3_128 of each file on each host; the ranks of a host share the reading, largest files first."""
+def _flag_of(name: str, by_flag: Mapping[str, Mapping[str, int]]) -> str:
+    return next(flag for flag, names in by_flag.items() if name in names)
+
+
+def _compare(hosts: Sequence[str], mine: Mapping[str, str]) -> list[str]:
+    """`differences` between hosts, of which each rank tells a part."""
+    whole: dict[str, dict[str, str]] = {host: {} for host in hosts}
+    for host, part in zip(hosts, ranks.all_gather_object(mine)):
+        whole[host].update(part)
+    return differences(list(whole.items()), "absent")
+
+
+def _hash(value: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(sorted(value.items())).encode())
+
+
+def _digests(hosts: Sequence[str], sizes: Mapping[str, int]) -> dict[str, str]:
+    """xxh3_128 of this rank's share of the files `sizes`: the ranks of a host take turns, largest files first."""
     here = [r for r, host in enumerate(hosts) if host == hosts[ranks.rank()]]
     load = dict.fromkeys(here, 0)
     own = []
-    for name in sorted(files, key=lambda n: -mine[n][0]):
+    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
         reader = min(here, key=lambda r: (load[r], r))
-        load[reader] += mine[name][0]
+        load[reader] += sizes[name]
         if reader == ranks.rank():
             own.append(name)
-    total = sum(mine[name][0] for name in files)
+    total = sum(sizes.values())
     if total > 4 << 30:
         logger.info("comparing %.1f GB of files, which are not on a shared disk, between the hosts", total / 1e9)
     with ranks.together("reading the files of model and data"):
-        read = {name: digest(files[name]) for name in own}
-    out: dict[str, dict[str, str]] = {host: {} for host in hosts}
-    for host, part in zip(hosts, ranks.all_gather_object(read)):
-        out[host] |= part
-    return out
+        return {name: digest(Path(name)) for name in own}
 
 
 def digest(path: Path) -> str:
