@@ -64,6 +64,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "fused loss": ("2 V d + 2 t d + a chunk of logits + 6 V d", "liger_kernel fused_linear_cross_entropy.py"),
     "gradient of the head": ("2 V d", "torch autograd of lm_head"),
     "batch": ("3 x 8 t", "input_ids, labels, position_ids in int64"),
+    "update in passing": ("8 x elements of a group; torch's AdamW on CPUs", "torch/optim/adam.py _single_tensor_adam"),
     "muon staging": ("momentum of a group once more", f"{_S2} _muon_staging_momentum"),
     "export, one whole parameter": ("2 L", "one parameter is gathered at a time"),
     "weights, drawn in fp32": ("4 P (stages 0-2) | 512 MiB + 4 p (stage 3), until rounded", "models/build.py, models/window.py"),

@@ -10,6 +10,7 @@ from bigtrain.plan.flat import slice_elems, split_groups, sub_groups
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
+from bigtrain.plan.zero_flat import GATHER_ELEMS, update_temporaries
 
 # 'reduce_and_partition' keeps at most this many buckets in flight ('max_param_reduce_events').
 _REDUCES_IN_FLIGHT = 1
@@ -205,13 +206,16 @@ class SlicedSharding:
             self.tape.touch(8 * largest, "gradient norm in fp64")
         self.tape.phase("optimizer step")
         for s, size in enumerate(self.on_gpu):
-            if not self.zero.offload_optimizer:
+            if not self.layout.flat_step:
+                self.tape.touch(2 * min(size, GATHER_ELEMS), "gradients, flat for the step")
+            elif not self.zero.offload_optimizer:
                 self.tape.hold("flat grad", self.zero.grad_bytes * size, "gradients, flat for the step")
                 if self.layout.step_grad != self.zero.grad_bytes:
                     self.tape.hold("cast", self.layout.step_grad * size, "gradients, fp32 for the step")
                     self.tape.drop("flat grad")
             if first:
                 self.tape.hold(("moments", s), self.plan.moment_bytes * size, "moments")
+            update_temporaries(self.plan, self.tape, size)
             self.tape.drop("cast", "flat grad")
 
     def all_gather(self) -> None:
