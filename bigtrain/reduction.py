@@ -6,7 +6,7 @@ parameter that no rank used keeps the gradient of an earlier step in its partiti
 gradient are reduced as zeros, and when ranks differ, one backward's reduction waits until its end and then runs in one order.
 
 Attributes of DeepSpeed 0.19.8's objects used, on instances only:
-  engine     step, was_step_applied, optimizer, _global_grad_norm
+  engine     step, was_step_applied, optimizer, basic_optimizer, _global_grad_norm, is_gradient_accumulation_boundary
   zero12     averaged_gradients, bit16_groups, setup_buckets, reduce_ready_partitions_and_remove_grads, reduce_gradients,
              partition_gradients, process_gradients, params_in_partition,
              partition_size, cpu_offload, is_gradient_accumulation_boundary, dp_process_group,
@@ -55,6 +55,7 @@ class Reduction:
         self._deferred = False
         self._seen: list[int] = []
         self._entries: list[tuple[torch.nn.Parameter, tuple[int, ...]]] = []  # in the order that all ranks share
+        self.stream = getattr(getattr(ds_engine, "basic_optimizer", None), "stream", None)  # optim.stream, with offload
         self.alone = self._nobody_to_reduce_with()
         if self.kind in ("zero12", "zero3"):
             self._substitute()
@@ -108,6 +109,8 @@ class Reduction:
         finally:
             self._refuse = False
             self.optimizer.__dict__.pop("get_grads_for_norm", None)
+        if self.stream is not None:
+            self.stream.begin()
         self.order_hash = 0
         applied = bool(self.ds.was_step_applied())
         if not applied and self.kind == "zero12":
@@ -153,10 +156,17 @@ class Reduction:
     def _reduce_one(self, param: torch.nn.Parameter, *group: int) -> None:
         if self._deferred:
             return
+        self._bring_up_state()
         self._seen.append(self._index[id(param)])
         self._reduce(param, *group)
 
+    def _bring_up_state(self) -> None:
+        """With the first gradient of a step's last backward, the first optimizer state may come up the idle bus."""
+        if self.stream is not None and not self._seen and self.ds.is_gradient_accumulation_boundary():
+            self.stream.prefetch()
+
     def _leave_it(self, param: torch.nn.Parameter, _group: int) -> None:
+        self._bring_up_state()
         self._seen.append(self._index[id(param)])
 
     def _hand_over(self) -> None:
@@ -237,6 +247,14 @@ class Reduction:
         values = torch.stack([torch.as_tensor(n).float().reshape(()) for n in norms]).tolist()
         self._norm = math.sqrt(math.fsum(v * v for v in values)) if min(values) >= 0.0 else math.nan
         return norms
+
+    def finish_update(self, states: bool = False) -> None:
+        """Whoever reads weights calls it: an update may still be running. With `states`, whoever reads optimizer state."""
+        if self.stream is not None:
+            if states:
+                self.stream.synchronize()
+            else:
+                self.stream.finish()
 
     def masters(self) -> list[torch.Tensor]:
         """This rank's master weights: whole at stage 0, its partitions otherwise."""
