@@ -27,6 +27,7 @@ import torch
 
 from bigtrain import zero
 
+NORM_PIECE_ELEMS = 1 << 16  # on a CPU: its fp64 copy should stay in the cache
 INVALID_NORM = -1.0  # DeepSpeed's sign for a norm that is not finite: it discards the step
 
 
@@ -229,13 +230,20 @@ class Reduction:
         return norm
 
     def _norm_of_partitions(self) -> torch.Tensor:
-        """DeepSpeed's norm without its fp64 copy of every gradient: on a GPU each is summed up in fp32, then all in fp64."""
+        """DeepSpeed's norm without its fp64 copy of every gradient.
+
+        On a GPU each is summed up in fp32, then all in fp64. On a CPU piece by piece in fp64: torch's own norm with an fp64
+        result takes 6 ns an element and thread there, this about 1 ns.
+        """
         optimizer = self.optimizer
         grads = [g for group in optimizer.averaged_gradients.values() for g in group if not getattr(g, "_zero_padding", False)]
         total = torch.zeros((), dtype=torch.float64, device=optimizer.device)
-        if grads:
-            precise = torch.float32 if grads[0].is_cuda else torch.float64
-            total += torch.stack(torch._foreach_norm(grads, 2, dtype=precise)).double().square().sum()
+        on_gpu = bool(grads) and grads[0].is_cuda
+        if on_gpu:
+            total += torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double().square().sum()
+        for grad in grads if not on_gpu else ():
+            for piece in grad.reshape(-1).split(NORM_PIECE_ELEMS):
+                total += piece.to(torch.float64, copy=True).square_().sum()
         torch.distributed.all_reduce(total, group=optimizer.dp_process_group)
         norm = total.sqrt().float()
         return torch.where(torch.isfinite(norm), norm, torch.full_like(norm, INVALID_NORM))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bigtrain.plan.flat import slice_elems, split_groups, sub_groups
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.states import LAYOUTS
+from bigtrain.plan.streamed import hold_buffers
 from bigtrain.plan.tape import Tape
 
 # 'reduce_and_partition' keeps at most this many buckets in flight ('max_param_reduce_events').
@@ -20,8 +20,8 @@ class SlicedSharding:
     """Device memory of one rank under stage 3."""
 
     def __init__(self, plan: PlanInput, tape: Tape):
-        self.plan, self.tape, self.zero = plan, tape, plan.settings
-        self.items, self.layout, self.world = plan.parameters.items, LAYOUTS[plan.optimizer], plan.world_size
+        self.plan, self.tape, self.zero = plan, tape, plan.told
+        self.items, self.layout, self.world = plan.parameters.items, plan.device_layout, plan.world_size
         self.local = [slice_elems(p.elems, self.world) for p in self.items]
         self.total = sum(self.local)
         self.gathered = sum(p.elems for p in self.items if p.elems > self.zero.persistence_elems)
@@ -79,6 +79,7 @@ class SlicedSharding:
         if not self.zero.offload_optimizer:
             tape.touch(self.layout.step_grad * max(self.subs), "gradient, zeros at start-up")
         tape.hold("bucket", 2 * self.zero.reduce_bucket_elems, "reduce buckets")
+        hold_buffers(self.plan, tape)
         if not self.zero.offload_optimizer:
             tape.hold("grads", self.zero.grad_bytes * sum(self.subs), "gradients, kept")
         if self.world > 1:
