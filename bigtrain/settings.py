@@ -211,9 +211,13 @@ def _own_offload_only(name: str, zero: dict[str, Any]) -> None:
     if not optim.OPTIMIZERS[optim.canonical_name(name)].own_offload:
         return
     if block.get("device") == "nvme":
-        raise UsageError(f'optimizer {name!r} keeps its state in host memory: write offload_optimizer.device "cpu", not "nvme".')
+        raise UsageError(
+            f'optimizer {name!r} keeps its state in host memory: write offload_optimizer.device "cpu", not "nvme".'
+        )
     if zero.get("zenflow") or block.get("super_offload"):
-        raise UsageError(f"optimizer {name!r} brings its own overlap: remove zenflow and super_offload, or use optimizer adamw.")
+        raise UsageError(
+            f"optimizer {name!r} brings its own overlap: remove zenflow and super_offload, or use optimizer adamw."
+        )
 
 
 def _optimizer_name(section: dict[str, Any]) -> str:

@@ -86,7 +86,9 @@ def _resume(root, stage, optimizer, dropout):
     return facts, end == again
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw", "adamw_8bit", "muon", "adamw_split", "adamw_split_bf16", "adamw_split_8bit"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw_torch", "adamw", "adamw_8bit", "muon", "adamw_split", "adamw_split_bf16", "adamw_split_8bit"]
+)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_B29_resume_is_bit_exact(rank_pool, tmp_path, stage, optimizer):
     if stage == 0 and optimizer.startswith("adamw_split"):
