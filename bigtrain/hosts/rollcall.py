@@ -7,7 +7,9 @@ import datetime
 import json
 import logging
 import os
+import shlex
 import socket
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -44,10 +46,14 @@ def roll_call(limit_s: float = ROLL_CALL_S, failure: BaseException | None = None
     _called = True
     store = _store(limit_s)
     rank, world = ranks.rank(), ranks.world_size()
-    told = {"host": socket.gethostname(), "code": getattr(failure, "exit_code", BigtrainError.exit_code)}
+    told: dict[str, Any] = {"host": socket.gethostname(), "code": getattr(failure, "exit_code", BigtrainError.exit_code)}
     told["failure"] = None if failure is None else f"{type(failure).__name__}: {failure}"
-    store.set(f"bigtrain/came/{rank}", json.dumps(told))
+    told["words"] = [word for word in sys.argv[1:] if not word.startswith(("--local_rank", "--local-rank"))]
+    if not store.compare_set(f"bigtrain/came/{rank}", "", json.dumps(told)) == json.dumps(told).encode():
+        raise _other_job(told, json.loads(store.get(f"bigtrain/came/{rank}")))
     came = _await_all(store, world, limit_s)
+    if came[0]["words"] != told["words"]:
+        raise _other_job(told, came[0])
     _let_all_read(store, rank, world)
     failed = {r: said for r, said in came.items() if said["failure"]}
     if failed and failure is None:
@@ -86,6 +92,16 @@ def _store(limit_s: float) -> dist.Store:
             f"Look whether rank 0 has started there, whether `nc -vz {address} {port}` works from {socket.gethostname()} "
             f"(firewall, wrong address: deepspeed --master_addr, torchrun --rdzv_endpoint).\n{error}"
         ) from error
+
+
+def _other_job(mine: dict[str, Any], other: dict[str, Any]) -> RanksDisagreeError:
+    """On the default port, the second job of a host reaches the first one's store."""
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return RanksDisagreeError(
+        f"rank {ranks.rank()} on {mine['host']} and the rank that it met at {where} have different command lines: another job "
+        "has that port (choose one: deepspeed --master_port, torchrun --rdzv_endpoint), or the hosts were started differently.\n"
+        f"  {mine['host']}: {shlex.join(mine['words'])}\n  {other['host']}: {shlex.join(other['words'])}"
+    )
 
 
 def _await_all(store: dist.Store, world: int, limit_s: float) -> dict[int, dict[str, Any]]:

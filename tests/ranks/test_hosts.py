@@ -23,7 +23,7 @@ def _can_unshare() -> bool:
     return bool(tried) and tried.returncode == 0
 
 
-def pair(code, tmp_path, ranks=(0, 1), limit_s=100):
+def pair(code, tmp_path, ranks=(0, 1), limit_s=100, words=("", "")):
     """Run `code` on host-a and host-b, one rank each: [(exit code, output)] of the ranks that were started."""
     port = free_port()
     started = []
@@ -33,17 +33,9 @@ def pair(code, tmp_path, ranks=(0, 1), limit_s=100):
             **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path(),
         }  # fmt: skip
-        command = [
-            *UNSHARE,
-            "sh",
-            "-c",
-            'hostname "$1"; exec "$2" -c "$3" "$4"',
-            "sh",
-            name,
-            sys.executable,
-            code,
-            str(tmp_path),
-        ]
+        script = 'hostname "$1"; shift; exec "$@"'
+        command = [*UNSHARE, "sh", "-c", script, "sh", name, sys.executable, "-c", code, str(tmp_path)]
+        command += filter(None, [words[rank]])
         started.append(
             subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
@@ -117,6 +109,11 @@ class TestTwoHostNames:
         assert "ranks that came: 0 on host-a; ranks that did not: 1" in said
         ((_, said),) = pair(ALONE, tmp_path, ranks=(1,))
         assert "rank 1 on host-b could not meet the others at 127.0.0.1:" in said and "nc -vz" in said
+
+    def test_a_port_that_another_job_has_is_not_joined(self, tmp_path):
+        results = pair(MEET + "attempt(lambda: hosts.roll_call(60))", tmp_path, words=("--seed=1", "--seed=2"))
+        assert "rank 1 on host-b and the rank that it met at 127.0.0.1:" in results[1][1]
+        assert "another job has that port" in results[1][1] and "--seed=1" in results[1][1]
 
     def test_what_differs_is_refused_with_the_hosts_names(self, tmp_path):
         (tmp_path / "shared.jsonl").write_text("x\n")
