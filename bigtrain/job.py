@@ -295,6 +295,7 @@ def plan_of(job: Job) -> plan.Plan | None:
                 kernels="liger" if fused_kernels(args) and torch.cuda.is_available() else "hf",
                 device=device_type(),
                 frozen=tuple(args.freeze),
+                drawn=args.model_name_or_path.startswith("preset:"),
             )
         )
     except UsageError as error:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import BigtrainError, RanksDisagreeError, StoppedError
+from bigtrain.plan.room import WARNING_SHARE
 from bigtrain.stopping import StopSignal
 
 logger = logging.getLogger("bigtrain")
@@ -73,7 +74,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
     hosts.refuse_split_output(folder.root, saves=bool(args.save_steps))
     ranks.main_decides(lambda: announce(job, folder, places, planned), "writing run.json")
-    with Explained(layout, *limits) as explained:
+    with Explained(layout, *limits, folder) as explained:
         model, isolation = jobs.build(job)
         explained.model, explained.phase = model, "starting the engine"
         engine = explained.engine = Engine(model, **jobs.engine_settings(job))
@@ -160,8 +161,9 @@ class Run:
         from bigtrain import ranks
 
         host, pss = self.memory.rss_bytes(), self.memory.pss_bytes()
-        said = [self.stop.requested is not None, host, pss, *gpu_memory_bytes()]
-        stop, host, pss, allocated, reserved, used = (int(v) for v in ranks.max_each([float(v) for v in said]))
+        said = [self.memory.share(), self.stop.requested is not None, host, pss, *gpu_memory_bytes()]
+        share, *most = ranks.max_each([float(v) for v in said])
+        stop, host, pss, allocated, reserved, used = map(int, most)
         if not self.main:
             return bool(stop)
         seconds = self.clock.lap()
@@ -182,6 +184,8 @@ class Run:
             "gpu_used_bytes": used,
             "host_rss_bytes": host,
             "host_pss_bytes": pss,
+            "host_memory_used": share,
+            "host_memory_warning": share >= WARNING_SHARE,
             "skipped": not result.applied,
         }
         self.rows.write(row)

@@ -121,16 +121,24 @@ def adamw_8bit(groups: Groups, options: Options) -> torch.optim.Optimizer:
 
 def adamw_split(groups: Groups, options: Options) -> torch.optim.Optimizer:
     """AdamW on bf16 weights with the rest of the fp32 master as 16 bits of state, fp32 moments."""
-    from bigtrain.optim.split import AdamWSplit
+    return _split(groups, options, "float32")
 
-    return AdamWSplit(groups, **options.adam)
+
+def adamw_split_bf16(groups: Groups, options: Options) -> torch.optim.Optimizer:
+    """The same with bf16 moments."""
+    return _split(groups, options, "bfloat16")
 
 
 def adamw_split_8bit(groups: Groups, options: Options) -> torch.optim.Optimizer:
     """The same with block-wise 8-bit moments."""
+    return _split(groups, options, "8bit")
+
+
+def _split(groups: Groups, options: Options, moments: str) -> torch.optim.Optimizer:
+    from bigtrain.optim import cpu_kernel
     from bigtrain.optim.split import AdamWSplit
 
-    return AdamWSplit(groups, moments="8bit", **options.adam)
+    return AdamWSplit(groups, moments=moments, compiled=options.device == "cpu" and cpu_kernel.ready(), **options.adam)
 
 
 def muon(groups: Groups, options: Options) -> torch.optim.Optimizer:

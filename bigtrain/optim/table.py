@@ -71,6 +71,10 @@ _ADAM_FP32 = (
     StateTensor(name="exp_avg", dtype="float32", bytes_per_elem=4),
     StateTensor(name="exp_avg_sq", dtype="float32", bytes_per_elem=4),
 )
+_ADAM_BF16 = (
+    StateTensor(name="exp_avg", dtype="bfloat16", bytes_per_elem=2),
+    StateTensor(name="exp_avg_sq", dtype="bfloat16", bytes_per_elem=2),
+)
 _ADAM_8BIT = (
     StateTensor(name="state1", dtype="uint8", bytes_per_elem=1),
     StateTensor(name="state2", dtype="uint8", bytes_per_elem=1),
@@ -114,6 +118,16 @@ OPTIMIZERS: dict[str, Optimizer] = {
         config=_BF16_MASTER,
         hook="bigtrain.optim.split.attach",
         note="AdamW with the fp32 master kept as bf16 weight + 16 bits: equals adamw bit for bit, 4 bytes a parameter less",
+    ),
+    "adamw_split_bf16": Optimizer(
+        build="bigtrain.optim.build.adamw_split_bf16",
+        state=(_LOW, *_ADAM_BF16),
+        master_bytes=0,
+        offload=False,
+        stages=(1, 2, 3),
+        config=_BF16_MASTER,
+        hook="bigtrain.optim.split.attach",
+        note="adamw_split with bf16 moments, rounded by chance so that small changes are not lost",
     ),
     "adamw_split_8bit": Optimizer(
         build="bigtrain.optim.build.adamw_split_8bit",

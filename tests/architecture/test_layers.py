@@ -15,7 +15,7 @@ ROWS: list[set[str]] = [
     {"errors"},
     {"shapes"},
     {"guards", "partition", "config", "plan"},
-    {"builds", "network", "ranks"},
+    {"builds", "heap", "network", "ranks"},
     {"placement", "stopping", "zero"},
     {"flat", "kernels"},
     {"weights", "optim", "data", "diagnostics", "buffers", "meeting", "precision", "steps"},
