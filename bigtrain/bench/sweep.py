@@ -167,6 +167,8 @@ class Sweep:
         if cell.ds_config == "auto":
             raise UsageError(f"runner {cell.runner} cannot choose a ds_config by itself: name one")
         filled = prediction.resolved(cell, self.machine)
+        if self.machine.device == "cpu":
+            _without_a_compiler(filled.config)
         write_json(folder / "model" / "config.json", model)
         run = {k: v for k, v in vars(filled.run).items() if v is not None}
         told = {
@@ -174,6 +176,14 @@ class Sweep:
             "ds_config": cell.ds_config, "ds_config_resolved": filled.config, "output_dir": folder / "out",
         }  # fmt: skip
         return write_json(folder / "peer.json", told)
+
+
+def _without_a_compiler(config: dict[str, Any]) -> None:
+    """On CPUs DeepSpeed would compile its GPU's FusedAdam anew for a minute; torch's AdamW computes the same."""
+    offloaded = (config.get("zero_optimization") or {}).get("offload_optimizer")
+    optimizer = config.get("optimizer")
+    if optimizer and not offloaded and str(optimizer.get("type", "")).lower() in ("adam", "adamw"):
+        optimizer.setdefault("params", {})["torch_adam"] = True
 
 
 def flags(values: Mapping[str, Any]) -> list[str]:

@@ -156,7 +156,8 @@ def _rates(args: argparse.Namespace) -> Rates:
 
 
 def _choice(args: argparse.Namespace, base: PlanInput, gpu: int | None, host: int | None, rates: Rates) -> Choice:
-    wanted = args.optimizers.split(",") if args.optimizers else [args.optim] if args.optim else DEFAULT_OPTIMIZERS
+    usual = DEFAULT_OPTIMIZERS if args.device == "cuda" else DEFAULT_OPTIMIZERS[:1]
+    wanted = args.optimizers.split(",") if args.optimizers else [args.optim] if args.optim else usual
     given = args.micro_batch is not None or args.accumulation is not None
     batch = args.global_batch or base.world_size * (base.micro_batch * base.accumulation if given else AUTO_SEQUENCES_PER_RANK)
     names = tuple(layout_name(name) for name in wanted)
