@@ -122,6 +122,27 @@ def read(
     return settled, warnings
 
 
+def decide(
+    ds_config: str | Path | Mapping[str, Any] | Resolved,
+    *,
+    world_size: int,
+    device: str,
+    model_config: Any,
+    lr_scheduler_kwargs: Mapping[str, Any] | None,
+    **given: Any,
+) -> Settings:
+    """`read`, then `settle`; the lint's warnings come first in the notes.
+
+    Args:
+        ds_config, world_size, device, model_config: see `read`.
+        lr_scheduler_kwargs, given: the arguments of `settle`.
+    """
+    config, warnings = read(ds_config, world_size=world_size, device=device, model_config=model_config, **given)
+    settled = settle(config, world_size=world_size, lr_scheduler_kwargs=lr_scheduler_kwargs, **given)
+    settled.notes[:0] = warnings
+    return settled
+
+
 def settle(
     config: dict[str, Any],
     *,
@@ -146,14 +167,7 @@ def settle(
         UsageError: on an optimizer or schedule that cannot be used here.
     """
     notes: list[str] = []
-    zero = config.get("zero_optimization") or {}
-    stage = int(zero.get("stage", 0))
-    if (config.get("fp16") or {}).get("enabled") is True:
-        raise ConfigError(
-            "fp16.enabled is true: bigtrain trains in bf16 (or fp32), without loss scaling. Write bf16.enabled: true."
-        )
-    bf16 = (config.get("bf16") or {}).get("enabled") is True
-    offload = (zero.get("offload_optimizer") or {}).get("device", "none") not in ("none", None)
+    stage, bf16, offload = _regime(config)
     optimizer_section = config.pop("optimizer", None) or {}
     scheduler_section = config.pop("scheduler", None) or {}
     params = {k: v for k, v in (optimizer_section.get("params") or {}).items() if v != "auto"}
@@ -172,8 +186,7 @@ def settle(
     norm = _first("gradient clipping", notes, max_grad_norm, ("gradient_clipping", clip))
     norm = 1.0 if norm is None else float(norm)
     private = _private(config, stage, bf16, micro, accum, world_size, norm, notes)
-    patch = optim.engine_config_patch(name, stage=stage, offload=offload)
-    private.update(patch)
+    private.update(optim.engine_config_patch(name, stage=stage, offload=offload))
     steps = total_steps if total_steps is not None else scheduled.get("total_num_steps")
     return Settings(
         config=private,
@@ -194,6 +207,17 @@ def settle(
         scheduler_kwargs=dict(lr_scheduler_kwargs or {}),
         notes=notes,
     )
+
+
+def _regime(config: dict[str, Any]) -> tuple[int, bool, bool]:
+    """(stage, bf16, optimizer on the host)."""
+    zero = config.get("zero_optimization") or {}
+    if (config.get("fp16") or {}).get("enabled") is True:
+        raise ConfigError(
+            "fp16.enabled is true: bigtrain trains in bf16 (or fp32), without loss scaling. Write bf16.enabled: true."
+        )
+    offload = (zero.get("offload_optimizer") or {}).get("device", "none") not in ("none", None)
+    return int(zero.get("stage", 0)), (config.get("bf16") or {}).get("enabled") is True, offload
 
 
 def _optimizer_name(section: dict[str, Any]) -> str:

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     """One run; returns its summary. Every rank calls it with the same arguments."""
     from bigtrain import job as jobs
-    from bigtrain import placement, ranks, zero
+    from bigtrain import placement, preflight, ranks, watch, zero
     from bigtrain.engine import Engine
     from bigtrain.runfolder import RunFolder
     from bigtrain.shortage import Explained
@@ -54,6 +54,9 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         zero.init_distributed(timeout_s=args.ddp_timeout)
         ranks.control_group()
     ranks.agree(args.as_dict(), "the arguments")
+    watch.begin(args.hang_limit, args.output_dir)
+    if not args.no_preflight:
+        preflight.check(args.output_dir, args.dataloader_num_workers)
     places = check_places()
     jobs.cap_gpu_memory(args.gpu_memory_cap)
     folder = RunFolder(args.output_dir)
@@ -72,7 +75,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     with Explained(layout, *limits) as explained:
         model, isolation = jobs.build(job)
         explained.model, explained.phase = model, "starting the engine"
-        engine = explained.engine = Engine(model, **jobs.engine_settings(job))
+        engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_settings(job))
         engine.checkpoints.tokenizer = job.tokenizer
         if resume is not None:
             engine.load_checkpoint(resume.parent, tag=resume.name)
@@ -340,6 +343,7 @@ def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str,
         steps=job.steps.describe(),
         planned=planned,
         started=now(),
+        outcome="running",  # that of an earlier start of this run does not stand for this one
     )
 
 
@@ -360,9 +364,13 @@ def tools_on_path() -> None:
 
 
 def report_error(error: Exception) -> int:
-    """Print an error once, or with its rank where only that rank has it; returns the exit code."""
+    """Print an error once, or with its rank where only that rank has it; tell the other ranks; returns the exit code."""
     from bigtrain import placement
 
+    if _has_met() and not isinstance(error, StoppedError):
+        from bigtrain import watch
+
+        watch.failed(error)
     ours = error if isinstance(error, BigtrainError) else placement.explain_port(error)
     rank = os.environ.get("RANK", "0")
     if ours is None:
@@ -387,4 +395,7 @@ def leave() -> None:
     if _has_met():
         import torch.distributed as dist
 
+        from bigtrain import watch
+
+        watch.end()
         dist.destroy_process_group()

@@ -59,6 +59,7 @@ def init_distributed(timeout_s: float = 1800.0) -> None:
         if "RANK" not in os.environ:
             _pretend_single_rank()
     skip_shm_op()
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "512")  # torch's flight recorder: the last collectives, for `bigtrain.watch`
     deepspeed.init_distributed(
         dist_backend=backend, auto_mpi_discovery=False, timeout=datetime.timedelta(seconds=timeout_s), verbose=False
     )

@@ -28,6 +28,7 @@ from bigtrain.checkpoint.manifest import CHUNK_BYTES
 from bigtrain.checkpoint.pieces import BUSY, COPIED, DONE, LIVE, UNIT_BYTES, Job, Unit, plan
 from bigtrain.checkpoint.slices import LocalSlice, host_copy, raw, share_of
 from bigtrain.errors import CheckpointError
+from bigtrain.whereabouts import HERE
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +150,8 @@ class Saver:
     def wait(self) -> None:
         """Wait until the save in flight is on disk on every rank; raise what it failed with."""
         if self._thread is not None:
-            self._thread.join()
+            with HERE.together("waiting for the checkpoint to be on disk"):
+                self._thread.join()
             self._thread = self._job = None
         error, self._error = self._error, None
         if error is not None:
@@ -278,6 +280,7 @@ class Saver:
         content = raw(unit.tensor if unit.copy is None else unit.copy)
         job.hashes[unit.slice_index] += files.hash_chunks(content, CHUNK_BYTES)
         data.write(content, unit.offset)
+        HERE.touch()
         with self._lock:
             unit.state, unit.copy = DONE, None
             self._lock.notify_all()

@@ -171,7 +171,7 @@ def test_B51_evaluation_on_rank_0_only_is_detected(tmp_path):
         except RanksDisagreeError as error:
             print("CAUGHT", error, flush=True)
     else:
-        time.sleep(12)
+        time.sleep(8)
     engine.close()
     """
     (first, _), _ = _run_ranks(body, tmp_path)
@@ -182,7 +182,6 @@ def test_B50_a_stage_3_hang_ends_with_a_report_of_where_each_rank_is(tmp_path):
     """Without the comparison module by module (as on GPUs), with gathers that wait for ever instead of aborting."""
     body = """
     import time, torch
-    from bigtrain import watch
     from bigtrain.engine import Engine
     from tests.ranks.tiny import Branched, config
     engine = Engine(Branched(), ds_config=config(3, bf16=False, micro=4), learning_rate=1e-2, uniform_forward=True, hang_s=3)
@@ -190,6 +189,9 @@ def test_B50_a_stage_3_hang_ends_with_a_report_of_where_each_rank_is(tmp_path):
     hold.register_forward_pre_hook(lambda *_: time.sleep(600))  # stands for a gather that never ends
     engine(torch.zeros(4, 16), use_b=True)
     """
-    for output, code in _run_ranks(body, tmp_path):
+    outputs = _run_ranks(body, tmp_path)
+    for output, code in outputs:
         assert code == 1
-        assert "no rank has moved" in output and "rank 0 waits: in module b" in output and "rank 1 waits: in module c" in output
+        assert "no rank has moved" in output
+    said = "".join(output for output, _ in outputs)
+    assert "rank 0: waits at step 0: the forward pass, module b" in said and "the forward pass, module c" in said
