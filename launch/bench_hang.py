@@ -1,6 +1,6 @@
 """What ends a run in which one rank goes wrong, and how soon: two CPU ranks, each fault for real.
 
-    python launch/bench_hang.py --table docs/results/hang.md            all of it, about ten minutes
+    python launch/bench_hang.py --table docs/results/hang.md            all of it, about five minutes
     python launch/bench_hang.py --cases killed stopped --stages 3
 
 One process imports everything and forks the two ranks of each trial, so that start-up is not measured; no launcher is there to
@@ -418,6 +418,19 @@ def line(outcome: Outcome) -> str:
     return f"| {outcome.case.title} | {outcome.stage} | {seconds} | {codes} | {named} |"
 
 
+def kept_rows(table: str | None) -> dict[tuple[str, str], str]:
+    """Rows of an earlier table, by title and stage: a call that runs some cases replaces theirs."""
+    text = Path(table).read_text() if table and Path(table).exists() else ""
+    cells = {row: [c.strip() for c in row.split("|")] for row in text.splitlines() if row.count("|") == 6}
+    return {(c[1], c[2]): row for row, c in cells.items() if c[2].isdigit()}
+
+
+def in_order(rows: dict[tuple[str, str], str]) -> list[str]:
+    """Rows in the order of the cases."""
+    titles = [case.title for case in CASES.values()]
+    return [rows[key] for key in sorted((k for k in rows if k[0] in titles), key=lambda key: (titles.index(key[0]), key[1]))]
+
+
 HEAD = """# What ends a run in which one rank goes wrong
 
 Written by `launch/bench_hang.py`: two CPU ranks (gloo) without a launcher, hang_s {hang_s:g}, {machine}.
@@ -438,19 +451,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--table", help="file for the table")
     parser.add_argument("--verbose", action="store_true", help="print what ranks said")
     args = parser.parse_args(argv)
-    rows, fine = [], True
+    rows, fine = kept_rows(args.table), True
     for name in args.cases:
         for stage in args.stages if not CASES[name].needs_mount or can_mount() else ():
             outcome = run(CASES[name], stage)
-            rows.append(line(outcome))
+            rows[CASES[name].title, str(stage)] = line(outcome)
             fine &= outcome.good
-            print(rows[-1], "" if outcome.good else "   <-- not as promised", flush=True)
+            print(line(outcome), "" if outcome.good else "   <-- not as promised", flush=True)
             if args.verbose or not outcome.good:
                 print("\n".join(f"--- rank {r}:\n{text}" for r, text in enumerate(outcome.said)), outcome.summary, flush=True)
     if args.table:
         machine = f"{os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
         Path(args.table).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.table).write_text(HEAD.format(hang_s=HANG_S, machine=machine) + "\n".join(rows) + "\n")
+        Path(args.table).write_text(HEAD.format(hang_s=HANG_S, machine=machine) + "\n".join(in_order(rows)) + "\n")
     return 0 if fine else 1
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 End = Literal["", "died", "left", "failed"]
 
-STOPPED_S = 8.0  # a debugger or a suspended job may hold a process for a moment
+STOPPED_S = 12.0  # a debugger or a shell may hold a process for a moment
 LEFT_S = 3.0  # between a rank's farewell and the others' being stuck for want of it
 GRACE_S = 8.0  # for the training thread to raise by itself, with the traceback that the user knows
 
