@@ -128,7 +128,8 @@ def _choice(name: str, rows: Sequence[Row], cap: int) -> Chosen:
     share = None
     if fastest is not None:
         share = 0.0 if chosen is None or chosen not in fitting else _speed(chosen) / _speed(fastest)
-    return Chosen(name, cap, len(fitting), fastest and fastest["label"], chosen and chosen["label"], share)
+    labels = [None if row is None else str(row["label"]) for row in (fastest, chosen)]
+    return Chosen(name, cap, len(fitting), *labels, share)
 
 
 def _speed(row: Row) -> float:
