@@ -263,6 +263,16 @@ def ratio(cells: dict[str, list[list[dict[str, Any]]]], cache: str, world: int) 
     return f"| **from_pretrained / bigtrain** | {cache} | {world} | {text} | | | | | | |"
 
 
+def export_table(folder: Path, worlds: list[int]) -> str:
+    """A Markdown table of writing the model again."""
+    lines = ["| export, ranks | s | memory above the state per rank, MiB | predicted / written bytes |", "|---|---|---|---|"]
+    for world in worlds:
+        cell = run_cell(WAYS[0], folder, world, export=True)
+        grown = " / ".join(f"{rank['export_grown'] / 2**20:.0f}" for rank in cell)
+        lines.append(f"| {world} | {cell[0]['export_s']:.2f} | {grown} | {cell[0]['predicted']} / {cell[0]['actual']} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Make the checkpoint, run every cell, print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -276,18 +286,20 @@ def main() -> None:
     parser.add_argument(
         "--caches", choices=("warm", "cold"), nargs="+", default=["warm"], help="cold: files dropped from the page cache"
     )
-    parser.add_argument("--export", action="store_true", help="also measure writing the model again")
+    parser.add_argument("--export", type=int, nargs="*", help="also measure writing the model again, on so many ranks (2)")
     parser.add_argument("--worker", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        worker(arguments.worker, str(arguments.folder), arguments.out, arguments.export)
+        worker(arguments.worker, str(arguments.folder), arguments.out, arguments.export is not None)
         return
     make_checkpoint(arguments.folder, arguments.layers, arguments.hidden, arguments.shards)
     total = sum(file.stat().st_size for file in arguments.folder.glob("*.safetensors"))
     for file in arguments.folder.glob("*.safetensors"):
         file.read_bytes()  # warm
     print(f"{total / 1e9:.3f} GB of bf16 weights in {arguments.shards} files, ZeRO-3, {os.cpu_count()} CPU cores\n")
+    if arguments.export is not None:
+        print(export_table(arguments.folder, arguments.export or [2]), flush=True)
     print("| way | page cache | ranks | s, median (range) | CPU s of a rank | peak RSS per rank, MiB | peak / (imports + share) | "
           "bytes read / share | from disk, GB | collectives while reading |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
@@ -305,12 +317,6 @@ def main() -> None:
             floors = [floor_s(arguments.folder, world, cache) for _ in range(arguments.repeats)]
             text = f"{statistics.median(floors):.2f} ({min(floors):.2f}-{max(floors):.2f})"
             print(f"| floor: processes that only read | {cache} | {world} | {text} | | | | | | |", flush=True)
-    if arguments.export:
-        print("\n| export, ranks | s | memory above the state per rank, MiB | predicted / written bytes |\n|---|---|---|---|")
-    for world in arguments.ranks if arguments.export else ():
-        cell = run_cell(WAYS[0], arguments.folder, world, export=True)
-        grown = " / ".join(f"{rank['export_grown'] / 2**20:.0f}" for rank in cell)
-        print(f"| {world} | {cell[0]['export_s']:.2f} | {grown} | {cell[0]['predicted']} / {cell[0]['actual']} |", flush=True)
 
 
 if __name__ == "__main__":
