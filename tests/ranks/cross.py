@@ -147,7 +147,7 @@ def _table(results: dict[int, dict[str, dict[str, Any]]]) -> str:
         f"Tiny models of odd sizes, stages 0 to 3 on {', '.join(map(str, worlds))} gloo ranks, one file or shards of 20 KB.",
         "Other type: compared in the wider one. Under ZeRO all parameters have one dtype, where some classes ask for a few in fp32;",
         "statistics of BatchNorm stay fp32, where `from_pretrained` rounds them.\n",
-        "| family | class | parameters | tensors | of other type | padding at stage 3, elements, by ranks | equal, stages x ranks | "
+        "| family | class | parameters | tensors | of other type | ranks: elements of padding at stage 3 | equal, stages x ranks | "
         "different |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -156,7 +156,7 @@ def _table(results: dict[int, dict[str, dict[str, Any]]]) -> str:
         first = next(iter(rows.values()))
         wrong = [f"stage {s}, {w} ranks: {names[0]}" for w, row in rows.items() for s, names in row["wrong"].items() if names]
         checked = sum(len(row["wrong"]) for row in rows.values())
-        padding = " / ".join(str(row["padding"]) for row in rows.values())
+        padding = ", ".join(f"{world}: {row['padding']}" for world, row in rows.items())
         lines.append(
             f"| {family} | {first['class']} | {first['parameters']:,} | {first['tensors']} | {first['retyped']} | "
             f"{padding} | "
