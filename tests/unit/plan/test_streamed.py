@@ -12,7 +12,13 @@ from bigtrain.plan.streamed import BUFFERS, CHUNK_BYTES
 def _plan(optimizer="adamw_split_8bit", device="cuda", ratio=1.0, offload=True, stage=2, **more):
     settings = ZeroSettings(stage=stage, offload_optimizer=offload, ratio=ratio)
     return plan_input(
-        shapes.config_dict("llama-8b"), optimizer=optimizer, settings=settings, seq_len=4096, micro_batch=1, device=device, **more
+        shapes.config_dict("llama-8b"),
+        optimizer=optimizer,
+        settings=settings,
+        seq_len=4096,
+        micro_batch=1,
+        device=device,
+        **more,
     )
 
 
@@ -39,7 +45,10 @@ def test_a_part_may_stay_on_the_gpu():
 
 
 def test_on_a_cpu_there_is_nothing_to_move():
-    assert predict(_plan(device="cpu")).gpu_peak_allocated_bytes == predict(_plan(device="cpu", offload=False)).gpu_peak_allocated_bytes
+    assert (
+        predict(_plan(device="cpu")).gpu_peak_allocated_bytes
+        == predict(_plan(device="cpu", offload=False)).gpu_peak_allocated_bytes
+    )
 
 
 def test_weights_on_the_host_are_refused():
