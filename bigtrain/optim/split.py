@@ -98,7 +98,8 @@ class AdamWSplit(torch.optim.Optimizer):
             state.update(self.new_state(param))
         update = self.next_update(state, group)
         if self.stream is not None:
-            self.stream.add(param, state, pieces, update)
+            factor = self.grad_factor
+            self.stream.add(param, state, pieces, update, [factor] if isinstance(factor, torch.Tensor) else [])
             return
         weight = param.detach().view(-1)
         for start, grads in cut(pieces, self.chunk_elems(param.device.type)):

@@ -59,10 +59,11 @@ class Buffer:
 
 @dataclass
 class Job:
-    """One parameter's update: the gradient in pieces that cover it, and the function that updates a chunk."""
+    """One parameter's update: the gradient in pieces that cover it, the function that updates a chunk, and what else it reads."""
 
     pieces: Sequence[torch.Tensor]
     update: Update
+    reads: Sequence[torch.Tensor] = ()
 
 
 @dataclass(eq=False)
@@ -150,12 +151,19 @@ class Stream:
 
     # ------------------------------------------------------------ a step
 
-    def add(self, param: torch.Tensor, state: dict[str, Any], pieces: Sequence[torch.Tensor], update: Update) -> None:
-        """Note one parameter's update for `begin`."""
+    def add(
+        self,
+        param: torch.Tensor,
+        state: dict[str, Any],
+        pieces: Sequence[torch.Tensor],
+        update: Update,
+        reads: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Note one parameter's update for `begin`; `reads`: tensors of COMPUTE that the update reads beside the gradient."""
         self.home(param, state)
         if param not in self._plans:
             self.plan([param])
-        self._jobs[param] = Job(pieces, update)
+        self._jobs[param] = Job(pieces, update, reads)
 
     def prefetch(self) -> None:
         """Bring up the first chunks of the next update, as many as there are buffers; call when backward begins."""
@@ -175,6 +183,8 @@ class Stream:
     def _start(self, plan: Plan, jobs: Mapping[torch.Tensor, Job]) -> None:
         self._lanes.wait(UPDATE, self._lanes.mark(COMPUTE))
         grads = {p: dict(cut(job.pieces, self.chunk_elems)) for p, job in jobs.items()}
+        for tensor in (t for job in jobs.values() for t in job.reads):
+            self._lanes.keep(tensor, UPDATE)
         plan.begun, plan.waited = True, -1
         for chunk in plan.chunks:
             if chunk.param not in jobs:  # nothing to do for it in this step; a mark all the same, so that marks stay in order
@@ -276,7 +286,14 @@ class Stream:
         for waiting, params in who_waits(module):
             position = max((last[id(p)] for p in params if id(p) in last), default=-1)
             if position >= 0:
-                waiting.register_forward_pre_hook(lambda *_, n=position: self.wait_for(plan, n))
+                waiting.register_forward_pre_hook(self._waiter(plan, position))
+
+    def _waiter(self, plan: Plan, position: int) -> Callable[..., None]:
+        @torch.compiler.disable  # a compiled block waits before its graph
+        def wait(*_: Any) -> None:
+            self.wait_for(plan, position)
+
+        return wait
 
     def attach(
         self, module: torch.nn.Module, places: Mapping[torch.Tensor, Sequence[tuple[torch.nn.Parameter, int, int]]]
@@ -304,21 +321,32 @@ class Stream:
 def who_waits(module: torch.nn.Module) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
     """Which module waits for which parameters when it is called.
 
-    A module waits for its own. Some weights are read without a call of the module that owns them (fused kernels, a tied
-    head): so a block (a child of a ModuleList) waits for all inside, the model itself for what it registered before its first
-    block, and the last block for what comes after. Without blocks the model waits for everything.
+    A block (a child of an outermost ModuleList) waits for all inside it; a module outside of blocks for its own. Some weights are
+    read without a call of the module that owns them (fused kernels read the head's): so the model itself waits for what it
+    registered before its first block, and the last block of each list for whatever outside was registered after it began.
+    Without blocks the model waits for everything.
     """
-    blocks = [b for m in module.modules() if isinstance(m, torch.nn.ModuleList) for b in m]
-    inside = {id(p) for b in blocks for p in b.parameters()}
+    lists = _outermost_lists(module)
+    inside = {id(p) for blocks in lists for b in blocks for p in b.parameters()}
+    within = {id(m) for blocks in lists for b in blocks for m in b.modules()}
     named = list(module.parameters())
-    first = next((i for i, p in enumerate(named) if id(p) in inside), len(named))
-    outside = [(i, p) for i, p in enumerate(named) if id(p) not in inside]
-    found = [(m, list(m.parameters(recurse=False))) for m in module.modules()]
-    found += [(b, list(b.parameters())) for b in blocks]
-    found.append((module, [p for i, p in outside if i < first]))
-    if blocks:
-        found.append((blocks[-1], [p for i, p in outside if i > first]))
+    place = {id(p): i for i, p in enumerate(named)}
+    outside = [p for p in named if id(p) not in inside]
+    first = min((place[i] for i in inside), default=len(named))
+    found = [(m, list(m.parameters(recurse=False))) for m in module.modules() if id(m) not in within]
+    found.append((module, [p for p in outside if place[id(p)] < first]))
+    for blocks in lists:
+        found += [(b, list(b.parameters())) for b in blocks]
+        begin = min((place[id(p)] for b in blocks for p in b.parameters()), default=len(named))
+        found.append((blocks[-1], [p for p in outside if place[id(p)] > begin]))
     return [(m, params) for m, params in found if params]
+
+
+def _outermost_lists(module: torch.nn.Module) -> list[list[torch.nn.Module]]:
+    """The children of each ModuleList that lies in no other, in the order of registration."""
+    if isinstance(module, torch.nn.ModuleList):
+        return [list(module)] if len(module) else []
+    return [found for child in module.children() for found in _outermost_lists(child)]
 
 
 def _copy(to: State, source: State) -> None:

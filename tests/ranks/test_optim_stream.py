@@ -130,6 +130,45 @@ def test_nothing_is_read_before_its_update(rank_pool, tmp_path, world, stage, op
         assert waits > 0
 
 
+def _reshard(root, stage, optimizer):
+    """Load into a fresh engine, at another size; its state lies in the stream's own host memory at once."""
+    engine = _engine(stage, optimizer, Late(), seed=99)
+    engine.load_checkpoint(root)
+    inner = engine.deepspeed.basic_optimizer
+    homes = inner.stream._memory
+    at_home = [inner.state[p]["low"] is homes[p].tensors["low"] for p in inner.state]
+    loss = engine.train_step(rows(3, SAMPLES)[engine.rank :: engine.world_size]).loss
+    masters = sum(float(inner.master(p).double().sum()) for p in inner.state)
+    engine.close()
+    return all(at_home) and len(at_home) > 0, loss, masters
+
+
+def _begin(root, stage, optimizer):
+    engine = _engine(stage, optimizer, None)
+    for step in range(3):
+        engine.train_step(rows(step, SAMPLES)[engine.rank :: engine.world_size])
+    engine.save_checkpoint(root)
+    engine.close()
+
+
+def _plain(root, stage, optimizer):
+    engine = _engine(stage, optimizer, None, seed=99)
+    engine.load_checkpoint(root)
+    loss = engine.train_step(rows(3, SAMPLES)[engine.rank :: engine.world_size]).loss
+    inner = engine.deepspeed.basic_optimizer
+    masters = sum(float(inner.master(p).double().sum()) for p in inner.state)
+    engine.close()
+    return loss, masters
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_split", "adamw_split_8bit"])
+def test_a_checkpoint_of_another_size_fills_host_memory_in_place(rank_pool, tmp_path, optimizer):
+    rank_pool(2).run(_begin, str(tmp_path), 3, optimizer)
+    want = rank_pool(1).run(_plain, str(tmp_path), 2, optimizer)[0]
+    for at_home, loss, masters in rank_pool(1).run(_reshard, str(tmp_path), 2, optimizer):
+        assert at_home and (loss, masters) == want
+
+
 def _overlap():
     """How far the update had got as each block was called after a step: only as far as that block needs."""
     late = Late()

@@ -268,6 +268,32 @@ def test_every_weight_is_waited_for_before_the_code_that_may_read_it():
     assert {id(p) for p in plain.parameters()} == {id(p) for m, ps in who_waits(plain) if m is plain for p in ps}
 
 
+def test_experts_inside_blocks_and_two_towers_are_covered():
+    """Nested lists count as part of their block (an expert may not be called); each tower's last block covers what comes later."""
+
+    class Expert(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+
+    class Towers(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vision = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
+            self.embed = torch.nn.Embedding(3, 2)
+            self.text = torch.nn.ModuleList(Expert() for _ in range(2))
+            self.head = torch.nn.Linear(2, 3)
+
+    model = Towers()
+    waits = {}
+    for module, params in who_waits(model):
+        waits.setdefault(module, set()).update(id(p) for p in params)
+    head = {id(p) for p in model.head.parameters()}
+    assert head <= waits[model.text[-1]] and head <= waits[model.vision[-1]] and head <= waits[model.head]
+    assert {id(p) for p in model.text[0].parameters()} == waits[model.text[0]]
+    assert not any(module in waits for module in model.text[0].experts)
+
+
 def test_chunk_sizes_follow_the_bytes():
     for moments, block in (("float32", 10 * 256), ("8bit", 4 * 256 + 8)):
         optimizer = AdamWSplit([torch.nn.Parameter(torch.zeros(1))], moments=moments)
