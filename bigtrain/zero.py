@@ -22,7 +22,8 @@ import contextlib
 import datetime
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,16 +38,21 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from bigtrain import network
 from bigtrain.builds import clear_stale_lock, first_cause
 from bigtrain.errors import ModelError
 
 log = logging.getLogger(__name__)
 
 
-def init_distributed(timeout_s: float = 1800.0) -> None:
+def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store | None = None) -> None:
     """Start the process group: NCCL on GPUs, gloo on the CPU; a single process needs no launcher.
 
     Sets this rank's CUDA device first, so that nothing is ever allocated on another rank's GPU.
+
+    Args:
+        timeout_s: longest wait of a collective.
+        store: where the ranks have met already; by default they meet as the launcher's environment says.
     """
     if torch.cuda.is_available():
         device = rank_device()
@@ -59,6 +65,15 @@ def init_distributed(timeout_s: float = 1800.0) -> None:
         if "RANK" not in os.environ:
             _pretend_single_rank()
     skip_shm_op()
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "512")  # torch's flight recorder: the last collectives, for `bigtrain.watch`
+    if network.several():
+        network.choose_interface()
+    if store is not None and not torch.distributed.is_initialized():
+        bound_to = rank_device() if torch.cuda.is_available() else None  # NCCL is bound to it, as DeepSpeed itself does
+        torch.distributed.init_process_group(
+            backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=datetime.timedelta(seconds=timeout_s), device_id=bound_to,
+        )  # fmt: skip
     deepspeed.init_distributed(
         dist_backend=backend, auto_mpi_discovery=False, timeout=datetime.timedelta(seconds=timeout_s), verbose=False
     )
@@ -103,9 +118,20 @@ def full_numel(param: Any) -> int:
     return int(param.ds_numel) if is_partitioned(param) else param.numel()
 
 
+_before_reading: list[Any] = []
+
+
+def before_reading(finish: Callable[[], None]) -> None:
+    """Call the bound method `finish` before weights are gathered, as long as its object lives."""
+    _before_reading.append(weakref.WeakMethod(finish))
+
+
 @contextlib.contextmanager
 def gathered(params: Sequence[torch.nn.Parameter], modifier_rank: int | None = None) -> Iterator[None]:
     """Hold `params` whole inside the block; with `modifier_rank`, that rank's changes are written back to every rank."""
+    _before_reading[:] = [ref for ref in _before_reading if ref() is not None]
+    for ref in _before_reading:
+        ref()()
     owned = [p for p in params if is_partitioned(p)]
     with deepspeed.zero.GatheredParameters(owned, modifier_rank=modifier_rank, enabled=bool(owned)):
         yield

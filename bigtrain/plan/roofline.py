@@ -15,6 +15,7 @@ from typing import Any
 
 from bigtrain.errors import UsageError
 from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.streamed import seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +140,8 @@ def _optimizer_s(plan: PlanInput, rates: Rates) -> float:
     if world > 1 and zero.stage in (0, 1, 2):
         speed = rates.link_bytes_s if plan.ranks_per_node == world else rates.network_bytes_s
         gather = 2 * plan.parameters.elems * (world - 1) / world / speed
+    if plan.streams:
+        return gather + seconds(plan, rates.h2d_bytes_s, rates.d2h_bytes_s) + 20 * owned / rates.device_bytes_s
     if not zero.offload_optimizer:
         # 16 B states read and written, gradient cast and copied: about 40 B an element.
         return gather + 40 * owned / rates.device_bytes_s

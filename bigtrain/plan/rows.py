@@ -43,6 +43,8 @@ ROWS: dict[str, tuple[str, str]] = {
                        "_setup_for_real_optimizer"),
     "reduce copy": ("2 x filled part of the bucket, N > 1", f"{_S2} allreduce_bucket flatten; "
                     "comm/coalesced_collectives.py torch.cat"),
+    "optimizer state, on its way": ("4 x 128 MiB + gradients of one chunk", "optim/stream.py _next_buffer, _update"),
+    "optimizer state, host": ("(2 + moment bytes) x p, exact", "optim/lanes.py HostMemory"),
     "offload buffer on the GPU": ("2 L", f"{_S2} temp_grad_buffer_for_gpu_offload"),
     "checkpoints": ("2 t d per block", f"{_HF} GradientCheckpointingLayer"),
     "activations, norms": ("8 t d a norm (hf RMSNorm) | 4 t d (fused)", f"{_HF} *RMSNorm.forward"),

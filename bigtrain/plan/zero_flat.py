@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bigtrain.plan.flat import flat_group, heaviest_rank, split_groups, touched_elems
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.states import LAYOUTS
+from bigtrain.plan.streamed import hold_buffers
 from bigtrain.plan.tape import Tape
 
 
@@ -44,8 +44,8 @@ class FlatSharding:
     """Device memory of one rank under stage 1 or 2."""
 
     def __init__(self, plan: PlanInput, tape: Tape):
-        self.plan, self.tape, self.zero = plan, tape, plan.settings
-        self.items, self.layout = plan.parameters.items, LAYOUTS[plan.optimizer]
+        self.plan, self.tape, self.zero = plan, tape, plan.told
+        self.items, self.layout = plan.parameters.items, plan.device_layout
         world = plan.world_size
         members = split_groups(self.items, plan.decay_groups, plan.trains)
         self.groups = [flat_group(self.items, m, world) for m in members]
@@ -82,6 +82,7 @@ class FlatSharding:
         for g, group in enumerate(self.groups):
             tape.hold(("zeros", g), self.layout.step_grad * group.partition, "gradient, zeros at start-up")
         tape.drop(*(("zeros", g) for g in range(len(self.groups))))
+        hold_buffers(self.plan, tape)
 
     # Forward: the weights are all there.
 

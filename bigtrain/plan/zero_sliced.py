@@ -8,7 +8,7 @@ from __future__ import annotations
 from bigtrain.plan.constants import MALLOC_MMAP_BYTES, WINDOW_BYTES
 from bigtrain.plan.flat import slice_elems, split_groups, sub_groups
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.states import LAYOUTS
+from bigtrain.plan.streamed import hold_buffers
 from bigtrain.plan.tape import Tape
 from bigtrain.plan.zero_flat import GATHER_ELEMS, update_temporaries
 
@@ -22,8 +22,8 @@ class SlicedSharding:
     """Device memory of one rank under stage 3."""
 
     def __init__(self, plan: PlanInput, tape: Tape):
-        self.plan, self.tape, self.zero = plan, tape, plan.settings
-        self.items, self.layout, self.world = plan.parameters.items, LAYOUTS[plan.optimizer], plan.world_size
+        self.plan, self.tape, self.zero = plan, tape, plan.told
+        self.items, self.layout, self.world = plan.parameters.items, plan.device_layout, plan.world_size
         self.local = [slice_elems(p.elems, self.world) for p in self.items]
         self.total = sum(self.local)
         self.gathered = sum(p.elems for p in self.items if p.elems > self.zero.persistence_elems)
@@ -107,6 +107,7 @@ class SlicedSharding:
         if self.plan.device == "cpu":  # pages that nothing was written to take no memory
             bucket = min(bucket, self.plan.trained_elems)
         tape.hold("bucket", 2 * bucket, "reduce buckets")
+        hold_buffers(self.plan, tape)
         if not self.zero.offload_optimizer:
             tape.hold("grads", self.zero.grad_bytes * sum(self.subs), "gradients, kept")
         if self.world > 1:
