@@ -71,6 +71,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "export, one whole parameter": ("2 L", "one parameter is gathered at a time"),
     "weights, drawn in fp32": ("4 P (stages 0-2) | 512 MiB + 4 p (stage 3), until rounded", "models/build.py, models/window.py"),
     "collective's own copy": ("2 x what is gathered or reduced at once; gloo on CPUs", "torch ProcessGroupGloo.cpp"),
+    "holes in the heap": ("2 n of every n that stays gathered; CPU only", "plan/zero_sliced.py _holes; measured"),
     "heap that malloc keeps": ("most of blocks below 32 MiB so far - those in use; CPU only", "plan/resident.py"),
     "process": ("constant", "plan/constants.py process_bytes"),
     "master, host": ("remainder bytes x p", f"{_S2} pin_memory(weights_partition); {_S3} pageable clone"),

@@ -5,7 +5,7 @@ Follows deepspeed 0.19.8 runtime/zero/stage3.py, partition_parameters.py and par
 
 from __future__ import annotations
 
-from bigtrain.plan.constants import WINDOW_BYTES
+from bigtrain.plan.constants import MALLOC_MMAP_BYTES, WINDOW_BYTES
 from bigtrain.plan.flat import slice_elems, split_groups, sub_groups
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.streamed import hold_buffers
@@ -128,7 +128,9 @@ class SlicedSharding:
         if not whole:
             return
         self.steady = steady
-        self.tape.drop(("stays", key[1:]))  # what forward left in place is what backward needs
+        self.tape.drop(
+            ("stays", key[1:]), *(("hole", key[1:], i) for i in members)
+        )  # what forward left in place is what backward needs
         row = "weights, gathered" if self.world > 1 else "weights, copied to the GPU"
         size = sum(whole) if backward else max(whole)
         self.tape.hold(("window", key), 2 * size, row, self.gather)
@@ -138,6 +140,15 @@ class SlicedSharding:
             live = sum(whole) + self.staying
             ahead = max(0, min(self.zero.prefetch_elems, self.zero.max_live_elems - live, self.gathered - live))
             self.tape.hold(("ahead", key), (4 if self.world > 1 else 2) * ahead, row, self.gather)
+
+    def _holes(self, block: str) -> None:
+        """On CPUs weights are gathered flat and copied apart one after the other in malloc's heap: where the flat buffer was,
+        a hole as large stays beside each weight that is kept. Measured: plan_host.md; gone with a fixed mmap threshold."""
+        if self.plan.device != "cpu" or self.world == 1:
+            return
+        for i, p in enumerate(self.items):
+            if str(p.block) == block and self.zero.persistence_elems < p.elems < MALLOC_MMAP_BYTES // 2:
+                self.tape.hold(("hole", block, i), 2 * p.elems, "holes in the heap")
 
     def _gloo(self, elems: int) -> None:
         """On CPUs gloo gathers into, and reduces in, a buffer of its own (torch ProcessGroupGloo.cpp; measured)."""
@@ -151,6 +162,7 @@ class SlicedSharding:
         if key[0] == "f" and self.steady and self.reuse.get(block, self.zero.max_reuse_elems) < self.zero.max_reuse_elems:
             row = "weights, gathered" if self.world > 1 else "weights, copied to the GPU"
             self.tape.hold(("stays", block), 2 * self.block_elems[block], row, self.gather)
+            self._holes(block)
             self.staying += self.block_elems[block]
         elif key[0] == "b" and self.reuse.get(block, self.zero.max_reuse_elems) < self.zero.max_reuse_elems:
             self.staying = max(0, self.staying - self.block_elems[block])

@@ -181,3 +181,22 @@ def test_rates_that_doctor_stored_are_used(tmp_path, monkeypatch, capsys):
 def test_measure_goes_with_auto_and_a_model():
     with pytest.raises(UsageError, match="--measure goes with --auto"):
         run("--model", "preset:llama-1b", "--measure", "3", *LIMITS)
+
+
+def test_the_fastest_that_was_measured_is_chosen(capsys):
+    parser = argparse.ArgumentParser()
+    cli.add_parsers(parser.add_subparsers())
+    words = ["plan", "--model", "preset:llama-1b", *LIMITS, "--auto", "--measure", "2", "--optimizers", "adamw"]
+    args = parser.parse_args(words)
+    seen = []
+
+    def measurer(model, candidates):
+        seen.extend(candidates)
+        rows = [{"candidate": at, "what": c.describe(), "status": "ok", "error": "", "tokens_per_s": speed, "command": "train",
+                 "planned_tokens_per_s": c.time.tokens_per_s} for at, (c, speed) in enumerate(zip(candidates, (10.0, 20.0)))]  # fmt: skip
+        return rows[::-1]
+
+    args.measurer = measurer
+    assert args.run(args) == 0
+    said = capsys.readouterr().out
+    assert len(seen) == 2 and f"chosen: {seen[1].describe()}" in said and "to train with it: train" in said
