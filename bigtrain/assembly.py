@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import buffers, guards, optim, ranks, weights, zero
+from bigtrain import buffers, guards, heap, optim, ranks, weights, zero
 from bigtrain.errors import ModelError
 from bigtrain.master import MasterOptimizer
 from bigtrain.optim.build import build_optimizer
@@ -68,6 +68,7 @@ def assemble(
     ds = zero.initialize(model, s.config, optimizer)
     optim.after_initialize(s.optimizer, ds)
     _fill_masters(model, optimizer)
+    heap.give_back()
     restored = buffers.restore(model, saved)
     if restored:
         log.info("kept %d buffers in the dtype they were built with: %s", len(restored), guards.listing(restored))
@@ -101,6 +102,8 @@ def _optimizer(groups: list[dict[str, Any]], s: Settings) -> torch.optim.Optimiz
             eps=s.eps,
             weight_decay=s.weight_decay,
             offload=s.offload,
+            offload_ratio=s.offload_ratio,
+            pin_memory=s.pin_memory,
             device=device,
         )
 

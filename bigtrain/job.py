@@ -152,8 +152,7 @@ class _Named:
     def __init__(self, what: str):
         self._what = what
 
-    def __enter__(self) -> None:
-        return None
+    def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, OSError | ValueError | ImportError):
@@ -295,6 +294,7 @@ def plan_of(job: Job) -> plan.Plan | None:
                 kernels="liger" if fused_kernels(args) and torch.cuda.is_available() else "hf",
                 device=device_type(),
                 frozen=tuple(args.freeze),
+                drawn=args.model_name_or_path.startswith("preset:"),
             )
         )
     except UsageError as error:

@@ -127,12 +127,21 @@ def agree(value: T, what: str) -> T:
     """
     values = all_gather_object(value, f"comparing {what}")
     if any(v != values[0] for v in values[1:]):
-        listing = "\n".join(f"  rank {r}: {v!r}" for r, v in enumerate(values))
+        listing = "\n".join(f"  rank {r}: {v!r}" for r, v in enumerate(_only_differences(values)))
         raise RanksDisagreeError(
             f"{what} differs between ranks:\n{listing}\nStart every rank with the same arguments, files and versions.",
             dict(enumerate(values)),
         )
     return value
+
+
+def _only_differences(values: list[Any]) -> list[Any]:
+    """Of dicts, the keys whose values differ; other values as they are."""
+    if not all(isinstance(v, dict) for v in values):
+        return values
+    keys = dict.fromkeys(k for v in values for k in v)
+    apart = [k for k in keys if any(k not in v or v[k] != values[0].get(k) for v in values)]
+    return [{k: v[k] for k in apart if k in v} for v in values]
 
 
 @contextlib.contextmanager

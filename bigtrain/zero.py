@@ -37,16 +37,21 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from bigtrain import network
 from bigtrain.builds import clear_stale_lock, first_cause
 from bigtrain.errors import ModelError
 
 log = logging.getLogger(__name__)
 
 
-def init_distributed(timeout_s: float = 1800.0) -> None:
+def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store | None = None) -> None:
     """Start the process group: NCCL on GPUs, gloo on the CPU; a single process needs no launcher.
 
     Sets this rank's CUDA device first, so that nothing is ever allocated on another rank's GPU.
+
+    Args:
+        timeout_s: longest wait of a collective.
+        store: where the ranks have met already; by default they meet as the launcher's environment says.
     """
     if torch.cuda.is_available():
         device = rank_device()
@@ -60,6 +65,14 @@ def init_distributed(timeout_s: float = 1800.0) -> None:
             _pretend_single_rank()
     skip_shm_op()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "512")  # torch's flight recorder: the last collectives, for `bigtrain.watch`
+    if network.several():
+        network.choose_interface()
+    if store is not None and not torch.distributed.is_initialized():
+        bound_to = rank_device() if torch.cuda.is_available() else None  # NCCL is bound to it, as DeepSpeed itself does
+        torch.distributed.init_process_group(
+            backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=datetime.timedelta(seconds=timeout_s), device_id=bound_to,
+        )  # fmt: skip
     deepspeed.init_distributed(
         dist_backend=backend, auto_mpi_discovery=False, timeout=datetime.timedelta(seconds=timeout_s), verbose=False
     )

@@ -95,6 +95,7 @@ def planned(cell: Cell, machine: Machine) -> Plan:
             kernels=kernels(cell, machine),
             device=machine.device,
             frozen=tuple(args.get("freeze") or ()),
+            drawn=cell.model.startswith("preset:"),
         )
     )
 

@@ -138,7 +138,7 @@ class Checkpoints:
             index = reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
             live.check_layout(opened.run["layout"], self._layout(), index)
             slices, again = live.slices_to_fill(engine, index)
-        load_slices(opened, slices)
+        load_slices(opened, slices, index=index)
         for moment in again:
             moment.finish()
         self._restore(opened)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import ranks, zero
+from bigtrain import heap, ranks, zero
 from bigtrain.errors import ModelError
 from bigtrain.models.batchnorm import keep_statistics_in_fp32
 from bigtrain.models.checkpointing import disable_cache
@@ -112,6 +112,7 @@ def build_model(
         model, info = _build_fresh(recipe, target, checkpoints, resize_vocab_to)
     info.source, info.dtype, info.ds_config, info.keep_in_fp32 = recipe.label, dtype, config, tuple(keep_in_fp32)
     _settle(model, info, target, [*freeze, *checkpoints])
+    heap.give_back()  # what was drawn in fp32 is gone, the heap that held it is not
     return model
 
 

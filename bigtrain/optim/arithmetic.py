@@ -19,6 +19,10 @@ bits of the bf16 weight, fits 16 signed bits except in one case: a master exactl
 bit more is needed; the sign of the second moment, which is never negative, holds it (`tie`). Without a free bit (8-bit moments)
 `low` saturates at 32767: the master is then one fp32 unit too small, in one of 2^17 updates.
 
+**bf16 moments.** Rounded up or down by chance, with the probabilities that leave the mean as it is: to nearest, a second moment
+with b2 = 0.999 would never fall, because a change of 0.1 % is less than half a unit of bf16. Chance is a hash of the element's
+position in its partition and the update's number, so a run can be repeated. The sign bit holds `tie` as with fp32.
+
 **8-bit moments.** bitsandbytes' dynamic code in blocks of 256 with an fp32 scale (the largest magnitude of the block), rounded
 to the nearest code, except that a positive second moment never becomes 0.
 """
@@ -98,6 +102,33 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 def saturate_low(low: torch.Tensor, tie: torch.Tensor) -> torch.Tensor:
     """`low` for states without room for `tie`: one fp32 unit less where it is set."""
     return low.masked_fill_(tie, 32767)
+
+
+def salt_of(step: int) -> int:
+    """What the rounding of bf16 moments at update `step` is drawn from, a 32-bit number."""
+    return step * 0x27D4EB2F & 0xFFFFFFFF
+
+
+def dither_bits(n: int, start: int, salt: int, device: torch.device) -> torch.Tensor:
+    """32 random bits for each of `n` elements from position `start` on, int32."""
+
+    def signed(number: int) -> int:
+        return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+
+    h = torch.arange(start, start + n, device=device).to(torch.int32).mul_(signed(0x9E3779B1)).add_(signed(salt))
+    for shift, factor in ((15, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = h.bitwise_xor_((h >> shift).bitwise_and_((1 << 32 - shift) - 1)).mul_(signed(factor))
+    return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
+
+
+def round_moments(
+    m: torch.Tensor, v: torch.Tensor, tie: torch.Tensor, start: int, salt: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both moments in bf16, rounded by chance; `tie` goes into the sign of the second."""
+    h = dither_bits(m.numel(), start, salt, m.device)
+    m_bits = (m.view(torch.int32) + (h & 0xFFFF)) >> 16
+    v_bits = (v.view(torch.int32) + ((h >> 16) & 0xFFFF)) >> 16 | tie.to(torch.int32) << 15
+    return m_bits.to(torch.int16).view(torch.bfloat16), v_bits.to(torch.int16).view(torch.bfloat16)
 
 
 @functools.cache

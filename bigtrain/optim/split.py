@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +12,26 @@ from bigtrain.optim import arithmetic
 from bigtrain.optim.state import load_keeping_dtypes
 from bigtrain.optim.table import BLOCK_ELEMS
 
+# Updates one flat chunk of a parameter in place: weight, gradient, state tensors, where the chunk begins in the parameter.
+Update = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], int], None]
+
 # Elements updated at a time: on a CPU its fp32 temporaries should stay in the cache, on a GPU one launch should fill the card.
 CHUNK_ELEMS = {"cpu": 1 << 16, "cuda": 1 << 27}
 # Gradients in pieces that do not follow each other in memory are copied together this many elements at a time.
 GATHER_ELEMS = 1 << 25
 
 
+MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+
+
 class AdamWSplit(torch.optim.Optimizer):
     """AdamW on bf16 parameters with fp32-master arithmetic.
 
-    State of each parameter: `low`, int16, the master's missing mantissa bits; and the moments: `exp_avg`, `exp_avg_sq`, fp32
-    (the sign of `exp_avg_sq` holds one more bit of the master), or `state1`, `state2`, uint8, with `absmax1`, `absmax2`, fp32,
-    one for 256 elements. With fp32 moments the master follows `torch.optim.AdamW(foreach=False)` on fp32 CPU tensors bit for
-    bit. `bigtrain.optim.arithmetic` defines the arithmetic; on a CUDA device one Triton kernel does all of it.
+    State of each parameter: `low`, int16, the master's missing mantissa bits; and the moments: `exp_avg`, `exp_avg_sq`, fp32 or
+    bf16 (the sign of `exp_avg_sq` holds one more bit of the master), or `state1`, `state2`, uint8, with `absmax1`, `absmax2`,
+    fp32, one for 256 elements. With fp32 moments the master follows `torch.optim.AdamW(foreach=False)` on fp32 CPU tensors bit
+    for bit. `bigtrain.optim.arithmetic` defines the arithmetic; one Triton kernel does all of it on a CUDA device, one compiled
+    loop (`cpu_kernel`) on a CPU.
 
     Under DeepSpeed, `attach` (the table's hook) hands the reduced gradients over in their own dtype and the clipping as one
     factor, so that nothing is rounded to bf16 on the way.
@@ -35,8 +42,9 @@ class AdamWSplit(torch.optim.Optimizer):
         betas: decay rates of the moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay.
-        moments: "float32" or "8bit".
+        moments: "float32", "bfloat16" or "8bit".
         exact_root: correctly rounded square root on the CPU too (see `arithmetic`).
+        compiled: update CPU tensors by the compiled kernel, which must be `cpu_kernel.ready()`.
 
     Raises:
         UsageError: by the first step, if a parameter is not bf16 then.
@@ -51,10 +59,12 @@ class AdamWSplit(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         moments: str = "float32",
         exact_root: bool = False,
+        compiled: bool = False,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.eight_bit = moments == "8bit"
+        self.moments = MOMENTS[moments]
         self.exact_root = exact_root
+        self.compiled = compiled
         self.grad_factor: torch.Tensor | float | None = None
         self._pieces: dict[torch.Tensor, Sequence[torch.Tensor]] = {}
 
@@ -77,69 +87,61 @@ class AdamWSplit(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             state.update(self.new_state(param))
-        state["step"] += 1
-        scalars = arithmetic.Scalars.of(state["step"], float(group["lr"]), group["betas"], group["eps"], group["weight_decay"])
-        update = self._on_gpu if param.device.type == "cuda" else self._on_cpu
+        update = self.next_update(state, group)
         weight = param.detach().view(-1)
-        for start, grad in chunks(pieces, CHUNK_ELEMS[param.device.type]):
-            here = slice(start, start + grad.numel())
-            blocks = slice(start // BLOCK_ELEMS, -(-(start + grad.numel()) // BLOCK_ELEMS))
-            parts = {k: t[blocks if k.startswith("absmax") else here] for k, t in state.items() if k != "step"}
-            update(weight[here], grad, parts, scalars)
+        for start, grads in cut(pieces, self.chunk_elems(param.device.type)):
+            end = start + sum(g.numel() for g in grads)
+            update(weight[start:end], joined(grads), part_of(state, start, end), start)
 
-    def _on_cpu(self, weight: torch.Tensor, grad: torch.Tensor, parts: dict[str, torch.Tensor], s: arithmetic.Scalars) -> None:
-        grad = grad.float()
-        if self.grad_factor is not None:
-            grad = grad * self.grad_factor
-        if self.eight_bit:
-            m = arithmetic.decode(parts["state1"], parts["absmax1"], signed=True)
-            v = arithmetic.decode(parts["state2"], parts["absmax2"], signed=False)
-            master = arithmetic.join_master(weight, parts["low"])
-        else:
-            m, v = parts["exp_avg"], parts["exp_avg_sq"]
-            master = arithmetic.join_master(weight, parts["low"], torch.signbit(v))
-            v.abs_()
-        arithmetic.adamw_(master, grad, m, v, s, self.exact_root)
-        high, low, tie = arithmetic.split_master(master)
-        weight.copy_(high)
-        if self.eight_bit:
-            low = arithmetic.saturate_low(low, tie)
-            for (code, scale), values in zip((("state1", "absmax1"), ("state2", "absmax2")), (m, v)):
-                index, largest = arithmetic.encode(values, signed=code == "state1")
-                parts[code].copy_(index)
-                parts[scale].copy_(largest)
-        elif tie.any():
-            v.copy_(torch.where(tie, v.neg(), v))
-        parts["low"].copy_(low)
+    def chunk_elems(self, device: str) -> int:
+        """Elements updated at a time: the compiled kernel needs no small pieces."""
+        return CHUNK_ELEMS["cuda" if self.compiled else device]
 
-    def _on_gpu(self, weight: torch.Tensor, grad: torch.Tensor, parts: dict[str, torch.Tensor], s: arithmetic.Scalars) -> None:
-        from bigtrain.optim import triton_kernels
+    def next_update(self, state: dict[str, Any], group: dict[str, Any]) -> Update:
+        """Count an update of one parameter; the function that does it, for any of its chunks."""
+        state["step"] += 1
+        step = state["step"]
+        scalars = arithmetic.Scalars.of(step, float(group["lr"]), group["betas"], group["eps"], group["weight_decay"])
+        factor, salt = self.grad_factor, arithmetic.salt_of(step)
 
-        triton_kernels.update(weight, grad, parts, s, self.grad_factor)
+        def update(weight: torch.Tensor, grad: torch.Tensor, parts: dict[str, torch.Tensor], start: int) -> None:
+            if weight.device.type == "cuda":
+                from bigtrain.optim import triton_kernels
+
+                triton_kernels.update(weight, grad, parts, scalars, factor, start=start, salt=salt)
+            elif self.compiled:
+                from bigtrain.optim import cpu_kernel
+
+                exact = self.exact_root
+                cpu_kernel.update(weight, grad, parts, scalars, factor, start=start, salt=salt, exact_root=exact)
+            else:
+                by_torch(weight, grad, parts, scalars, factor, start=start, salt=salt, exact_root=self.exact_root)
+
+        return update
+
+    def layout(self, n: int) -> dict[str, tuple[int, torch.dtype]]:
+        """Length and dtype of each state tensor of a parameter of `n` elements."""
+        blocks = -(-n // BLOCK_ELEMS)
+        if self.moments == torch.uint8:
+            scales = {"absmax1": (blocks, torch.float32), "absmax2": (blocks, torch.float32)}
+            return {"low": (n, torch.int16), "state1": (n, torch.uint8), "state2": (n, torch.uint8), **scales}
+        return {"low": (n, torch.int16), "exp_avg": (n, self.moments), "exp_avg_sq": (n, self.moments)}
 
     def new_state(self, param: torch.Tensor) -> dict[str, Any]:
         """The state before the first update: the master is the bf16 weight itself."""
         if param.dtype != torch.bfloat16:
             raise UsageError(f"adamw_split needs bf16 parameters, not {param.dtype}: set bf16.enabled, or choose adamw.")
-        n, device = param.numel(), param.device
-        blocks = -(-n // BLOCK_ELEMS)
-        layout = {"low": (n, torch.int16)}
-        if self.eight_bit:
-            layout |= {"state1": (n, torch.uint8), "state2": (n, torch.uint8)}
-            layout |= {"absmax1": (blocks, torch.float32), "absmax2": (blocks, torch.float32)}
-        else:
-            layout |= {"exp_avg": (n, torch.float32), "exp_avg_sq": (n, torch.float32)}
-        state: dict[str, Any] = {k: torch.zeros(size, dtype=dtype, device=device) for k, (size, dtype) in layout.items()}
-        if self.eight_bit:  # the code of zero; with scale 0 any code means 0, this one also if a scale is changed by hand
-            state["state1"].fill_(int((arithmetic.code_tables(True, torch.device("cpu"))[0] == 0).nonzero()))
-        return {"step": 0, **state}
+        made = {k: torch.zeros(n, dtype=dtype, device=param.device) for k, (n, dtype) in self.layout(param.numel()).items()}
+        state: dict[str, Any] = {"step": 0, **made}
+        first_codes(state)
+        return state
 
     def master(self, param: torch.Tensor) -> torch.Tensor:
         """The fp32 master of `param`, flat, as a new tensor."""
         state = self.state.get(param)
         if not state:
             return param.detach().view(-1).float()
-        tie = None if self.eight_bit else torch.signbit(state["exp_avg_sq"])
+        tie = torch.signbit(state["exp_avg_sq"]) if "exp_avg_sq" in state else None
         return arithmetic.join_master(param.detach().view(-1), state["low"], tie)
 
     @torch.no_grad()
@@ -150,11 +152,11 @@ class AdamWSplit(torch.optim.Optimizer):
             state.update(self.new_state(param))
         high, low, tie = arithmetic.split_master(master)
         param.detach().view(-1).copy_(high)
-        if self.eight_bit:
-            low = arithmetic.saturate_low(low, tie)
-        else:
+        if "exp_avg_sq" in state:
             v = state["exp_avg_sq"].abs()
             state["exp_avg_sq"].copy_(torch.where(tie, v.neg(), v))
+        else:
+            low = arithmetic.saturate_low(low, tie)
         state["low"].copy_(low)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -162,19 +164,68 @@ class AdamWSplit(torch.optim.Optimizer):
         load_keeping_dtypes(self, state_dict, super().load_state_dict)
 
 
-def chunks(pieces: Sequence[torch.Tensor], limit: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Flat gradient chunks with their offsets, each starting at a multiple of 256, without a copy where memory allows.
+def first_codes(state: dict[str, Any]) -> None:
+    """Fill fresh 8-bit moments with the code of zero; with scale 0 any code means 0, this one also if a scale is set by hand."""
+    if "state1" in state:
+        state["state1"].fill_(int((arithmetic.code_tables(True, torch.device("cpu"))[0] == 0).nonzero()))
+
+
+def part_of(state: dict[str, Any], start: int, end: int) -> dict[str, torch.Tensor]:
+    """The state tensors of elements `start` (a multiple of 256) to `end`."""
+    blocks = slice(start // BLOCK_ELEMS, -(-end // BLOCK_ELEMS))
+    return {k: t[blocks if k.startswith("absmax") else slice(start, end)] for k, t in state.items() if k != "step"}
+
+
+def by_torch(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    parts: dict[str, torch.Tensor],
+    s: arithmetic.Scalars,
+    factor: torch.Tensor | float | None,
+    *,
+    start: int,
+    salt: int,
+    exact_root: bool,
+) -> None:
+    """Update one flat chunk in place through torch; arguments as `cpu_kernel.update`."""
+    grad = grad.float()
+    if factor is not None:
+        grad = grad * factor
+    if "state1" in parts:
+        m = arithmetic.decode(parts["state1"], parts["absmax1"], signed=True)
+        v = arithmetic.decode(parts["state2"], parts["absmax2"], signed=False)
+        master = arithmetic.join_master(weight, parts["low"])
+    else:
+        master = arithmetic.join_master(weight, parts["low"], torch.signbit(parts["exp_avg_sq"]))
+        m, v = parts["exp_avg"].float(), parts["exp_avg_sq"].abs().float()
+    arithmetic.adamw_(master, grad, m, v, s, exact_root)
+    high, low, tie = arithmetic.split_master(master)
+    weight.copy_(high)
+    if "state1" in parts:
+        low = arithmetic.saturate_low(low, tie)
+        for (code, scale), values in zip((("state1", "absmax1"), ("state2", "absmax2")), (m, v)):
+            index, largest = arithmetic.encode(values, signed=code == "state1")
+            parts[code].copy_(index)
+            parts[scale].copy_(largest)
+    elif parts["exp_avg"].dtype == torch.bfloat16:
+        for name, rounded in zip(("exp_avg", "exp_avg_sq"), arithmetic.round_moments(m, v, tie, start, salt)):
+            parts[name].copy_(rounded)
+    else:
+        parts["exp_avg"].copy_(m)
+        parts["exp_avg_sq"].copy_(torch.where(tie, v.neg(), v))
+    parts["low"].copy_(low)
+
+
+def cut(pieces: Sequence[torch.Tensor], limit: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """Flat gradient chunks with their offsets, each starting at a multiple of 256, as views that follow each other.
 
     Args:
         pieces: contiguous tensors that follow each other in the partition.
         limit: elements of a chunk at most; a multiple of 256.
     """
     runs = _runs([p.reshape(-1) for p in pieces if p.numel()])
-    if len(runs) == 1:
-        for start in range(0, runs[0].numel(), limit):
-            yield start, runs[0][start : start + limit]
-        return
-    limit = min(limit, GATHER_ELEMS)
+    if len(runs) > 1:
+        limit = min(limit, GATHER_ELEMS)
     waiting: list[torch.Tensor] = []
     start = filled = 0
     for run in runs:
@@ -183,10 +234,15 @@ def chunks(pieces: Sequence[torch.Tensor], limit: int) -> Iterator[tuple[int, to
             waiting.append(part)
             filled += part.numel()
             if filled == limit:
-                yield start, waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+                yield start, waiting
                 start, filled, waiting = start + filled, 0, []
     if waiting:
-        yield start, waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+        yield start, waiting
+
+
+def joined(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor of views that follow each other; a copy only if there are several."""
+    return grads[0] if len(grads) == 1 else torch.cat(list(grads))
 
 
 def _runs(pieces: list[torch.Tensor]) -> list[torch.Tensor]:

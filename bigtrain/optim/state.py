@@ -21,5 +21,8 @@ def load_keeping_dtypes(
     keys = [k for group in state_dict["param_groups"] for k in group["params"]]
     for key, param in zip(keys, params):
         for name, value in state_dict["state"].get(key, {}).items():
-            if isinstance(value, torch.Tensor) and optimizer.state[param][name].dtype != value.dtype:
+            if not isinstance(value, torch.Tensor):
+                continue
+            now = optimizer.state[param][name]
+            if now.dtype != value.dtype or now is value:  # the same tensor would be updated by both optimizers
                 optimizer.state[param][name] = value.to(device=param.device, copy=True)

@@ -47,29 +47,45 @@ def _adamw(master, g, m, v, decay, weight1, beta2, weight2, root2, eps, step_siz
 
 
 @triton.jit
-def _fp32_kernel(
-    weight_ptr, low_ptr, m_ptr, v_ptr, grad_ptr, factor_ptr, n,
+def _dither(index, salt):
+    """32 random bits an element (`arithmetic.dither_bits`)."""
+    h = index.to(tl.uint32) * 0x9E3779B1 + salt.to(tl.uint32)
+    h = (h ^ (h >> 15)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _elementwise_kernel(
+    weight_ptr, low_ptr, m_ptr, v_ptr, grad_ptr, factor_ptr, n, start, salt,
     decay, weight1, beta2, weight2, root2, eps, step_size,
-    HAS_FACTOR: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Moments in fp32, or (HALF) in bf16, rounded by chance."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    v = tl.load(v_ptr + at, mask=inside, other=0.0)
-    v_bits = v.to(tl.int32, bitcast=True)
+    v_bits = tl.load(v_ptr + at, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
     tie = (v_bits >> 31) & 1
     v = (v_bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     master = _join(tl.load(weight_ptr + at, mask=inside, other=0.0), tl.load(low_ptr + at, mask=inside, other=0), tie)
     g = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_FACTOR:
         g = g * tl.load(factor_ptr)
-    m = tl.load(m_ptr + at, mask=inside, other=0.0)
+    m = tl.load(m_ptr + at, mask=inside, other=0.0).to(tl.float32)
     master, m, v = _adamw(master, g, m, v, decay, weight1, beta2, weight2, root2, eps, step_size)
     weight, rest = _round(master)
     tl.store(weight_ptr + at, weight, mask=inside)
     tl.store(low_ptr + at, rest.to(tl.int16), mask=inside)
-    tl.store(m_ptr + at, m, mask=inside)
-    sign = tl.where(rest == 32768, -2147483648, 0).to(tl.int32)
-    tl.store(v_ptr + at, (v.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True), mask=inside)
+    if HALF:
+        h = _dither(at + start, salt)
+        m_bits = (m.to(tl.uint32, bitcast=True) + (h & 0xFFFF)) >> 16
+        v_bits = (v.to(tl.uint32, bitcast=True) + (h >> 16)) >> 16 | tl.where(rest == 32768, 0x8000, 0).to(tl.uint32)
+        tl.store(m_ptr + at, m_bits.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
+        tl.store(v_ptr + at, v_bits.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
+    else:
+        tl.store(m_ptr + at, m, mask=inside)
+        sign = tl.where(rest == 32768, -2147483648, 0).to(tl.int32)
+        tl.store(v_ptr + at, (v.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True), mask=inside)
 
 
 @triton.jit
@@ -119,7 +135,14 @@ def _8bit_kernel(
 
 
 def update(
-    weight: torch.Tensor, grad: torch.Tensor, parts: dict[str, torch.Tensor], s: Scalars, factor: torch.Tensor | float | None
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    parts: dict[str, torch.Tensor],
+    s: Scalars,
+    factor: torch.Tensor | float | None,
+    *,
+    start: int,
+    salt: int,
 ) -> None:
     """Update one flat chunk in place.
 
@@ -129,6 +152,7 @@ def update(
         parts: the state's tensors for this chunk, as `AdamWSplit` keeps them.
         s: the update's scalars.
         factor: what the gradient is multiplied by first, a 0-d fp32 tensor or a number, or None.
+        start, salt: as `cpu_kernel.update`.
     """
     n = weight.numel()
     has_factor = factor is not None
@@ -136,9 +160,10 @@ def update(
     scalars = (s.decay, s.weight1, s.beta2, s.weight2, s.root2, s.eps, s.step_size)
     options: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
     if "exp_avg" in parts:
-        _fp32_kernel[(triton.cdiv(n, FP32_BLOCK),)](
-            weight, parts["low"], parts["exp_avg"], parts["exp_avg_sq"], grad, factor, n, *scalars,
-            HAS_FACTOR=has_factor, BLOCK=FP32_BLOCK, **options,
+        half = parts["exp_avg"].dtype == torch.bfloat16
+        _elementwise_kernel[(triton.cdiv(n, FP32_BLOCK),)](
+            weight, parts["low"], parts["exp_avg"], parts["exp_avg_sq"], grad, factor, n, start, salt, *scalars,
+            HAS_FACTOR=has_factor, HALF=half, BLOCK=FP32_BLOCK, **options,
         )  # fmt: skip
         return
     tables = [*code_tables(True, weight.device), *code_tables(False, weight.device)]

@@ -12,6 +12,21 @@ from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
 
 
+def build_whole(plan: PlanInput, tape: Tape) -> None:
+    """Stages 0 to 2: every parameter whole, as ("built", i). Drawn ones are fp32 until all are there, then rounded in turn.
+
+    Source: models/build.py `_build_fresh`, `_allocate`.
+    """
+    rows = ["weights before flattening" if trains else "weights, frozen" for trains in plan.trains]
+    sizes = [p.elems for p in plan.parameters.items]
+    if plan.drawn:
+        for i, elems in enumerate(sizes):
+            tape.hold(("drawn", i), 4 * elems, "weights, drawn in fp32")
+    for i, elems in enumerate(sizes):
+        tape.hold(("built", i), 2 * elems, rows[i])
+        tape.drop(("drawn", i))
+
+
 class FlatSharding:
     """Device memory of one rank under stage 1 or 2."""
 
@@ -34,9 +49,7 @@ class FlatSharding:
     # Start-up.
 
     def build(self) -> None:
-        for i, p in enumerate(self.items):
-            row = "weights before flattening" if self.plan.trains[i] else "weights, frozen"
-            self.tape.hold(("built", i), 2 * p.elems, row)
+        build_whole(self.plan, self.tape)
 
     def initialise(self) -> None:
         tape, offload = self.tape, self.zero.offload_optimizer
@@ -72,8 +85,11 @@ class FlatSharding:
     def _open_buckets(self) -> None:
         # 'setup_buckets': at the first gradient of every backward, full size whatever is used of it.
         size = 2 if self.zero.stage == 2 else self.zero.grad_bytes
+        elems = self.zero.reduce_bucket_elems
+        if self.plan.device == "cpu":  # pages that nothing was written to take no memory
+            elems = min(elems, self.plan.trained_elems)
         for copy in range(2 if self.zero.overlap_comm else 1):
-            self.tape.hold(("bucket", copy), size * self.zero.reduce_bucket_elems, "reduce buckets")
+            self.tape.hold(("bucket", copy), size * elems, "reduce buckets")
 
     def grad(self, i: int) -> None:
         """Autograd delivers the gradient of parameter `i`, 2 n bytes."""
@@ -196,6 +212,11 @@ class FlatSharding:
         owned = [(self.items[i], group.owned(at, self.items[i].elems, self.rank)) for at, i in enumerate(group.members)]
         matrix = sum(n for p, n in owned if len(p.shape) > 1 and p.block is not None)
         return layout.matrix_moments * matrix + layout.moments * (partition - matrix)
+
+    def all_gather(self) -> None:
+        if self.plan.device == "cpu" and self.plan.world_size > 1:
+            for group in self.groups:
+                self.tape.touch(2 * group.padded, "collective's own copy")  # all_gather_into_tensor_dp_groups, a group at once
 
     def export(self) -> None:
         pass

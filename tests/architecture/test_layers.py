@@ -15,7 +15,7 @@ ROWS: list[set[str]] = [
     {"errors"},
     {"shapes"},
     {"guards", "partition", "config", "plan", "whereabouts"},
-    {"builds", "ranks"},
+    {"builds", "heap", "network", "ranks"},
     {"placement", "stopping", "watch", "zero"},
     {"flat", "kernels"},
     {"weights", "optim", "data", "diagnostics", "buffers", "meeting", "precision", "steps"},
@@ -24,7 +24,7 @@ ROWS: list[set[str]] = [
     {"accumulation", "assembly", "evaluation"},
     {"engine"},
     {"arguments", "auto", "runfolder", "shortage"},
-    {"job", "preflight"},
+    {"hosts", "job", "preflight"},
     {"train"},
     {"cli", "bench"},
 ]

@@ -17,8 +17,8 @@ def planned(**values):
 
 def test_planned_categories_sum_to_the_peak():
     found = planned(micro_batch=1, seq_len=1024)  # small enough for the peak to be in backward, with gradients there
-    assert sum(planned_bytes(found).values()) == found.gpu.bytes
-    assert all(planned_bytes(found)[name] > 0.5 * GIB for name in CATEGORIES), found.gpu.phase
+    assert sum(planned_bytes(found.gpu).values()) == found.gpu.bytes
+    assert all(planned_bytes(found.gpu)[name] > 0.5 * GIB for name in CATEGORIES), found.gpu.phase
 
 
 def test_held_counts_each_storage_once_and_only_on_the_device():

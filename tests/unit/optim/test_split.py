@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bigtrain.errors import UsageError
-from bigtrain.optim import arithmetic, split
+from bigtrain.optim import arithmetic, cpu_kernel, split
 from bigtrain.optim.split import AdamWSplit
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -55,14 +55,15 @@ def _gradients(n, steps):
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("chunk", [1 << 20, 512])
+@pytest.mark.parametrize("chunk", [1 << 20, 512, "compiled"])
 def test_equals_torch_adamw_on_fp32_bit_for_bit_over_50_steps(grad_dtype, chunk, monkeypatch):
-    monkeypatch.setitem(split.CHUNK_ELEMS, "cpu", chunk)
+    if chunk != "compiled":
+        monkeypatch.setitem(split.CHUNK_ELEMS, "cpu", chunk)
     n = 40_000
     start = (torch.randn(n, generator=torch.Generator().manual_seed(1)) * 0.02).bfloat16()
     start[:4] = torch.tensor([0.0, -0.0, 1e-40, -1e-40])
     ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.float())
-    optimizer = AdamWSplit([ours], **SETTINGS)
+    optimizer = AdamWSplit([ours], compiled=chunk == "compiled" and cpu_kernel.ready(), **SETTINGS)
     reference = torch.optim.AdamW([theirs], foreach=False, **SETTINGS)
     ties = 0
     for step, grad in enumerate(_gradients(n, 50)):
@@ -131,7 +132,7 @@ def test_8bit_follows_bitsandbytes_with_an_fp32_weight():
     assert optimizer.state[ours]["state1"].dtype == torch.uint8 and optimizer.state[ours]["absmax1"].shape == (32,)
 
 
-@pytest.mark.parametrize("moments", ["float32", "8bit"])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
 def test_resuming_from_a_state_dict_changes_nothing(moments):
     start = torch.randn(3000).bfloat16()
     grads = [g.bfloat16() for g in _gradients(3000, 6)]
@@ -153,11 +154,12 @@ def test_resuming_from_a_state_dict_changes_nothing(moments):
 def test_chunks_start_on_blocks_and_avoid_copies():
     buffer = torch.arange(5000.0)
     views = [buffer[:100], buffer[100:4000].view(39, 100), buffer[4000:]]
-    (start, chunk), *rest = split.chunks(views, 1 << 20)
+    (start, (chunk,)), *rest = split.cut(views, 1 << 20)
     assert start == 0 and chunk.data_ptr() == buffer.data_ptr() and not rest
     apart = [buffer[:100].clone(), buffer[100:4000].clone(), buffer[4000:].clone()]
-    found = list(split.chunks(apart, 512))
-    assert [s for s, _ in found] == list(range(0, 5000, 512)) and torch.equal(torch.cat([c for _, c in found]), buffer)
+    found = list(split.cut(apart, 512))
+    assert [s for s, _ in found] == list(range(0, 5000, 512))
+    assert torch.equal(torch.cat([split.joined(c) for _, c in found]), buffer)
 
 
 def test_fp32_parameters_are_refused():

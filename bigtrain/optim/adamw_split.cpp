@@ -1,0 +1,278 @@
+// The split AdamW update on a CPU: one pass over memory. The arithmetic and its order are those of arithmetic.py; it is compiled
+// with -ffp-contract=off, so that every operation rounds on its own and fused multiply-adds stand only where they are written.
+//
+// A thread works on pieces of PIECE elements, whose fp32 temporaries stay in its second-level cache. The square root of such a
+// piece is torch's own (at::sqrt_), because on x86 it is MKL's, one unit off in 0.6 % of the numbers: only so are the bits those of
+// torch.optim.AdamW. With `exact` it is the correctly rounded one, as on a GPU.
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define SIMD _Pragma("omp simd")
+
+namespace {
+
+constexpr int64_t BLOCK = 256;    // elements that share a scale (optim/table.py, BLOCK_ELEMS)
+constexpr int64_t PIECE = 8192;   // a multiple of BLOCK
+
+struct Scalars {
+  float factor, decay, weight1, weight1_less, beta2, weight2, root2, eps, step_size;
+};
+
+inline uint32_t bits_of(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
+inline float float_of(uint32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
+
+inline float load(const uint16_t* p, int64_t i) { return float_of(uint32_t(p[i]) << 16); }
+inline float load(const float* p, int64_t i) { return p[i]; }
+
+// arithmetic.py, dither_bits
+inline uint32_t dither(uint32_t index, uint32_t salt) {
+  uint32_t h = index * 0x9E3779B1u + salt;
+  h = (h ^ (h >> 15)) * 0x85EBCA6Bu;
+  h = (h ^ (h >> 13)) * 0xC2B2AE35u;
+  return h ^ (h >> 16);
+}
+
+// x / d by multiplications, correctly rounded: two residues by fused multiply-adds after x * RN(1/d) (Markstein, IBM J. Res. Dev.
+// 34(1), 1990). For x zero or above 2^-100 and d between 2^-60 and 2^60, so that no residue underflows.
+inline float divide(float x, float d, float inverse) {
+#ifdef __FMA__
+  float q = x * inverse;
+  q = std::fma(std::fma(-q, d, x), inverse, q);
+  return std::fma(std::fma(-q, d, x), inverse, q);
+#else
+  return x / d;
+#endif
+}
+
+// Ask for `n` values from `p` on, into the second-level cache.
+template <class T>
+inline void fetch(const T* p, int64_t n) {
+  for (int64_t i = 0; i < n; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(p + i, 0, 2);
+}
+
+// One thread's temporaries; `root` belongs to a tensor, so that torch can take its square root.
+struct Scratch {
+  alignas(64) float w[PIECE];
+  alignas(64) float m[PIECE];
+  at::Tensor root = at::empty({PIECE}, at::kFloat);
+};
+
+// ------------------------------------------------------------ moments: how they are kept, by blocks of at most BLOCK elements
+
+struct Fp32 {
+  static constexpr bool tie_in_sign = true;
+  float *m, *v;
+  struct Block {
+    const float *m, *v;
+    float first(int64_t i) const { return m[i]; }
+    float second(int64_t i) const { return float_of(bits_of(v[i]) & 0x7FFFFFFFu); }
+    uint32_t tie(int64_t i) const { return bits_of(v[i]) >> 31; }
+  };
+  Block block(int64_t at) const { return {m + at, v + at}; }
+  void put(int64_t i, float fm, float fv) const { m[i] = fm, v[i] = fv; }
+  void close(int64_t, int64_t, const float*, const float*) const {}
+  void mark_tie(int64_t at) const { v[at] = float_of(bits_of(v[at]) | 0x80000000u); }
+};
+
+struct Bf16 {
+  static constexpr bool tie_in_sign = true;
+  uint16_t *m, *v;
+  uint32_t start, salt;  // position in the partition of element 0, and the step's salt
+  struct Block {
+    const uint16_t *m, *v;
+    float first(int64_t i) const { return float_of(uint32_t(m[i]) << 16); }
+    float second(int64_t i) const { return float_of((v[i] & 0x7FFFu) << 16); }
+    uint32_t tie(int64_t i) const { return uint32_t(v[i]) >> 15; }
+  };
+  Block block(int64_t at) const { return {m + at, v + at}; }
+  void put(int64_t i, float fm, float fv) const {
+    const uint32_t h = dither(start + uint32_t(i), salt);
+    m[i] = uint16_t((bits_of(fm) + (h & 0xFFFFu)) >> 16);
+    v[i] = uint16_t((bits_of(fv) + (h >> 16)) >> 16);
+  }
+  void close(int64_t, int64_t, const float*, const float*) const {}
+  void mark_tie(int64_t at) const { v[at] |= 0x8000u; }
+};
+
+struct Coded {
+  static constexpr bool tie_in_sign = false;
+  uint8_t *m, *v;
+  float *scale_m, *scale_v;
+  const float *codes_m, *middles_m, *codes_v, *middles_v;  // 256 values each
+  const int32_t *first_m, *first_v;                        // 65536 codes each
+  struct Block {
+    const uint8_t *m, *v;
+    const float *codes_m, *codes_v;
+    float scale_m, scale_v;
+    float first(int64_t i) const { return codes_m[m[i]] * scale_m; }
+    float second(int64_t i) const { return codes_v[v[i]] * scale_v; }
+    uint32_t tie(int64_t) const { return 0; }
+  };
+  Block block(int64_t at) const { return {m + at, v + at, codes_m, codes_v, scale_m[at / BLOCK], scale_v[at / BLOCK]}; }
+  void put(int64_t, float, float) const {}
+  void close(int64_t at, int64_t n, const float* fm, const float* fv) const {
+    encode<true>(fm, n, m + at, scale_m + at / BLOCK, middles_m, first_m);
+    encode<false>(fv, n, v + at, scale_v + at / BLOCK, middles_v, first_v);
+  }
+  template <bool Signed>
+  static void encode(const float* x, int64_t n, uint8_t* out, float* scale, const float* middles, const int32_t* first) {
+    uint32_t largest = 0;  // magnitudes of finite numbers order as their bits do
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < n; ++i) largest = std::max(largest, bits_of(x[i]) & 0x7FFFFFFFu);
+    *scale = float_of(largest);
+    const float divisor = largest == 0 ? 1.0f : float_of(largest);
+    const bool plain = divisor < 0x1p-60f || divisor > 0x1p60f;  // a residue could underflow, the inverse overflow
+    if (plain) encode_by<Signed, true>(x, n, out, divisor, middles, first);
+    else encode_by<Signed, false>(x, n, out, divisor, middles, first);
+  }
+  template <bool Signed, bool Plain>
+  static void encode_by(const float* x, int64_t n, uint8_t* out, float divisor, const float* middles, const int32_t* first) {
+    const float inverse = 1.0f / divisor;
+    SIMD
+    for (int64_t i = 0; i < n; ++i) {
+      const float ratio = Plain ? x[i] / divisor : divide(x[i], divisor, inverse);
+      int32_t index = first[int32_t(bits_of(ratio) >> 16)];
+      index += ratio > middles[index];
+      if (!Signed) index = (index == 0) & (x[i] > 0.0f) ? 1 : index;
+      out[i] = uint8_t(index);
+    }
+  }
+  void mark_tie(int64_t) const {}
+};
+
+// ------------------------------------------------------------ the update
+
+// Masters and moments of a piece: new moments are written, decayed masters, first and second moments left in `t`. Meanwhile the
+// moments of the next piece are fetched from memory.
+template <class Moments, class Grad>
+void new_moments(const uint16_t* weight, const int16_t* low, const Grad* grad, const Moments& moments, int64_t at, int64_t n,
+                 bool more, const Scalars& s, Scratch& t) {
+  float* second = t.root.data_ptr<float>();
+  for (int64_t begin = 0; begin < n; begin += BLOCK) {
+    const int64_t count = std::min(n - begin, BLOCK), here = at + begin;
+    const auto old = moments.block(here);
+    if (more) fetch(moments.m + here + PIECE, BLOCK), fetch(moments.v + here + PIECE, BLOCK);
+    float *w = t.w + begin, *m = t.m + begin, *v = second + begin;
+    SIMD
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = (uint32_t(weight[here + i]) << 16) + uint32_t(int32_t(low[here + i])) + (old.tie(i) << 16);
+      const float g = load(grad, here + i) * s.factor, before = old.first(i), difference = g - before;
+      w[i] = float_of(bits) * s.decay;
+      m[i] = s.weight1 < 0.5f ? std::fma(s.weight1, difference, before) : std::fma(s.weight1_less, difference, g);
+      v[i] = std::fma(s.weight2 * g, g, old.second(i) * s.beta2);
+      moments.put(here + i, m[i], v[i]);
+    }
+    moments.close(here, count, m, v);
+  }
+}
+
+// New masters from the roots of the second moments, split again. Meanwhile the rest of the next piece is fetched.
+template <class Moments, class Grad>
+void new_weights(uint16_t* weight, int16_t* low, const Grad* grad, const Moments& moments, int64_t at, int64_t n, bool more,
+                 const Scalars& s, Scratch& t) {
+  const float* root = t.root.data_ptr<float>();
+  const float inverse = 1.0f / s.root2;
+  for (int64_t begin = 0; begin < n; begin += 64) {
+    const int64_t end = std::min(n, begin + 64), next = at + begin + PIECE;
+    if (more) fetch(weight + next, 64), fetch(low + next, 64), fetch(grad + next, 64);
+    uint32_t ties = 0;
+#pragma omp simd reduction(| : ties)
+    for (int64_t i = begin; i < end; ++i) {
+      const float d = divide(root[i], s.root2, inverse) + s.eps;
+      const float w = t.w[i] + (s.step_size * t.m[i]) / d;
+      const uint32_t bits = bits_of(w);
+      uint32_t high = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+      high = w == w ? high : 0x7FC0u;
+      const int32_t rest = int32_t(bits - (high << 16));
+      ties |= rest == 32768;
+      weight[at + i] = uint16_t(high);
+      low[at + i] = int16_t(Moments::tie_in_sign ? rest : std::min(rest, 32767));
+      t.w[i] = w;
+    }
+    if (ties)  // one master in 2^17
+      for (int64_t i = begin; i < end; ++i)
+        if (bits_of(t.w[i]) - (uint32_t(weight[at + i]) << 16) == 32768u) moments.mark_tie(at + i);
+  }
+}
+
+void take_root(at::Tensor& values, int64_t n, bool exact) {
+  if (exact) {
+    float* x = values.data_ptr<float>();
+    SIMD
+    for (int64_t i = 0; i < n; ++i) x[i] = std::sqrt(x[i]);
+  } else if (n == PIECE) {
+    at::sqrt_(values);
+  } else {
+    at::Tensor part = values.narrow(0, 0, n);
+    at::sqrt_(part);
+  }
+}
+
+template <class Moments, class Grad>
+void update_all(uint16_t* weight, int16_t* low, const Grad* grad, const Moments& moments, int64_t n, const Scalars& s, bool exact) {
+  const int64_t pieces = (n + PIECE - 1) / PIECE;
+  at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+    at::NoGradGuard no_grad;
+    thread_local Scratch scratch;
+    for (int64_t p = begin; p < end; ++p) {
+      const int64_t at = p * PIECE, count = std::min(PIECE, n - at);
+      const bool more = p + 1 < end && n >= at + 2 * PIECE;
+      new_moments(weight, low, grad, moments, at, count, more, s, scratch);
+      take_root(scratch.root, count, exact);
+      new_weights(weight, low, grad, moments, at, count, more, s, scratch);
+    }
+  });
+}
+
+template <class Moments>
+void update_any(const at::Tensor& weight, const at::Tensor& low, const at::Tensor& grad, const Moments& moments, const Scalars& s,
+                bool exact) {
+  auto* w = static_cast<uint16_t*>(weight.data_ptr());
+  auto* l = low.data_ptr<int16_t>();
+  if (grad.scalar_type() == at::kBFloat16)
+    update_all(w, l, static_cast<const uint16_t*>(grad.data_ptr()), moments, weight.numel(), s, exact);
+  else
+    update_all(w, l, grad.data_ptr<float>(), moments, weight.numel(), s, exact);
+}
+
+// Flat contiguous tensors of one length, but for the scales. `scalars`: those of arithmetic.Scalars in its order.
+// `tables`: what arithmetic.code_tables gives, signed then unsigned, with int32 third tensors; empty without 8-bit moments.
+void update(
+    const at::Tensor& weight, const at::Tensor& low, const at::Tensor& m, const at::Tensor& v, const at::Tensor& scale_m,
+    const at::Tensor& scale_v, const at::Tensor& grad, double factor, at::ArrayRef<double> scalars, int64_t first, int64_t salt,
+    bool exact, at::TensorList tables) {
+  TORCH_CHECK(scalars.size() == 7, "seven scalars are needed");
+  for (const auto& t : {weight, low, m, v, grad})
+    TORCH_CHECK(t.is_contiguous() && t.numel() == weight.numel(), "flat contiguous tensors of one length are needed");
+  const float weight1 = float(scalars[1]);
+  const Scalars s{float(factor), float(scalars[0]), weight1, weight1 - 1.0f, float(scalars[2]), float(scalars[3]),
+                  float(scalars[4]), float(scalars[5]), float(scalars[6])};
+  if (m.scalar_type() == at::kFloat) {
+    update_any(weight, low, grad, Fp32{m.data_ptr<float>(), v.data_ptr<float>()}, s, exact);
+  } else if (m.scalar_type() == at::kBFloat16) {
+    update_any(weight, low, grad, Bf16{static_cast<uint16_t*>(m.data_ptr()), static_cast<uint16_t*>(v.data_ptr()),
+                                       uint32_t(first), uint32_t(salt)}, s, exact);
+  } else {
+    TORCH_CHECK(tables.size() == 6, "8-bit moments need their code tables");
+    update_any(weight, low, grad, Coded{m.data_ptr<uint8_t>(), v.data_ptr<uint8_t>(), scale_m.data_ptr<float>(),
+                                        scale_v.data_ptr<float>(), tables[0].data_ptr<float>(), tables[1].data_ptr<float>(),
+                                        tables[3].data_ptr<float>(), tables[4].data_ptr<float>(), tables[2].data_ptr<int32_t>(),
+                                        tables[5].data_ptr<int32_t>()}, s, exact);
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(bigtrain, library) {
+  library.def(
+      "adamw_split(Tensor(a!) weight, Tensor(b!) low, Tensor(c!) m, Tensor(d!) v, Tensor(e!) scale_m, Tensor(f!) scale_v, "
+      "Tensor grad, float factor, float[] scalars, int first, int salt, bool exact, Tensor[] tables) -> ()",
+      &update);
+}
