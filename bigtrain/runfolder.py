@@ -22,7 +22,7 @@ from bigtrain.checkpoint import store
 from bigtrain.errors import UsageError
 
 OWN_FILES = ("run.json", "metrics.jsonl", "eval.jsonl", "ds_config.resolved.json", "report.html", "report.png")
-OWN_FOLDERS = ("model", "runs")
+OWN_FOLDERS = ("hang", "model", "runs")
 PACKAGES = (
     "torch",
     "deepspeed",

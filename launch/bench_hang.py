@@ -443,6 +443,13 @@ rank at fault and the cause.
 """
 
 
+def write_table(table: Path, rows: dict[tuple[str, str], str]) -> None:
+    """The page; after each case, so that a run that is cut off has not been for nothing."""
+    machine = f"{os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
+    table.parent.mkdir(parents=True, exist_ok=True)
+    table.write_text(HEAD.format(hang_s=HANG_S, machine=machine) + "\n".join(in_order(rows)) + "\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the cases asked for; 0 if all went as promised."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -457,13 +464,11 @@ def main(argv: list[str] | None = None) -> int:
             outcome = run(CASES[name], stage)
             rows[CASES[name].title, str(stage)] = line(outcome)
             fine &= outcome.good
+            if args.table:
+                write_table(Path(args.table), rows)
             print(line(outcome), "" if outcome.good else "   <-- not as promised", flush=True)
             if args.verbose or not outcome.good:
                 print("\n".join(f"--- rank {r}:\n{text}" for r, text in enumerate(outcome.said)), outcome.summary, flush=True)
-    if args.table:
-        machine = f"{os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
-        Path(args.table).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.table).write_text(HEAD.format(hang_s=HANG_S, machine=machine) + "\n".join(in_order(rows)) + "\n")
     return 0 if fine else 1
 
 

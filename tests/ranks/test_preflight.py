@@ -67,3 +67,15 @@ def test_what_a_run_does_not_use_does_not_stop_it(tmp_path):
     words = ["/bin/sh", "-c", 'ulimit -S -l 64; ulimit -S -n 200; exec "$@"', "sh", sys.executable, "-c", code]
     done = subprocess.run(words, env={**os.environ, **environment()}, capture_output=True, text=True, timeout=120, check=False)
     assert "open files" in done.stdout and "lockable memory" not in done.stdout, done.stderr
+
+
+@mounts
+def test_a_full_disk_stops_a_run_and_a_small_one_is_a_warning(tmp_path):
+    """The disk of the output folder, by really writing there."""
+    code = f"from bigtrain import preflight; print([(f.name, f.status) for f in preflight.facts({str(tmp_path / 'out')!r}, 0)])"
+    mount = f"mount -t tmpfs -o size=8m tmpfs {tmp_path}; "
+    fill = f"head -c 9000000 /dev/zero > {tmp_path}/x 2>/dev/null; "
+    for before, status in ((mount, "warning"), (mount + fill, "broken")):
+        words = ["unshare", "-m", "/bin/sh", "-c", before + 'exec "$@"', "sh", sys.executable, "-c", code]
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+        assert f"('disk space', '{status}')" in done.stdout, done.stdout + done.stderr
