@@ -308,6 +308,9 @@ def pick(text: str, pattern: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"(?m)^host-[ab]: ", "", found.group(0)))[:600] if found else "NOTHING"
 
 
+GONE = r"(?m)^[^\n]*(?:Error:|run ends:)[^\n]*rank {}\b[^\n]*"  # the line that says which rank is lost
+
+
 def refused(job: Job, found: dict[str, int]) -> bool:
     """Ended with exit code 2 on every rank (torchrun itself ends with 1 and prints it), before the first step."""
     asked = job.output().count("exitcode  : 2")
@@ -446,7 +449,7 @@ def killed(bench: Bench) -> list[Row]:
             began = time.monotonic()
             os.kill(hosts.rank("b") or 0, 9)
             end, found = job.finish()
-            said = pick(job.output("a"), r"[^\n]*rank 1[^\n]*")
+            said = pick(job.output("a"), GONE.format(1))
             good = 0 not in found.values() and said != "NOTHING" and end - began < 30
             rows.append(Row("kill -9 of the rank on host-b", launcher, end - began, codes(found), said, "", good))
     return rows
@@ -461,7 +464,7 @@ def off(bench: Bench) -> list[Row]:
         began = time.monotonic()
         hosts.do("off", "b")
         end, found = job.finish()
-        said = pick(job.output("a"), r"[^\n]*rank 1[^\n]*")
+        said = pick(job.output("a"), GONE.format(1))
         good = 0 not in found.values() and said != "NOTHING"
         return [Row("power of host-b fails", "hostfile", end - began, codes(found), said, "", good)]
 
@@ -475,7 +478,7 @@ def off_first(bench: Bench) -> list[Row]:
         began = time.monotonic()
         hosts.do("off", "a")
         end, found = job.finish(living=("b",))
-        said = pick(job.output("b"), r"[^\n]*rank 0[^\n]*")
+        said = pick(job.output("b"), GONE.format(0))
         good = 0 not in found.values() and said != "NOTHING"
         return [Row("power of host-a (rank 0) fails", "torchrun", end - began, codes(found), said, "", good)]
 
@@ -509,7 +512,7 @@ def cut_for_good(bench: Bench) -> list[Row]:
         began = time.monotonic()
         hosts.do("cut", "b")
         end, found = job.finish()
-        said = pick(job.output("a"), r"[^\n]*rank 1[^\n]*")
+        said = pick(job.output("a"), GONE.format(1))
         good = 0 not in found.values() and said != "NOTHING"
         return [Row("cable of host-b out for good", "hostfile", end - began, codes(found), said, "", good)]
 
