@@ -102,6 +102,8 @@ def _optimizer(groups: list[dict[str, Any]], s: Settings) -> torch.optim.Optimiz
             eps=s.eps,
             weight_decay=s.weight_decay,
             offload=s.offload,
+            offload_ratio=s.offload_ratio,
+            pin_memory=s.pin_memory,
             device=device,
         )
 

@@ -117,8 +117,7 @@ class Engine:
         for note in (*warnings, *self.settings.notes) if ranks.is_main() else ():
             log.warning(note)
         self.seed = seed
-        self.data_position = 0
-        self.tokens = 0
+        self.data_position = self.tokens = 0
         self.global_step = 0
         self.updates = 0
         self.agree_every = agree_every
@@ -137,16 +136,15 @@ class Engine:
     def _register(self, hang_s: float | None) -> None:
         """Hooks: who entered which module, which gradients are sound, and which forward a loss came from."""
         self._since = Accumulation(self.settings.accumulation, self.device)
-        self._origin = Origin(self.module, lambda: self.global_step)
         self._reduction = Reduction(self._ds, self._parts.params)
+        self._origin = Origin(self.module, lambda: self.global_step)
         self._flags = self._parts.flags
         self._flags.check = self._origin.check
         self._set_boundary()
-        module = self.module
         self._where: Whereabouts | None = None
         self._watcher: Watcher | None = None
         if self.settings.stage == 3 and hang_s is not None and self.world_size > 1:
-            self._where = Whereabouts(module, not self._uniform and self.device.type == "cpu", lambda: self.global_step)
+            self._where = Whereabouts(self.module, not self._uniform and self.device.type == "cpu", lambda: self.global_step)
             self._watcher = Watcher(self._where, hang_s)
             self._watcher.start()
 
@@ -159,7 +157,7 @@ class Engine:
         with naming_the_lost(), self._origin.forward():
             output = self._ds(*args, **batch)
         self._at("after forward", False)
-        if torch.is_grad_enabled() and self.module.training:
+        if torch.is_grad_enabled() and self._ds.module.training:
             self._since.forwards += 1
         return output
 
@@ -367,11 +365,11 @@ class Engine:
 
     def train(self, mode: bool = True) -> None:
         """Set the module's mode, as on nn.Module."""
-        self.module.train(mode)
+        self._ds.module.train(mode)
 
     def eval(self) -> None:
         """Set evaluation mode, as on nn.Module."""
-        self.module.eval()
+        self._ds.module.eval()
 
     def close(self) -> None:
         """Finish a save in flight, end the watcher thread and release DeepSpeed's hooks."""
@@ -380,7 +378,7 @@ class Engine:
         try:
             self.checkpoints.wait()
         finally:
-            self._ds.destroy()
+            self.deepspeed.destroy()
 
     def _at(self, place: str, inside: bool, comparing: bool = False) -> None:
         if self._where is not None:
@@ -393,6 +391,7 @@ class Engine:
     @property
     def deepspeed(self) -> Any:
         """DeepSpeed's own engine, for what this class does not offer; its forward, backward and step are not to be called."""
+        self._reduction.finish_update(states=True)
         return self._ds
 
     @property
@@ -403,6 +402,7 @@ class Engine:
     @property
     def module(self) -> torch.nn.Module:
         """The model itself: for inspection and generation, not for training passes."""
+        self._reduction.finish_update()
         return self._ds.module
 
     @property

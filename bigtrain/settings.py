@@ -30,6 +30,7 @@ class Settings:
     Attributes:
         config: for `deepspeed.initialize`.
         stage, bf16, offload: what the config asks for.
+        offload_ratio, pin_memory: of the config's offload_optimizer, for optimizers that keep their own state on the host.
         micro_batch, accumulation, max_grad_norm: as used; micro_batch and accumulation from the config unless given.
         optimizer, learning_rate, betas, eps, weight_decay: as used.
         scheduler, warmup_steps, total_steps, scheduler_kwargs: as used.
@@ -51,6 +52,8 @@ class Settings:
     scheduler: str
     warmup_steps: int
     total_steps: int | None
+    offload_ratio: float = 1.0
+    pin_memory: bool = True
     scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -153,7 +156,8 @@ def settle(
             "fp16.enabled is true: bigtrain trains in bf16 (or fp32), without loss scaling. Write bf16.enabled: true."
         )
     bf16 = (config.get("bf16") or {}).get("enabled") is True
-    offload = (zero.get("offload_optimizer") or {}).get("device", "none") not in ("none", None)
+    on_host = zero.get("offload_optimizer") or {}
+    offload = on_host.get("device", "none") not in ("none", None)
     optimizer_section = config.pop("optimizer", None) or {}
     scheduler_section = config.pop("scheduler", None) or {}
     params = {k: v for k, v in (optimizer_section.get("params") or {}).items() if v != "auto"}
@@ -172,14 +176,19 @@ def settle(
     norm = _first("gradient clipping", notes, max_grad_norm, ("gradient_clipping", clip))
     norm = 1.0 if norm is None else float(norm)
     private = _private(config, stage, bf16, micro, accum, world_size, norm, notes)
-    patch = optim.engine_config_patch(name, stage=stage, offload=offload)
-    private.update(patch)
+    _own_offload_only(name, zero)
+    summed_in = (private.get("data_types") or {}).get("grad_accum_dtype")
+    patch = optim.engine_config_patch(name, stage=stage, offload=offload, grad_accum_dtype=summed_in)
+    for key, value in patch.items():
+        private[key] = {**(private.get(key) or {}), **value} if isinstance(value, dict) else value
     steps = total_steps if total_steps is not None else scheduled.get("total_num_steps")
     return Settings(
         config=private,
         stage=stage,
         bf16=bf16,
         offload=offload,
+        offload_ratio=float(on_host.get("ratio", 1.0)),
+        pin_memory=on_host.get("pin_memory", True) is not False,
         micro_batch=micro,
         accumulation=accum,
         max_grad_norm=norm,
@@ -194,6 +203,21 @@ def settle(
         scheduler_kwargs=dict(lr_scheduler_kwargs or {}),
         notes=notes,
     )
+
+
+def _own_offload_only(name: str, zero: dict[str, Any]) -> None:
+    """Refuse what DeepSpeed's own offload can do and an optimizer that keeps its state on the host itself cannot."""
+    block = zero.get("offload_optimizer") or {}
+    if not optim.OPTIMIZERS[optim.canonical_name(name)].own_offload:
+        return
+    if block.get("device") == "nvme":
+        raise UsageError(
+            f'optimizer {name!r} keeps its state in host memory: write offload_optimizer.device "cpu", not "nvme".'
+        )
+    if zero.get("zenflow") or block.get("super_offload"):
+        raise UsageError(
+            f"optimizer {name!r} brings its own overlap: remove zenflow and super_offload, or use optimizer adamw."
+        )
 
 
 def _optimizer_name(section: dict[str, Any]) -> str:

@@ -22,7 +22,8 @@ import contextlib
 import datetime
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -116,9 +117,20 @@ def full_numel(param: Any) -> int:
     return int(param.ds_numel) if is_partitioned(param) else param.numel()
 
 
+_before_reading: list[Any] = []
+
+
+def before_reading(finish: Callable[[], None]) -> None:
+    """Call the bound method `finish` before weights are gathered, as long as its object lives."""
+    _before_reading.append(weakref.WeakMethod(finish))
+
+
 @contextlib.contextmanager
 def gathered(params: Sequence[torch.nn.Parameter], modifier_rank: int | None = None) -> Iterator[None]:
     """Hold `params` whole inside the block; with `modifier_rank`, that rank's changes are written back to every rank."""
+    _before_reading[:] = [ref for ref in _before_reading if ref() is not None]
+    for ref in _before_reading:
+        ref()()
     owned = [p for p in params if is_partitioned(p)]
     with deepspeed.zero.GatheredParameters(owned, modifier_rank=modifier_rank, enabled=bool(owned)):
         yield

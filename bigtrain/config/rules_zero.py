@@ -69,8 +69,10 @@ def _offload_stage(ctx: Context) -> Iterator[Problem]:
 def _partial(ctx: Context) -> Iterator[Problem]:
     path = f"{Z}.offload_optimizer"
     ratio = ctx.number(f"{path}.ratio")
-    if ratio is not None and ratio < 1 and ctx.stage != 3:
-        yield Problem(f"{path}.ratio", ratio, "error", "partial offload works at stage 3 only", "write 1.0, or stage 3")
+    own = str(getattr(ctx.run, "optim", None) or "").startswith("adamw_split")  # optim/table.py, own_offload: at any stage
+    if ratio is not None and ratio < 1 and ctx.stage != 3 and not own:
+        yield Problem(f"{path}.ratio", ratio, "error", "partial offload works at stage 3 only",
+                      "write 1.0, or stage 3, or use optimizer adamw_split or adamw_split_8bit")  # fmt: skip
     if ctx.on(f"{path}.super_offload") and ctx.stage != 3:
         yield Problem(f"{path}.super_offload", True, "warning", "SuperOffload works at stage 3 only",
                       "write stage 3, or false")  # fmt: skip

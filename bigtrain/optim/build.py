@@ -26,7 +26,9 @@ class Options:
         betas: decay rates of the two moments.
         eps: added to the root of the second moment.
         weight_decay: for groups that do not say their own.
-        offload: the optimizer's partitions live on the CPU although the model may be on a GPU.
+        offload: the optimizer's state lives on the CPU although the model may be on a GPU.
+        offload_ratio: the share of it that does.
+        pin_memory: whether that memory is page-locked.
         device: "cuda" or "cpu", where the model is.
     """
 
@@ -35,6 +37,8 @@ class Options:
     eps: float
     weight_decay: float
     offload: bool
+    offload_ratio: float
+    pin_memory: bool
     device: str
 
     @property
@@ -52,6 +56,8 @@ def build_optimizer(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     offload: bool = False,
+    offload_ratio: float = 1.0,
+    pin_memory: bool = True,
     device: str = "cuda",
 ) -> torch.optim.Optimizer:
     """Build optimizer `name` for DeepSpeed to wrap. The config needs `engine_config_patch(name)` as well.
@@ -64,6 +70,8 @@ def build_optimizer(
         eps: added to the root of the second moment.
         weight_decay: for groups without their own value.
         offload: True if the config offloads the optimizer to the CPU.
+        offload_ratio: share of the state that is offloaded, for optimizers that do so themselves.
+        pin_memory: page-lock it, for the same.
         device: "cuda" or "cpu", where the model is.
 
     Raises:
@@ -73,7 +81,14 @@ def build_optimizer(
     row = OPTIMIZERS[canonical_name(name)]
     _check(lr, betas, eps, weight_decay)
     options = Options(
-        lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, offload=offload, device=torch.device(device).type
+        lr=lr,
+        betas=(betas[0], betas[1]),
+        eps=eps,
+        weight_decay=weight_decay,
+        offload=offload,
+        offload_ratio=offload_ratio,
+        pin_memory=pin_memory,
+        device=torch.device(device).type,
     )
     return pkgutil.resolve_name(row.build)(groups, options)
 
@@ -138,7 +153,9 @@ def _split(groups: Groups, options: Options, moments: str) -> torch.optim.Optimi
     from bigtrain.optim import cpu_kernel
     from bigtrain.optim.split import AdamWSplit
 
-    return AdamWSplit(groups, moments=moments, compiled=options.device == "cpu" and cpu_kernel.ready(), **options.adam)
+    compiled = options.device == "cpu" and cpu_kernel.ready()
+    offload = (options.offload_ratio, options.pin_memory) if options.offload else None
+    return AdamWSplit(groups, moments=moments, compiled=compiled, offload=offload, **options.adam)
 
 
 def muon(groups: Groups, options: Options) -> torch.optim.Optimizer:

@@ -48,6 +48,8 @@ class Optimizer:
         master_bytes: bytes an element that DeepSpeed keeps as a separate master copy (4 for fp32, 0 if none exists).
         steps_on_cpu: True if it can step CPU tensors (a run without GPU, or with the optimizer offloaded).
         offload: True if it is right with `offload_optimizer`.
+        own_offload: with `offload_optimizer` it keeps its state in host memory itself, and DeepSpeed is not told: weights and
+            gradients stay where they are, no fp32 master or gradient exists on the host.
         stages: ZeRO stages at which it is right.
         config: ds_config keys that DeepSpeed needs to accept and to run it rightly.
         hook: dotted path of a function called with the DeepSpeed engine after `initialize`, or None.
@@ -61,6 +63,7 @@ class Optimizer:
     master_bytes: int = 4
     steps_on_cpu: bool = True
     offload: bool = True
+    own_offload: bool = False
     stages: tuple[int, ...] = (0, 1, 2, 3)
     config: dict[str, Any] = field(default_factory=dict)
     hook: str | None = None
@@ -113,7 +116,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         build="bigtrain.optim.build.adamw_split",
         state=(_LOW, *_ADAM_FP32),
         master_bytes=0,
-        offload=False,
+        own_offload=True,
         stages=(1, 2, 3),
         config=_BF16_MASTER,
         hook="bigtrain.optim.split.attach",
@@ -123,7 +126,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         build="bigtrain.optim.build.adamw_split_bf16",
         state=(_LOW, *_ADAM_BF16),
         master_bytes=0,
-        offload=False,
+        own_offload=True,
         stages=(1, 2, 3),
         config=_BF16_MASTER,
         hook="bigtrain.optim.split.attach",
@@ -133,7 +136,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         build="bigtrain.optim.build.adamw_split_8bit",
         state=(_LOW, *_ADAM_8BIT),
         master_bytes=0,
-        offload=False,
+        own_offload=True,
         stages=(1, 2, 3),
         config=_BF16_MASTER,
         hook="bigtrain.optim.split.attach",
@@ -195,11 +198,12 @@ def engine_config_patch(
         able = ", ".join(n for n, r in OPTIMIZERS.items() if r.offload)
         raise UsageError(f"optimizer {name!r} cannot run with offload_optimizer: remove that block, or choose one of {able}.")
     patch = copy.deepcopy(row.config)
+    zero = patch["zero_optimization"] = {"offload_optimizer": {"device": "none"}} if offload and row.own_offload else {}
     if row.master_bytes == 0 and stage == 1 and grad_accum_dtype in ("fp32", "float32"):
         # DeepSpeed runs stage 1 with fp32 accumulation in a class that has an fp32 master in any case (engine.py,
         # _do_optimizer_sanity_check). Stage 2 gives the same update with less memory.
         log.info("%s: ZeRO stage 1 with fp32 gradient accumulation is run as stage 2, which keeps no fp32 master", name)
-        patch["zero_optimization"] = {"stage": 2}
+        zero["stage"] = 2
     return patch
 
 

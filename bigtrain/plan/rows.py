@@ -43,6 +43,8 @@ ROWS: dict[str, tuple[str, str]] = {
                        "_setup_for_real_optimizer"),
     "reduce copy": ("2 x filled part of the bucket, N > 1", f"{_S2} allreduce_bucket flatten; "
                     "comm/coalesced_collectives.py torch.cat"),
+    "optimizer state, on its way": ("4 x 128 MiB + gradients of one chunk", "optim/stream.py _next_buffer, _update"),
+    "optimizer state, host": ("(2 + moment bytes) x p, exact", "optim/lanes.py HostMemory"),
     "offload buffer on the GPU": ("2 L", f"{_S2} temp_grad_buffer_for_gpu_offload"),
     "checkpoints": ("2 t d per block", f"{_HF} GradientCheckpointingLayer"),
     "activations, norms": ("8 t d a norm (hf RMSNorm) | 4 t d (fused)", f"{_HF} *RMSNorm.forward"),
@@ -64,6 +66,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "fused loss": ("2 V d + 2 t d + a chunk of logits + 6 V d", "liger_kernel fused_linear_cross_entropy.py"),
     "gradient of the head": ("2 V d", "torch autograd of lm_head"),
     "batch": ("3 x 8 t", "input_ids, labels, position_ids in int64"),
+    "update in passing": ("8 x elements of a group; torch's AdamW on CPUs", "torch/optim/adam.py _single_tensor_adam"),
     "muon staging": ("momentum of a group once more", f"{_S2} _muon_staging_momentum"),
     "export, one whole parameter": ("2 L", "one parameter is gathered at a time"),
     "weights, drawn in fp32": ("4 P (stages 0-2) | 512 MiB + 4 p (stage 3), until rounded", "models/build.py, models/window.py"),

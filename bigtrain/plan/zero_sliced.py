@@ -8,8 +8,9 @@ from __future__ import annotations
 from bigtrain.plan.constants import WINDOW_BYTES
 from bigtrain.plan.flat import slice_elems, split_groups, sub_groups
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.states import LAYOUTS
+from bigtrain.plan.streamed import hold_buffers
 from bigtrain.plan.tape import Tape
+from bigtrain.plan.zero_flat import GATHER_ELEMS, update_temporaries
 
 # 'reduce_and_partition' keeps at most this many buckets in flight ('max_param_reduce_events').
 _REDUCES_IN_FLIGHT = 1
@@ -21,8 +22,8 @@ class SlicedSharding:
     """Device memory of one rank under stage 3."""
 
     def __init__(self, plan: PlanInput, tape: Tape):
-        self.plan, self.tape, self.zero = plan, tape, plan.settings
-        self.items, self.layout, self.world = plan.parameters.items, LAYOUTS[plan.optimizer], plan.world_size
+        self.plan, self.tape, self.zero = plan, tape, plan.told
+        self.items, self.layout, self.world = plan.parameters.items, plan.device_layout, plan.world_size
         self.local = [slice_elems(p.elems, self.world) for p in self.items]
         self.total = sum(self.local)
         self.gathered = sum(p.elems for p in self.items if p.elems > self.zero.persistence_elems)
@@ -106,6 +107,7 @@ class SlicedSharding:
         if self.plan.device == "cpu":  # pages that nothing was written to take no memory
             bucket = min(bucket, self.plan.trained_elems)
         tape.hold("bucket", 2 * bucket, "reduce buckets")
+        hold_buffers(self.plan, tape)
         if not self.zero.offload_optimizer:
             tape.hold("grads", self.zero.grad_bytes * sum(self.subs), "gradients, kept")
         if self.world > 1:
@@ -205,13 +207,16 @@ class SlicedSharding:
             self.tape.touch(8 * largest, "gradient norm in fp64")
         self.tape.phase("optimizer step")
         for s, size in enumerate(self.on_gpu):
-            if not self.zero.offload_optimizer:
+            if not self.layout.flat_step:
+                self.tape.touch(2 * min(size, GATHER_ELEMS), "gradients, flat for the step")
+            elif not self.zero.offload_optimizer:
                 self.tape.hold("flat grad", self.zero.grad_bytes * size, "gradients, flat for the step")
                 if self.layout.step_grad != self.zero.grad_bytes:
                     self.tape.hold("cast", self.layout.step_grad * size, "gradients, fp32 for the step")
                     self.tape.drop("flat grad")
             if first:
                 self.tape.hold(("moments", s), self.plan.moment_bytes * size, "moments")
+            update_temporaries(self.plan, self.tape, size)
             self.tape.drop("cast", "flat grad")
 
     def all_gather(self) -> None:

@@ -86,7 +86,9 @@ def _resume(root, stage, optimizer, dropout):
     return facts, end == again
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw", "adamw_8bit", "muon", "adamw_split", "adamw_split_8bit"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw_torch", "adamw", "adamw_8bit", "muon", "adamw_split", "adamw_split_bf16", "adamw_split_8bit"]
+)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_B29_resume_is_bit_exact(rank_pool, tmp_path, stage, optimizer):
     if stage == 0 and optimizer.startswith("adamw_split"):
@@ -121,6 +123,14 @@ def test_B26_offload_can_change_on_resume(rank_pool, tmp_path):
         assert state == want
     for state, *_ in rank_pool(1).run(_load, str(tmp_path), 3, "adamw", True):
         assert state == want
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_split", "adamw_split_bf16"])
+def test_B26_split_state_moves_between_stages_sizes_and_placements(rank_pool, tmp_path, optimizer):
+    want = rank_pool(2).run(_save_after, str(tmp_path), 3, optimizer, True)[0]
+    for world, stage, offload in ((1, 2, True), (2, 1, True), (3, 3, True), (2, 2, False), (3, 1, False)):
+        for state, *_ in rank_pool(world).run(_load, str(tmp_path), stage, optimizer, offload):
+            assert state == want, (world, stage, offload)
 
 
 def _load_says(root, stage, optimizer):

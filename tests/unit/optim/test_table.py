@@ -57,8 +57,13 @@ def test_B69_a_parameter_without_gradient_signal_does_not_move():
 def test_a_stage_or_offload_that_would_be_wrong_is_refused():
     with pytest.raises(UsageError, match="stages 1, 2, 3, not 0"):
         optim.engine_config_patch("adamw_split", stage=0)
-    with pytest.raises(UsageError, match="offload_optimizer"):
-        optim.engine_config_patch("adamw_split_8bit", stage=2, offload=True)
+
+
+def test_deepspeed_is_not_told_of_an_offload_that_the_optimizer_does_itself():
+    for name in ("adamw_split", "adamw_split_bf16", "adamw_split_8bit"):
+        patch = optim.engine_config_patch(name, stage=2, offload=True)
+        assert patch["zero_optimization"] == {"offload_optimizer": {"device": "none"}}
+    assert optim.engine_config_patch("adamw", stage=2, offload=True)["zero_optimization"] == {}
 
 
 def test_a_patch_can_be_changed_without_changing_the_table():
