@@ -148,8 +148,7 @@ class _Named:
     def __init__(self, what: str):
         self._what = what
 
-    def __enter__(self) -> None:
-        return None
+    def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, OSError | ValueError | ImportError):

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     """One run; returns its summary. Every rank calls it with the same arguments."""
-    from bigtrain import capacity, hosts, placement, ranks, zero
+    from bigtrain import capacity, hosts, placement, preflight, ranks, watch, zero
     from bigtrain import job as jobs
     from bigtrain.engine import Engine
     from bigtrain.runfolder import RunFolder
@@ -56,8 +56,11 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         zero.init_distributed(timeout_s=args.ddp_timeout, store=hosts.roll_call())
         ranks.control_group()
     ranks.agree(args.as_dict(), "the arguments")
+    watch.begin(args.hang_limit, args.output_dir)
     hosts.refuse_different(args, config)
     args = hosts.after_restart(args)
+    if not args.no_preflight:
+        preflight.check(args.output_dir, args.dataloader_num_workers)
     places = check_places()
     capacity.cap_gpu_memory(args.gpu_memory_cap)
     folder = RunFolder(args.output_dir)
@@ -77,7 +80,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     with Explained(layout, *limits, folder) as explained:
         model, isolation = jobs.build(job)
         explained.model, explained.phase = model, "starting the engine"
-        engine = explained.engine = Engine(model, **jobs.engine_settings(job))
+        engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_settings(job))
         engine.checkpoints.tokenizer = job.tokenizer
         if resume is not None:
             engine.load_checkpoint(resume.parent, tag=resume.name)
@@ -348,6 +351,7 @@ def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str,
         steps=job.steps.describe(),
         planned=planned,
         started=now(),
+        outcome="running",  # that of an earlier start of this run does not stand for this one
     )
 
 
@@ -368,9 +372,13 @@ def tools_on_path() -> None:
 
 
 def report_error(error: Exception) -> int:
-    """Print an error once, or with its rank where only that rank has it; returns the exit code."""
+    """Print an error once, or with its rank where only that rank has it; tell the other ranks; returns the exit code."""
     from bigtrain import placement
 
+    if _has_met() and not isinstance(error, StoppedError):
+        from bigtrain import watch
+
+        watch.failed(error)
     ours = error if isinstance(error, BigtrainError) else placement.explain_port(error)
     rank = os.environ.get("RANK", "0")
     if ours is None:
@@ -409,4 +417,7 @@ def leave() -> None:
     if _has_met():
         import torch.distributed as dist
 
+        from bigtrain import watch
+
+        watch.end()
         dist.destroy_process_group()

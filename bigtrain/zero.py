@@ -65,6 +65,7 @@ def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store |
         if "RANK" not in os.environ:
             _pretend_single_rank()
     skip_shm_op()
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "512")  # torch's flight recorder: the last collectives, for `bigtrain.watch`
     if network.several():
         network.choose_interface()
     if store is not None and not torch.distributed.is_initialized():

@@ -16,6 +16,7 @@ from bigtrain.errors import CheckpointError
 from bigtrain.flat import refresh_weights, regather_persistent
 from bigtrain.meeting import Point, meet, naming_the_lost
 from bigtrain.weights.companions import companion_files
+from bigtrain.whereabouts import HERE
 
 if TYPE_CHECKING:
     from bigtrain.engine import Engine
@@ -74,6 +75,7 @@ class Checkpoints:
             CheckpointError: in the middle of an accumulation, or it cannot be written.
         """
         engine = self._engine
+        HERE.folder = HERE.folder or str(directory)
         meet(Point.SAVE, engine.global_step, 0, limit_s=MEET_S)
         if not engine.between_steps:
             raise CheckpointError(

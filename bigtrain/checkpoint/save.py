@@ -31,6 +31,7 @@ from bigtrain.checkpoint.pieces import BUSY, COPIED, DONE, LIVE, Job, Unit, plan
 from bigtrain.checkpoint.slices import LocalSlice, raw, share_of
 from bigtrain.checkpoint.snapshot import HostMemory, copy_host
 from bigtrain.errors import CheckpointError
+from bigtrain.whereabouts import HERE
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +150,8 @@ class Saver:
     def wait(self) -> None:
         """Wait until the save in flight is on disk on every rank; raise what it failed with."""
         if self._thread is not None:
-            self._thread.join()
+            with HERE.together("waiting for the checkpoint to be on disk"):
+                self._thread.join()
             self._thread = self._job = None
         error, self._error = self._error, None
         if error is not None:
@@ -288,6 +290,7 @@ class Saver:
                 unit.state = BUSY
         content = raw(unit.tensor if unit.copy is None else unit.copy.tensor)
         job.hashes[unit.slice_index] += data.write(content, unit.offset, CHUNK_BYTES)
+        HERE.touch()
         self._done(unit)
 
     def _done(self, unit: Unit) -> None:

@@ -52,7 +52,9 @@ def _serve(rank: int, world: int, folder: str, inbox: Any, outbox: Any) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     from bigtrain import ranks, zero
+    from bigtrain.whereabouts import HERE
 
+    HERE.folder = folder  # for reports of the watch
     zero.init_distributed()
     ranks.control_group()
     outbox.put((rank, "up", None))

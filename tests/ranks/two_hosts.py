@@ -601,7 +601,7 @@ def slurm(bench: Bench) -> list[Row]:
         return [Row("SIGTERM, then submitted again", "slurm.sbatch", end - began, codes(found), said, same, good)]
 
 
-WATCH: dict[str, object] = {}
+WATCH: dict[str, object] = {"hang_s": 30}
 
 
 def main() -> int:
