@@ -573,8 +573,8 @@ def interrupted(bench: Bench) -> list[Row]:
         launcher = min(p for p in _processes("a", hosts.work) if "bin/deepspeed" in _command(p))
         os.kill(launcher, 2)
         end, found = job.finish()
-        said = pick(job.output(), r"stopped by SIG[^\n]*")
-        good = said != "NOTHING" and any(job.out.glob("checkpoint-*"))
+        said = "run.json: " + str(json.loads((job.out / "run.json").read_text()).get("outcome"))  # the launcher has hung up
+        good = "stopped by SIG" in said and any(job.out.glob("checkpoint-*/COMMIT"))
         return [Row("Ctrl-C at the launcher", "hostfile", end - began, codes(found), said, "", good)]
 
 
