@@ -128,7 +128,11 @@ def _choice(name: str, rows: Sequence[Row], cap: int) -> Chosen:
     share = None
     if fastest is not None:
         share = 0.0 if chosen is None or chosen not in fitting else _speed(chosen) / _speed(fastest)
-    return Chosen(name, cap, len(fitting), fastest and fastest["label"], chosen and chosen["label"], share)
+    return Chosen(name, cap, len(fitting), _label(fastest), _label(chosen), share)
+
+
+def _label(row: Row | None) -> str | None:
+    return None if row is None else str(row["label"])
 
 
 def _speed(row: Row) -> float:
