@@ -148,7 +148,8 @@ class _Named:
     def __init__(self, what: str):
         self._what = what
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, OSError | ValueError | ImportError):

@@ -405,6 +405,22 @@ def cpu_adam(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, flo
     return torch.optim.AdamW(groups, foreach=False, **settings)
 
 
+def replay_cpu_adam(optimizer: Any) -> None:
+    """Bring DeepSpeed's CPU Adam to where the updates counted in its state brought it; other optimizers need nothing.
+
+    The compiled part multiplies the powers of the betas up, update by update, in float. In a new process it would begin with pow(),
+    which rounds differently (csrc/includes/cpu_adam.h, IncrementStep), and a resumed run would part from the unbroken one.
+    """
+    if not isinstance(optimizer, deepspeed.ops.adam.DeepSpeedCPUAdam):
+        return
+    updates = max((int(state.get("step", 0)) for state in optimizer.state.values()), default=0)
+    group = optimizer.param_groups[0]
+    rest = *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"]
+    nothing = [torch.zeros(1) for _ in range(4)]  # parameter, gradient, moments
+    for update in range(1, updates + 1):
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, update, group["lr"], *rest, *nothing)
+
+
 def why_no_cpu_adam() -> str | None:
     """Why DeepSpeed's CPU Adam cannot be loaded here, the first cause first; None if it can. Compiles it if needed."""
     import shutil
