@@ -9,6 +9,8 @@ PYTHON ?= python3
 OUT    ?= out/first
 DATA   ?= out/stdlib
 STEPS  ?= 100
+# Tests wait for ranks, disks and limits half of the time: two files at once fill two cores.
+WORKERS ?= 2
 
 # The environment's own bin first: building DeepSpeed's CPU Adam looks for `ninja` there.
 BIN := $(abspath $(VENV))/bin
@@ -43,7 +45,7 @@ $(DATA)/train.jsonl: | $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -c "from bigtrain import zero; print(zero.why_no_cpu_adam() or 'CPU Adam is built')"
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
