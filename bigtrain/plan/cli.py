@@ -53,7 +53,9 @@ def _configuration(p: argparse.ArgumentParser) -> None:
     p.add_argument("--checkpointing", choices=["none", "full"], default="full", help="activation checkpointing")
     p.add_argument("--freeze", nargs="+", default=(), metavar="NAME", help="modules or parameters that do not train")
     p.add_argument("--kernels", choices=["hf", "liger"], default="hf")
-    p.add_argument("--loss", choices=["full", "chunked", "fused"], help="logits in fp32, once in bf16, or never whole")
+    p.add_argument(
+        "--loss", choices=["full", "chunked", "fused"], help="all logits in fp32, a chunk of tokens at a time, or liger's"
+    )
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     p.add_argument(
         "--calibration",

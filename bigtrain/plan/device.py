@@ -33,6 +33,10 @@ def sharding(plan: PlanInput, tape: Tape) -> Sharding:
     return kinds[plan.settings.stage](plan, tape)
 
 
+# fp32 logits alive at a time, in elements (kernels/cross_entropy.py CHUNK_LOGITS).
+CHUNK_LOGITS = {"cuda": 2**27, "cpu": 2**22}
+
+
 class _Run:
     """Forward and backward over the blocks; everything that is not about parameters and gradients."""
 
@@ -137,13 +141,26 @@ class _Run:
         self._head_backward()
 
     def _chunked_loss(self) -> None:
-        size = self.t * self.g.vocab
-        self.tape.hold("logits", 2 * size + 4 * self.t, "logits, bf16")
-        self.tape.phase("loss backward")
+        """bigtrain/kernels/cross_entropy.py: both gradients are made in forward, the head's summed in fp32."""
+        tape, row, trains = self.tape, "loss in chunks", self._head_trains()
+        hidden, weight = 2 * self.t * self.g.hidden, self.g.vocab * self.g.hidden
+        logits = min(self.t, max(1, CHUNK_LOGITS[self.plan.device] // self.g.vocab)) * self.g.vocab
+        tape.hold("dhidden", hidden, row)
+        if trains:
+            tape.hold("dhead32", 4 * weight, row)
+        tape.touch(max(6 * logits, 2 * logits + 2 * weight if trains else 0), row)
+        if trains:
+            tape.hold("dhead", 2 * weight, row)
+            tape.drop("dhead32")
+        tape.phase("loss backward")
         self._open_backward()
-        self.tape.hold("dlogits", 2 * size, "loss gradient, bf16")
-        self.tape.drop("logits")
-        self._head_backward()
+        # What was kept, and that times the gradient of the loss.
+        tape.hold("scaled hidden", hidden, row)
+        if trains:
+            tape.touch(2 * weight, row)
+        tape.drop("dhidden", "dhead")
+        self._deliver_head_grad()
+        tape.drop("scaled hidden")
 
     def _fused_loss(self) -> None:
         # The gradients of hidden states and head are made in forward, chunk by chunk.

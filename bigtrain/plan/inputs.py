@@ -113,7 +113,7 @@ class PlanInput:
         optimizer: a name of `plan.states.LAYOUTS` or an alias.
         checkpointing: "none", or "full" (each block is recomputed in backward).
         kernels: "hf" (transformers' own modules with sdpa) or "liger".
-        loss: "full" (all logits in fp32), "chunked" (logits once, in bf16), "fused" (no logits); None: by kernels.
+        loss: "full" (all logits in fp32), "chunked" (a chunk of tokens at a time), "fused" (liger's); None: by kernels.
         decay_groups: two parameter groups (matrices decay, vectors do not), as the optimizer builder makes them.
         frozen: names of modules or parameters that do not train: no gradient, no states.
         drawn: values are drawn in fp32 from a seed (a preset) instead of read from files.
@@ -222,7 +222,10 @@ class PlanInput:
 
     @property
     def loss_kind(self) -> Loss:
-        return self.loss or ("fused" if self.kernels == "liger" else "full")
+        if self.loss is None and self.kernels == "liger":
+            # kernels/attach.py `use_liger`: at stage 3 liger's loss would read a head that is not gathered.
+            return "chunked" if self.settings.stage == 3 else "fused"
+        return self.loss or "full"
 
     def but(self, **changes: Any) -> PlanInput:
         """A copy with other values; names of `ZeroSettings` are put there."""
