@@ -10,9 +10,9 @@ import torch
 import xxhash
 
 from bigtrain import guards, ranks, zero
+from bigtrain.branches import REMEDY
 from bigtrain.errors import ModelError, RanksDisagreeError
 from bigtrain.meeting import Point, announce_failure, meet
-from bigtrain.watch import REMEDY
 
 log = logging.getLogger(__name__)
 

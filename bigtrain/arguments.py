@@ -119,8 +119,13 @@ class TrainArguments:
     data_seed: int | None = field(default=None, metadata=_say("of the sample order (default: seed)"))
     dataloader_num_workers: int = field(default=0, metadata=_say("processes per rank that prepare batches"))
     ddp_timeout: int = field(default=1800, metadata=_say("seconds a rank waits for the others"))
+    hang_s: float | None = field(
+        default=None,
+        metadata=_say("seconds without progress after which all ranks end with a report (default: learned; 0: never)"),
+    )
     gpu_memory_cap: float | None = field(default=None, metadata=_say("GiB of each GPU that the run may take (default: all)"))
     no_export: bool = field(default=False, metadata=_say("do not write OUT/model at the end"))
+    no_preflight: bool = field(default=False, metadata=_say("do not test machine and communication before the run starts"))
     no_plan: bool = field(default=False, metadata=_say("do not check before training that the job fits the memory"))
 
     @property
@@ -129,6 +134,11 @@ class TrainArguments:
         if "all" in self.report_to:
             return tuple(t for t in TRACKERS if importlib.util.find_spec(t))
         return tuple(t for t in self.report_to if t != "none")
+
+    @property
+    def hang_limit(self) -> Any:
+        """`hang_s` in the words of `bigtrain.watch`: seconds, "learned", or None for no watch."""
+        return "learned" if self.hang_s is None else self.hang_s or None
 
     @property
     def scheduler_kwargs(self) -> dict[str, Any]:
@@ -343,7 +353,7 @@ _AT_LEAST_ONE = (
     "seq_len", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_steps",
     "logging_steps", "eval_steps", "save_steps", "save_total_limit", "nonfinite_limit", "ddp_timeout",
 )  # fmt: skip
-_NOT_NEGATIVE = ("warmup_steps", "weight_decay", "learning_rate", "max_grad_norm", "dataloader_num_workers", "seed")
+_NOT_NEGATIVE = ("hang_s", "warmup_steps", "weight_decay", "learning_rate", "max_grad_norm", "dataloader_num_workers", "seed")
 _FRACTIONS = ("eval_fraction", "warmup_ratio", "adam_beta1", "adam_beta2")
 
 

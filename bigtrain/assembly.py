@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import buffers, guards, optim, ranks, weights, zero
+from bigtrain import buffers, guards, heap, optim, ranks, weights, zero
 from bigtrain.errors import ModelError
 from bigtrain.master import MasterOptimizer
 from bigtrain.optim.build import build_optimizer
@@ -68,6 +68,7 @@ def assemble(
     ds = zero.initialize(model, s.config, optimizer)
     optim.after_initialize(s.optimizer, ds)
     _fill_masters(model, optimizer)
+    heap.give_back()
     restored = buffers.restore(model, saved)
     if restored:
         log.info("kept %d buffers in the dtype they were built with: %s", len(restored), guards.listing(restored))

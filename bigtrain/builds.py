@@ -35,9 +35,16 @@ def clear_stale_lock(op: str, idle_s: float = 300.0) -> bool:
 
 
 def first_cause(error: BaseException) -> str:
-    """The error at the bottom of a chain, with the compiler's first `error:` line if it holds one."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = str(error).strip() or type(error).__name__
-    lines = [line.strip() for line in text.splitlines() if "error:" in line]
-    return f"{type(error).__name__}: {(lines or text.splitlines())[0]}"
+    """The compiler's first `error:` line if there is one anywhere in the chain, else the error at its bottom.
+
+    torch puts the compiler's output one link above the bottom, which is only "ninja returned 1".
+    """
+    link: BaseException | None = error
+    bottom = error
+    while link is not None:
+        lines = [line.strip() for line in str(link).splitlines() if "error:" in line]
+        if lines:
+            return f"{type(link).__name__}: {lines[0]}"
+        bottom, link = link, link.__cause__
+    text = str(bottom).strip() or type(bottom).__name__
+    return f"{type(bottom).__name__}: {text.splitlines()[0]}"

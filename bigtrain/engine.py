@@ -5,7 +5,7 @@
     result = engine.train_step(micro_batches)                             # the exact path: one global batch, token-exact loss
 
 A step is forward, backward, step, in that order below. What is decided is in `settings`, what is judged in `guards`, how
-gradients reach the optimizer in `reduction`, how ranks notice that they parted in `meeting` and `watch`.
+gradients reach the optimizer in `reduction`, how ranks notice that they parted in `meeting`, and that nothing moves in `watch`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from bigtrain import agreement, buffers, evaluation, guards, ranks, settings, steps, zero
+from bigtrain import agreement, buffers, evaluation, guards, ranks, settings, steps, watch, zero
 from bigtrain.accumulation import Accumulation
 from bigtrain.assembly import assemble
+from bigtrain.branches import Comparison
 from bigtrain.bypass import Origin
 from bigtrain.checkpoint.native import Checkpoints
 from bigtrain.config import Resolved
@@ -28,7 +29,7 @@ from bigtrain.meeting import Point, meet, naming_the_lost
 from bigtrain.precision import keep_parameters_in_fp32, summary
 from bigtrain.reduction import Reduction
 from bigtrain.steps import Batch, EvalResult, StepResult
-from bigtrain.watch import Watcher, Whereabouts
+from bigtrain.whereabouts import HERE
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ class Engine:
         count_targets: number of loss terms in a batch, for models that count otherwise than `steps.target_counter`.
         uniform_forward: promise that all ranks use the same parameters in every backward, to skip the check (0.2 ms each).
         trace_gradients: mark parameters whose local gradient is not finite, to name rank and parameter.
-        hang_s: at stage 3, end with a report when no rank has moved for so long; None for no watcher.
+        hang_s: seconds without movement on any rank after which all ranks end, with a report in hang/ beside the checkpoints that
+            names the rank that is behind; by default learned from the steps; None for no watch.
 
     Raises:
         ConfigError, UsageError: before anything is built, on every rank alike.
@@ -84,37 +86,33 @@ class Engine:
         count_targets: steps.CountTargets | None = None,
         uniform_forward: bool = False,
         trace_gradients: bool = True,
-        hang_s: float | None = 600.0,
+        hang_s: watch.Limit | None = watch.LEARNED,
     ):
         zero.init_distributed()
         with ranks.together("reading the engine's settings"):
-            given: dict[str, Any] = {
-                "optimizer": optimizer,
-                "learning_rate": learning_rate,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "lr_scheduler": lr_scheduler,
-                "warmup_steps": warmup_steps,
-                "total_steps": total_steps,
-                "max_grad_norm": max_grad_norm,
-                "micro_batch": micro_batch,
-                "accumulation": accumulation,
-            }
-            config, warnings = settings.read(
+            self.settings = settings.decide(
                 ds_config,
                 world_size=ranks.world_size(),
                 device=zero.rank_device().type,
                 model_config=getattr(model, "config", None),
-                **given,
-            )
-            self.settings = settings.settle(
-                config, world_size=ranks.world_size(), lr_scheduler_kwargs=lr_scheduler_kwargs, **given
+                lr_scheduler_kwargs=lr_scheduler_kwargs,
+                optimizer=optimizer,
+                learning_rate=learning_rate,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+                lr_scheduler=lr_scheduler,
+                warmup_steps=warmup_steps,
+                total_steps=total_steps,
+                max_grad_norm=max_grad_norm,
+                micro_batch=micro_batch,
+                accumulation=accumulation,
             )
             self._factor = self.settings.schedule()
             keep = keep_parameters_in_fp32(model, keep_in_fp32, self.settings.stage, self.settings.bf16)
-        ranks.agree(agreement.digest(repr(self.settings)), "the engine's settings")
-        for note in (*warnings, *self.settings.notes) if ranks.is_main() else ():
+        ranks.agree(agreement.digest((self.settings, hang_s)), "the engine's settings")
+        watch.begin(hang_s)
+        for note in self.settings.notes if ranks.is_main() else ():
             log.warning(note)
         self.seed = seed
         self.data_position = self.tokens = 0
@@ -128,38 +126,45 @@ class Engine:
         self._ds = self._parts.ds
         self._names = self._parts.names
         self.checkpoints = Checkpoints(self)
-        self._register(hang_s)
+        self._register()
         torch.manual_seed(seed + ranks.rank())
 
     # ------------------------------------------------------------ construction
 
-    def _register(self, hang_s: float | None) -> None:
-        """Hooks: who entered which module, which gradients are sound, and which forward a loss came from."""
+    def _register(self) -> None:
+        """Hooks: which modules ranks enter, which gradients are sound, and which forward a loss came from."""
         self._since = Accumulation(self.settings.accumulation, self.device)
         self._reduction = Reduction(self._ds, self._parts.params)
         self._origin = Origin(self.module, lambda: self.global_step)
         self._flags = self._parts.flags
         self._flags.check = self._origin.check
         self._set_boundary()
-        self._where: Whereabouts | None = None
-        self._watcher: Watcher | None = None
-        if self.settings.stage == 3 and hang_s is not None and self.world_size > 1:
-            self._where = Whereabouts(self.module, not self._uniform and self.device.type == "cpu", lambda: self.global_step)
-            self._watcher = Watcher(self._where, hang_s)
-            self._watcher.start()
+        self._comparison: Comparison | None = None
+        if self.settings.stage == 3 and not self._uniform and self.device.type == "cpu":
+            self._comparison = Comparison(self.module, lambda: self.global_step)
+        watch.names_modules(self.module)
 
     # ------------------------------------------------------------ forward
 
     def __call__(self, *args: Any, **batch: Any) -> Any:
         """The model's forward, through DeepSpeed. Training passes must come this way."""
         self._set_boundary()
-        self._at("forward", True, comparing=True)
-        with naming_the_lost(), self._origin.forward():
+        with naming_the_lost(), self._origin.forward(), self._forward():
             output = self._ds(*args, **batch)
-        self._at("after forward", False)
         if torch.is_grad_enabled() and self._ds.module.training:
             self._since.forwards += 1
         return output
+
+    @contextlib.contextmanager
+    def _forward(self) -> Iterator[None]:
+        """At stage 3 a forward needs the other ranks, module by module."""
+        if self.stage < 3:
+            HERE.at("the forward pass")
+            yield
+            HERE.at("after a forward pass")
+            return
+        with HERE.together("the forward pass"), self._comparison or contextlib.nullcontext():
+            yield
 
     # ------------------------------------------------------------ backward
 
@@ -190,10 +195,8 @@ class Engine:
         scaled = loss.float() * (weight * self.world_size)
         if self._reduction.during_backward and not self._uniform:
             scaled.register_hook(self._agree_on_parameters)
-        self._at("backward", True)
-        with self._origin.backward():
+        with self._origin.backward(), HERE.together("engine.backward()"):
             self._ds.backward(scaled, scale_wrt_gas=False)
-        self._at("after backward", False)
         self._since.backwards += 1
         return loss.detach()
 
@@ -207,6 +210,7 @@ class Engine:
     # ------------------------------------------------------------ step
 
     @naming_the_lost()
+    @HERE.together("engine.step()")
     def step(self) -> StepResult | None:
         """Update the weights once `accumulation` backwards are done; before that, None.
 
@@ -220,7 +224,6 @@ class Engine:
             self._origin.refuse("step() without engine.backward(loss) since the last step: nothing to apply.")
         if self._since.backwards < self._since.planned:
             return None
-        self._at("step", True)
         verdict = guards.judge(
             self._since.exchange(self.global_step, self._flags, self._reduction.order_hash), self.global_step + 1, self._names
         )
@@ -242,7 +245,7 @@ class Engine:
         self._since.clear()
         self._flags.clear()
         self._set_boundary()
-        self._at("between steps", False)
+        HERE.stepped(self.global_step)
         if not applied:
             self.nonfinite.report(reason, self.global_step, lr)
         if self.agree_every and self.global_step % self.agree_every == 0:
@@ -372,18 +375,11 @@ class Engine:
         self._ds.module.eval()
 
     def close(self) -> None:
-        """Finish a save in flight, end the watcher thread and release DeepSpeed's hooks."""
-        if self._watcher is not None:
-            self._watcher.stop()
+        """Finish a save in flight and release DeepSpeed's hooks."""
         try:
             self.checkpoints.wait()
         finally:
             self.deepspeed.destroy()
-
-    def _at(self, place: str, inside: bool, comparing: bool = False) -> None:
-        if self._where is not None:
-            self._where.at(place, inside)
-            self._where.comparing = comparing
 
     def _set_boundary(self) -> None:
         self._ds.set_gradient_accumulation_boundary(self._since.at_last)

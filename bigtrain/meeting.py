@@ -12,13 +12,14 @@ import datetime
 import enum
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from bigtrain import ranks
+from bigtrain import ranks, watch
 from bigtrain.errors import RanksDisagreeError
+from bigtrain.whereabouts import HERE
 
 SLOTS = 6
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")  # gloo's words
@@ -85,8 +86,9 @@ def meet(point: Point, step: int, count: int, values: Sequence[int] = (), limit_
     limit = ranks.CONTROL_TIMEOUT_S if limit_s is None else limit_s
     began = time.monotonic()
     try:
-        work = dist.all_gather(rows, mine, group=group, async_op=True)
-        work.wait(datetime.timedelta(seconds=limit))
+        with HERE.together(_PLACE[point]):
+            work = dist.all_gather(rows, mine, group=group, async_op=True)
+            work.wait(datetime.timedelta(seconds=limit))
     except RuntimeError as error:
         raise _absent(point, step, count, time.monotonic() - began, error) from error
     told = [row.tolist() for row in rows]
@@ -119,7 +121,15 @@ def _apart(told: list[list[int]]) -> RanksDisagreeError:
 
 
 def _absent(point: Point, step: int, count: int, waited_s: float, error: RuntimeError) -> RanksDisagreeError:
-    """Find out through the store who else is waiting here; the rest did not come."""
+    """Find out who has ended, or else, through the store, who else is waiting here: the rest did not come."""
+    ended = watch.lost(2.0)
+    if ended:
+        listing = "\n".join(f"  rank {r}: {text}" for r, text in ended.items())
+        return RanksDisagreeError(
+            f"{_names(ended)} ended while this rank was at {_PLACE[point]} (step {step}), which every rank must reach. Give each "
+            f"rank the same number of batches and calls, or look at the lost rank's own output:\n{listing}",
+            dict(ended),
+        )
     missing = ranks_without("late", f"{int(point)}/{step}/{count}", wait_s=3.0)
     who = f"rank {', '.join(map(str, missing))}" if missing else "some rank"
     return RanksDisagreeError(
@@ -141,13 +151,19 @@ def naming_the_lost() -> Iterator[None]:
     except RuntimeError as error:
         if not any(sign in str(error) for sign in _BROKEN):
             raise
-        missing = ranks_without("lost", "connection", wait_s=3.0)
-        who = f"rank {', '.join(map(str, missing))}" if missing else "some rank (the first host's store does not answer either)"
+        gone = watch.lost(3.0)
+        if gone is None:
+            gone = {r: "ended" for r in ranks_without("lost", "connection", wait_s=3.0)}
+        listing = "".join(f"\n  rank {r}: {text}" for r, text in gone.items())
         raise RanksDisagreeError(
-            f"{who} ended, or lost its connection, while the others waited for it: its own output says why. "
-            f"Start again with --resume_from_checkpoint auto.\n{error}",
-            {r: "ended" for r in missing},
+            f"{_names(gone) if gone else 'some rank'} ended, or lost its connection, while the others waited for it: its own "
+            f"output says why. Start again with --resume_from_checkpoint auto.{listing}\n{error}",
+            gone,
         ) from error
+
+
+def _names(ended: Iterable[int]) -> str:
+    return f"rank {', '.join(map(str, ended))}"
 
 
 def ranks_without(topic: str, key: str, wait_s: float) -> list[int]:

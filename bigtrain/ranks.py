@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.errors import BigtrainError, RanksDisagreeError
+from bigtrain.whereabouts import HERE
 
 CONTROL_TIMEOUT_S = float(os.environ.get("BIGTRAIN_CONTROL_TIMEOUT_S", "600"))
 
@@ -65,23 +66,25 @@ def control_group() -> dist.ProcessGroup | None:
     return _control[1]  # type: ignore[index]
 
 
-def all_gather_object(value: T) -> list[T]:
-    """Every rank's `value`, in rank order, on every rank."""
+def all_gather_object(value: T, what: str = "an exchange of values") -> list[T]:
+    """Every rank's `value`, in rank order, on every rank; `what` it is for, where a rank waits in vain."""
     group = control_group()
     if group is None:
         return [value]
     out: list[Any] = [None] * world_size()
-    dist.all_gather_object(out, value, group=group)
+    with HERE.together(what):
+        dist.all_gather_object(out, value, group=group)
     return out
 
 
-def broadcast_object(value: T, src: int = 0) -> T:
-    """Rank `src`'s value on every rank."""
+def broadcast_object(value: T, src: int = 0, what: str = "an exchange of values") -> T:
+    """Rank `src`'s value on every rank; `what` it is for, where a rank waits in vain."""
     group = control_group()
     if group is None:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=src, group=group, device=torch.device("cpu"))
+    with HERE.together(what):
+        dist.broadcast_object_list(box, src=src, group=group, device=torch.device("cpu"))
     return box[0]
 
 
@@ -90,7 +93,8 @@ def _reduce(value: float | int, op: Any) -> float | int:
     if group is None:
         return value
     box = torch.tensor([value], dtype=torch.int64 if isinstance(value, int) else torch.float64)
-    dist.all_reduce(box, op=op, group=group)
+    with HERE.together("an exchange of values"):
+        dist.all_reduce(box, op=op, group=group)
     return box.item()
 
 
@@ -110,7 +114,8 @@ def max_each(values: Sequence[float]) -> list[float]:
     if group is None:
         return list(values)
     box = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=group)
+    with HERE.together("an exchange of values"):
+        dist.all_reduce(box, op=dist.ReduceOp.MAX, group=group)
     return box.tolist()
 
 
@@ -120,14 +125,23 @@ def agree(value: T, what: str) -> T:
     Raises:
         RanksDisagreeError: on every rank alike, with the value of each rank.
     """
-    values = all_gather_object(value)
+    values = all_gather_object(value, f"comparing {what}")
     if any(v != values[0] for v in values[1:]):
-        listing = "\n".join(f"  rank {r}: {v!r}" for r, v in enumerate(values))
+        listing = "\n".join(f"  rank {r}: {v!r}" for r, v in enumerate(_only_differences(values)))
         raise RanksDisagreeError(
             f"{what} differs between ranks:\n{listing}\nStart every rank with the same arguments, files and versions.",
             dict(enumerate(values)),
         )
     return value
+
+
+def _only_differences(values: list[Any]) -> list[Any]:
+    """Of dicts, the keys whose values differ; other values as they are."""
+    if not all(isinstance(v, dict) for v in values):
+        return values
+    keys = dict.fromkeys(k for v in values for k in v)
+    apart = [k for k in keys if any(k not in v or v[k] != values[0].get(k) for v in values)]
+    return [{k: v[k] for k in apart if k in v} for v in values]
 
 
 @contextlib.contextmanager
@@ -143,7 +157,7 @@ def together(what: str) -> Iterator[None]:
     except Exception as error:
         failure = error
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    told = all_gather_object((text, getattr(failure, "exit_code", BigtrainError.exit_code)))
+    told = all_gather_object((text, getattr(failure, "exit_code", BigtrainError.exit_code)), what)
     if failure is not None:
         raise failure
     failed = {r: t for r, (t, _) in enumerate(told) if t is not None}
@@ -165,7 +179,7 @@ def main_decides(decide: Callable[[], T], what: str) -> T:
         except Exception as problem:
             caught = problem
             error = (type(problem).__name__, str(problem), getattr(problem, "exit_code", 1))
-    value, error = broadcast_object((value, error))
+    value, error = broadcast_object((value, error), what=what)
     if caught is not None:
         raise caught
     if error is not None:
@@ -199,7 +213,8 @@ def barrier(what: str, timeout_s: float | None = None) -> None:
         return
     limit = datetime.timedelta(seconds=CONTROL_TIMEOUT_S if timeout_s is None else timeout_s)
     try:
-        dist.monitored_barrier(group=group, timeout=limit, wait_all_ranks=True)
+        with HERE.together(what, timeout_s):
+            dist.monitored_barrier(group=group, timeout=limit, wait_all_ranks=True)
     except RuntimeError as error:
         raise RanksDisagreeError(
             f"waited {limit.total_seconds():.0f} s at '{what}' and some rank did not come: every rank must call it.\n{error}"

@@ -22,7 +22,7 @@ from bigtrain.checkpoint import store
 from bigtrain.errors import UsageError
 
 OWN_FILES = ("run.json", "metrics.jsonl", "eval.jsonl", "ds_config.resolved.json", "report.html", "report.png")
-OWN_FOLDERS = ("model", "runs")
+OWN_FOLDERS = ("hang", "model", "runs")
 PACKAGES = (
     "torch",
     "deepspeed",
@@ -113,8 +113,8 @@ def now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S %z")
 
 
-def versions() -> dict[str, str]:
-    """Versions of what decides results: Python, packages, CUDA, this project and its commit."""
+def versions(commit: bool = True) -> dict[str, str]:
+    """Versions of what decides results: Python, packages, CUDA, this project and (it takes a moment) its commit."""
     from bigtrain import __version__
 
     found = {"bigtrain": __version__, "python": platform.python_version(), "platform": platform.platform()}
@@ -126,9 +126,9 @@ def versions() -> dict[str, str]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.version.cuda:
         found["cuda"] = torch.version.cuda
-    commit = _commit()
-    if commit:
-        found["commit"] = commit
+    known = _commit() if commit else None
+    if known:
+        found["commit"] = known
     return found
 
 

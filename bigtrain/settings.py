@@ -125,6 +125,27 @@ def read(
     return settled, warnings
 
 
+def decide(
+    ds_config: str | Path | Mapping[str, Any] | Resolved,
+    *,
+    world_size: int,
+    device: str,
+    model_config: Any,
+    lr_scheduler_kwargs: Mapping[str, Any] | None,
+    **given: Any,
+) -> Settings:
+    """`read`, then `settle`; the lint's warnings come first in the notes.
+
+    Args:
+        ds_config, world_size, device, model_config: see `read`.
+        lr_scheduler_kwargs, given: the arguments of `settle`.
+    """
+    config, warnings = read(ds_config, world_size=world_size, device=device, model_config=model_config, **given)
+    settled = settle(config, world_size=world_size, lr_scheduler_kwargs=lr_scheduler_kwargs, **given)
+    settled.notes[:0] = warnings
+    return settled
+
+
 def settle(
     config: dict[str, Any],
     *,
@@ -149,15 +170,9 @@ def settle(
         UsageError: on an optimizer or schedule that cannot be used here.
     """
     notes: list[str] = []
+    stage, bf16, offload = _regime(config)
     zero = config.get("zero_optimization") or {}
-    stage = int(zero.get("stage", 0))
-    if (config.get("fp16") or {}).get("enabled") is True:
-        raise ConfigError(
-            "fp16.enabled is true: bigtrain trains in bf16 (or fp32), without loss scaling. Write bf16.enabled: true."
-        )
-    bf16 = (config.get("bf16") or {}).get("enabled") is True
     on_host = zero.get("offload_optimizer") or {}
-    offload = on_host.get("device", "none") not in ("none", None)
     optimizer_section = config.pop("optimizer", None) or {}
     scheduler_section = config.pop("scheduler", None) or {}
     params = {k: v for k, v in (optimizer_section.get("params") or {}).items() if v != "auto"}
@@ -218,6 +233,17 @@ def _own_offload_only(name: str, zero: dict[str, Any]) -> None:
         raise UsageError(
             f"optimizer {name!r} brings its own overlap: remove zenflow and super_offload, or use optimizer adamw."
         )
+
+
+def _regime(config: dict[str, Any]) -> tuple[int, bool, bool]:
+    """(stage, bf16, optimizer on the host)."""
+    zero = config.get("zero_optimization") or {}
+    if (config.get("fp16") or {}).get("enabled") is True:
+        raise ConfigError(
+            "fp16.enabled is true: bigtrain trains in bf16 (or fp32), without loss scaling. Write bf16.enabled: true."
+        )
+    offload = (zero.get("offload_optimizer") or {}).get("device", "none") not in ("none", None)
+    return int(zero.get("stage", 0)), (config.get("bf16") or {}).get("enabled") is True, offload
 
 
 def _optimizer_name(section: dict[str, Any]) -> str:

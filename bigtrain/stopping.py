@@ -7,6 +7,7 @@ leaves at once. Launchers pass a Ctrl-C on to ranks that the terminal has alread
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -42,7 +43,13 @@ class StopSignal:
         if self.requested is None:
             self.requested, self._first_at = signal.Signals(number).name, now
             if os.environ.get("RANK", "0") == "0":
-                os.write(2, b"\nstopping after this step; Ctrl-C again leaves at once\n")
+                _say(b"\nstopping after this step; Ctrl-C again leaves at once\n")
         elif number == signal.SIGINT and now - self._first_at > ECHO_S:
-            os.write(2, b"\nsecond Ctrl-C: leaving at once\n")
+            _say(b"\nsecond Ctrl-C: leaving at once\n")
             os._exit(EXIT_INTERRUPTED)
+
+
+def _say(text: bytes) -> None:
+    """To stderr, which may be gone: where a launcher on another host was stopped, its ssh connection went first."""
+    with contextlib.suppress(OSError):
+        os.write(2, text)

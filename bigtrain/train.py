@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import BigtrainError, RanksDisagreeError, StoppedError
+from bigtrain.plan.room import WARNING_SHARE
 from bigtrain.stopping import StopSignal
 
 logger = logging.getLogger("bigtrain")
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             train(args, stop)
             return 0
         except Exception as error:
+            tell_hosts(error)
             return report_error(error)
         finally:
             leave()
@@ -43,36 +45,42 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     """One run; returns its summary. Every rank calls it with the same arguments."""
+    from bigtrain import capacity, hosts, placement, preflight, ranks, watch, zero
     from bigtrain import job as jobs
-    from bigtrain import placement, ranks, zero
     from bigtrain.engine import Engine
     from bigtrain.runfolder import RunFolder
     from bigtrain.shortage import Explained
 
     config = jobs.read_ds_config(args)  # every fault of the file, before anything starts
     with placement.meeting_port():
-        zero.init_distributed(timeout_s=args.ddp_timeout)
+        zero.init_distributed(timeout_s=args.ddp_timeout, store=hosts.roll_call())
         ranks.control_group()
     ranks.agree(args.as_dict(), "the arguments")
+    watch.begin(args.hang_limit, args.output_dir)
+    hosts.refuse_different(args, config)
+    args = hosts.after_restart(args)
+    if not args.no_preflight:
+        preflight.check(args.output_dir, args.dataloader_num_workers)
     places = check_places()
-    jobs.cap_gpu_memory(args.gpu_memory_cap)
+    capacity.cap_gpu_memory(args.gpu_memory_cap)
     folder = RunFolder(args.output_dir)
     ranks.main_decides(
         lambda: folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir), "checking output_dir"
     )
     resume = ranks.main_decides(lambda: folder.resume_point(args.resume_from_checkpoint), "looking for a checkpoint")
     if args.ds_config == jobs.AUTO:
-        args, config = jobs.choose(args)
+        args, config = capacity.choose(args)
     job = jobs.prepare(args, config)
     jobs.check_engine(job)
-    layout, limits = jobs.plan_of(job), jobs.memory_limits(args.gpu_memory_cap)
-    planned = None if args.no_plan else jobs.check_fit(layout, *limits)
+    layout, limits = capacity.plan_of(job), capacity.memory_limits(args.gpu_memory_cap)
+    planned = None if args.no_plan else capacity.check_fit(layout, *limits)
     ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
+    hosts.refuse_split_output(folder.root, saves=bool(args.save_steps))
     ranks.main_decides(lambda: announce(job, folder, places, planned), "writing run.json")
-    with Explained(layout, *limits) as explained:
+    with Explained(layout, *limits, folder) as explained:
         model, isolation = jobs.build(job)
         explained.model, explained.phase = model, "starting the engine"
-        engine = explained.engine = Engine(model, **jobs.engine_settings(job))
+        engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_settings(job))
         engine.checkpoints.tokenizer = job.tokenizer
         if resume is not None:
             engine.load_checkpoint(resume.parent, tag=resume.name)
@@ -156,8 +164,9 @@ class Run:
         from bigtrain import ranks
 
         host, pss = self.memory.rss_bytes(), self.memory.pss_bytes()
-        said = [self.stop.requested is not None, host, pss, *gpu_memory_bytes()]
-        stop, host, pss, allocated, reserved, used = (int(v) for v in ranks.max_each([float(v) for v in said]))
+        said = [self.memory.share(), self.stop.requested is not None, host, pss, *gpu_memory_bytes()]
+        share, *most = ranks.max_each([float(v) for v in said])
+        stop, host, pss, allocated, reserved, used = map(int, most)
         if not self.main:
             return bool(stop)
         seconds = self.clock.lap()
@@ -178,6 +187,8 @@ class Run:
             "gpu_used_bytes": used,
             "host_rss_bytes": host,
             "host_pss_bytes": pss,
+            "host_memory_used": share,
+            "host_memory_warning": share >= WARNING_SHARE,
             "skipped": not result.applied,
         }
         self.rows.write(row)
@@ -340,6 +351,7 @@ def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str,
         steps=job.steps.describe(),
         planned=planned,
         started=now(),
+        outcome="running",  # that of an earlier start of this run does not stand for this one
     )
 
 
@@ -360,9 +372,13 @@ def tools_on_path() -> None:
 
 
 def report_error(error: Exception) -> int:
-    """Print an error once, or with its rank where only that rank has it; returns the exit code."""
+    """Print an error once, or with its rank where only that rank has it; tell the other ranks; returns the exit code."""
     from bigtrain import placement
 
+    if _has_met() and not isinstance(error, StoppedError):
+        from bigtrain import watch
+
+        watch.failed(error)
     ours = error if isinstance(error, BigtrainError) else placement.explain_port(error)
     rank = os.environ.get("RANK", "0")
     if ours is None:
@@ -370,10 +386,24 @@ def report_error(error: Exception) -> int:
         return BigtrainError.exit_code
     if rank == "0":
         print(f"{type(ours).__name__}: {ours}" if ours.exit_code != StoppedError.exit_code else str(ours), file=sys.stderr)
-    elif (os.environ.get("LOCAL_RANK") == "0" or _has_met()) and not isinstance(ours, RanksDisagreeError | StoppedError):
+    elif os.environ.get("LOCAL_RANK") == "0" and ours.exit_code != StoppedError.exit_code:
+        # The first rank of another host: under torchrun and Slurm its output is all that is seen there.
+        print(f"[rank {rank}] {type(ours).__name__}: {ours}", file=sys.stderr)
+    elif _has_met() and not isinstance(ours, RanksDisagreeError | StoppedError):
         print(f"[rank {rank}] {type(ours).__name__}: {str(ours).splitlines()[0]}", file=sys.stderr)
     sys.stderr.flush()
     return ours.exit_code
+
+
+def tell_hosts(error: Exception) -> None:
+    """A rank that fails before it has met those of other hosts tells them why, so that they do not wait for it."""
+    if _has_met():
+        return
+    try:
+        from bigtrain import hosts
+    except ImportError:  # torch itself may be what is missing
+        return
+    hosts.tell(error)
 
 
 def _has_met() -> bool:
@@ -387,4 +417,7 @@ def leave() -> None:
     if _has_met():
         import torch.distributed as dist
 
+        from bigtrain import watch
+
+        watch.end()
         dist.destroy_process_group()

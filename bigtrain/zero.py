@@ -5,6 +5,7 @@ Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__
                        ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops;
                        runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer, runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3,
                        runtime.bf16_optimizer.BF16_Optimizer, utils.set_z3_leaf_modules, utils.logger;
+                       runtime.engine.DeepSpeedEngine._broadcast_model (leaves out what has `ds_optim_param`);
                        for checkpoints: runtime.fp16.loss_scaler.LossScaler, utils.tensor_fragment.fragment_address,
                        runtime.zero.config.ZeroStageEnum
    building:           zero.Init._convert_to_deepspeed_param, ._partition, ._enable_mem_efficient_linear, .local_device,
@@ -38,16 +39,21 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from bigtrain import network
 from bigtrain.builds import clear_stale_lock, first_cause
 from bigtrain.errors import ModelError
 
 log = logging.getLogger(__name__)
 
 
-def init_distributed(timeout_s: float = 1800.0) -> None:
+def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store | None = None) -> None:
     """Start the process group: NCCL on GPUs, gloo on the CPU; a single process needs no launcher.
 
     Sets this rank's CUDA device first, so that nothing is ever allocated on another rank's GPU.
+
+    Args:
+        timeout_s: longest wait of a collective.
+        store: where the ranks have met already; by default they meet as the launcher's environment says.
     """
     if torch.cuda.is_available():
         device = rank_device()
@@ -60,6 +66,15 @@ def init_distributed(timeout_s: float = 1800.0) -> None:
         if "RANK" not in os.environ:
             _pretend_single_rank()
     skip_shm_op()
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "512")  # torch's flight recorder: the last collectives, for `bigtrain.watch`
+    if network.several():
+        network.choose_interface()
+    if store is not None and not torch.distributed.is_initialized():
+        bound_to = rank_device() if torch.cuda.is_available() else None  # NCCL is bound to it, as DeepSpeed itself does
+        torch.distributed.init_process_group(
+            backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=datetime.timedelta(seconds=timeout_s), device_id=bound_to,
+        )  # fmt: skip
     deepspeed.init_distributed(
         dist_backend=backend, auto_mpi_discovery=False, timeout=datetime.timedelta(seconds=timeout_s), verbose=False
     )
@@ -221,7 +236,7 @@ class Partitioner:
             values: this rank's flat slice, padding included; None leaves the slice unset (a loader fills it).
         """
         before = set(param.__dict__)
-        param.data = torch.empty(1, dtype=dtype, device=self.local_device).expand(shape)
+        param.data = torch.empty((), dtype=dtype, device=self.local_device).expand(shape)
         self._init._convert_to_deepspeed_param(param)
         size = -(-param.ds_numel // param.ds_zero_partition_world_size)
         device = self.local_device if param.ds_persist else self.partition_device
@@ -309,8 +324,30 @@ def mark_leaf(module: torch.nn.Module) -> None:
 
 def initialize(model: torch.nn.Module, config: dict[str, Any], optimizer: Any = None, params: Any = None) -> Any:
     """`deepspeed.initialize`, returning DeepSpeed's engine alone."""
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=params, config=config)
+    with _scalars_sent_apart(model):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=params, config=config)
     return engine
+
+
+@contextlib.contextmanager
+def _scalars_sent_apart(model: torch.nn.Module) -> Iterator[None]:
+    """Rank 0's parameters without dimensions (CLIP's `logit_scale`), sent here.
+
+    DeepSpeed 0.19.8 broadcasts whole parameters as bytes and fails on these: "self.dim() cannot be 0 to view BFloat16 as
+    Byte". It leaves out what carries `ds_optim_param`.
+    """
+    from bigtrain import ranks
+
+    scalars = [p for p in model.parameters() if p.dim() == 0 and not is_partitioned(p)]
+    values = ranks.broadcast_object([p.data.cpu() for p in scalars]) if scalars else []
+    for p, value in zip(scalars, values):
+        p.data.copy_(value)
+        p.ds_optim_param = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for p in scalars:
+            del p.ds_optim_param  # type: ignore[attr-defined]
 
 
 def optimizer_kind(optimizer: Any) -> str:
@@ -366,6 +403,22 @@ def cpu_adam(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, flo
         reasons[first],
     )
     return torch.optim.AdamW(groups, foreach=False, **settings)
+
+
+def replay_cpu_adam(optimizer: Any) -> None:
+    """Bring DeepSpeed's CPU Adam to where the updates counted in its state brought it; other optimizers need nothing.
+
+    The compiled part multiplies the powers of the betas up, update by update, in float. In a new process it would begin with pow(),
+    which rounds differently (csrc/includes/cpu_adam.h, IncrementStep), and a resumed run would part from the unbroken one.
+    """
+    if not isinstance(optimizer, deepspeed.ops.adam.DeepSpeedCPUAdam):
+        return
+    updates = max((int(state.get("step", 0)) for state in optimizer.state.values()), default=0)
+    group = optimizer.param_groups[0]
+    rest = *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"]
+    nothing = [torch.zeros(1) for _ in range(4)]  # parameter, gradient, moments
+    for update in range(1, updates + 1):
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, update, group["lr"], *rest, *nothing)
 
 
 def why_no_cpu_adam() -> str | None:

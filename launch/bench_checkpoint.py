@@ -3,9 +3,10 @@
     torchrun --standalone --nproc_per_node 2 launch/bench_checkpoint.py --stage 2 3 --table docs/results/checkpoint.md
 
 A Llama of 0.32e9 parameters with fp32 AdamW (3.9 GB of state). For each stage, after some training steps, in turn and repeated:
-bigtrain's save with the next update at once (the worst case: all that is not on disk must be copied), its save with one training
-step before the next update, its whole write with training waiting, DeepSpeed's save, `dd conv=fsync` of the same bytes by as many
-processes; then both loads into the running engine. Medians over the repeats, of the slowest rank.
+bigtrain's save with one training step before the next update (as in training), its save with the next update at once (the worst
+case: what is not on disk must be copied), its whole write with training waiting, DeepSpeed's save (it returns when the data is in
+the page cache), `dd conv=fsync` of the same bytes from the page cache by as many processes, also with oflag=direct; then both loads
+into the running engine, with the files in the page cache and without. Medians over the repeats, of the slowest rank.
 """
 
 from __future__ import annotations
@@ -73,15 +74,31 @@ def grown(action: Callable[[], Any]) -> int:
     return int(ranks.sum_across(rss("VmHWM") - before))
 
 
-def dd(source: Path, target: Path) -> None:
-    """This rank's data file, copied by dd; it comes from the page cache, as state comes from memory."""
-    if ranks.is_main():
-        target.mkdir()
-    ranks.barrier("folder")
-    name = next(source.glob(f"rank-{ranks.rank():05d}-*.safetensors")).name
-    subprocess.run(
-        ["dd", f"if={source / name}", f"of={target / name}", "bs=16M", "conv=fsync"], check=True, stderr=subprocess.DEVNULL
-    )
+def own_file(folder: Path) -> Path:
+    """The data file that this rank wrote."""
+    return next(folder.glob(f"rank-{ranks.rank():05d}-*.safetensors"))
+
+
+def dd(source: Path, target: Path, *options: str) -> None:
+    """A copy of this rank's data file by dd; it comes from the page cache, as state comes from memory."""
+    command = ["dd", f"if={source}", f"of={target}", "bs=16M", "conv=fsync", *options]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+
+
+def cache(folder: Path, warm: bool) -> None:
+    """Bring all files of a folder into the page cache, or out of it; ranks share the work."""
+    ranks.barrier("written")
+    for i, path in enumerate(sorted(p for p in folder.rglob("*") if p.is_file())):
+        if i % ranks.world_size() != ranks.rank():
+            continue
+        with open(path, "rb") as file:
+            if warm:
+                while file.read(16 << 20):
+                    pass
+            else:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    ranks.barrier("cached")
 
 
 def clean(*folders: Path) -> None:
@@ -94,65 +111,76 @@ def clean(*folders: Path) -> None:
     ranks.barrier("clean")
 
 
-def blocked(engine: Engine, root: Path, step_between: bool) -> tuple[float, int]:
-    """(seconds that training waits, bytes of memory) of a save beside training."""
+def save_beside(engine: Engine, root: Path, step_between: bool) -> tuple[float, float, int]:
+    """(seconds that training waits, seconds of the step beside the writing, bytes of memory) of a save beside training."""
+    waited, step = [], [0.0]
 
     def act() -> None:
+        begin = time.perf_counter()
         engine.save_checkpoint(root, wait=False)
+        waited.append(time.perf_counter() - begin)
+        before, begin = engine.checkpoints.blocked_s, time.perf_counter()
         if step_between:
             train_step(engine)
+            step[0] = time.perf_counter() - begin
         else:
             engine.checkpoints.before_update()
-
-    seconds: list[float] = []
-
-    def whole() -> None:
-        act()
-        seconds.append(engine.checkpoints.blocked_s)
+        waited[0] += engine.checkpoints.blocked_s - before
         engine.checkpoints.wait()
 
-    memory = grown(whole)
-    return float(ranks.max_across(seconds[0])), memory
+    memory = grown(act)
+    return float(ranks.max_across(waited[0])), float(ranks.max_across(step[0])), memory
 
 
 def measure(engine: Engine, root: Path) -> dict[str, float]:
     """One repeat of everything."""
     row: dict[str, float] = {}
-    ours, deepspeed, copy = root / "ours", root / "deepspeed", root / "dd"
-    row["blocked_worst"], row["grown_worst"] = blocked(engine, ours, step_between=False)
+    ours, deepspeed, copy = root / "ours", root / "deepspeed", root / f"dd-{ranks.rank()}"
+    row["step"] = timed(lambda: train_step(engine))
+    row["blocked_step"], row["step_beside"], row["grown_step"] = save_beside(engine, ours, step_between=True)
     clean(ours)
-    row["blocked_step"], row["grown_step"] = blocked(engine, ours, step_between=True)
+    row["blocked_worst"], _, row["grown_worst"] = save_beside(engine, ours, step_between=False)
     clean(ours)
     row["deepspeed_save"] = timed(lambda: engine.deepspeed.save_checkpoint(str(deepspeed), tag="x"))
-    row["deepspeed_load"] = timed(lambda: engine.deepspeed.load_checkpoint(str(deepspeed), tag="x"))
+    row["deepspeed_warm"] = timed(lambda: engine.deepspeed.load_checkpoint(str(deepspeed), tag="x"))
+    cache(deepspeed, warm=False)
+    row["deepspeed_cold"] = timed(lambda: engine.deepspeed.load_checkpoint(str(deepspeed), tag="x"))
     clean(deepspeed)
     row["write"] = timed(lambda: engine.save_checkpoint(ours))
     folder = ours / f"checkpoint-{engine.global_step}"
     row["bytes"] = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-    os.sync()
-    row["dd"] = timed(lambda: dd(folder, copy))
+    cache(folder, warm=False)
+    row["cold"] = timed(lambda: engine.load_checkpoint(ours))
+    cache(folder, warm=True)
+    row["warm"] = timed(lambda: engine.load_checkpoint(ours))
+    source = own_file(folder)
+    row["dd"] = timed(lambda: dd(source, copy))
     clean(copy)
-    row["load"] = timed(lambda: engine.load_checkpoint(ours))
-    clean(ours)
+    cache(folder, warm=True)
+    row["dd_direct"] = timed(lambda: dd(source, copy, "oflag=direct"))
+    clean(ours, copy)
     return row
 
 
 def lines(stage: int, rows: list[dict[str, float]]) -> list[str]:
     """Markdown table rows of one stage."""
     m = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-    gib = m["bytes"] / 2**30
+    gib, first, ds = m["bytes"] / 2**30, rows[0], m["deepspeed_save"]
+
+    def row(what: str, ours: str, theirs: str, ratio: str) -> str:
+        return f"| {stage} | {what} | {ours} | {theirs} | {ratio} |"
+
     return [
-        f"| {stage} | training waits, next update at once | {m['blocked_worst']:.2f} s | {m['deepspeed_save']:.2f} s | "
-        f"{m['blocked_worst'] / m['deepspeed_save']:.1%} |",
-        f"| {stage} | training waits, one step before the next update | {m['blocked_step']:.2f} s | {m['deepspeed_save']:.2f} s | "
-        f"{m['blocked_step'] / m['deepspeed_save']:.1%} |",
-        f"| {stage} | whole write to disk ({gib:.2f} GiB, fsync) | {m['write']:.2f} s | dd: {m['dd']:.2f} s | "
-        f"{m['dd'] / m['write']:.0%} of dd's speed |",
-        f"| {stage} | load | {m['load']:.2f} s | {m['deepspeed_load']:.2f} s | {m['deepspeed_load'] / m['load']:.1f} x faster |",
-        f"| {stage} | resident memory above before, both ranks, next update at once | {m['grown_worst'] / 2**30:.2f} GiB | | "
-        f"{m['grown_worst'] / m['bytes']:.2f} snapshots |",
-        f"| {stage} | the same, one step between | {m['grown_step'] / 2**30:.2f} GiB | | |",
-    ]
+        row("training waits, one step before the next update (as in training)", f"{m['blocked_step']:.2f} s", f"{ds:.2f} s", f"{m['blocked_step'] / ds:.1%}"),
+        row("the same and what that step took longer", f"{m['blocked_step'] + m['step_beside'] - m['step']:.2f} s ({m['step']:.2f} s alone)", f"{ds:.2f} s", f"{(m['blocked_step'] + m['step_beside'] - m['step']) / ds:.1%}"),
+        row("training waits, next update at once", f"{m['blocked_worst']:.2f} s ({first['blocked_worst']:.2f} s the first time)", f"{ds:.2f} s", f"{m['blocked_worst'] / ds:.1%}"),
+        row(f"whole write to disk ({gib:.2f} GiB, fsync)", f"{m['write']:.2f} s", f"dd: {m['dd']:.2f} s", f"{m['dd'] / m['write']:.0%} of dd's speed"),
+        row("the same against dd with oflag=direct", f"{m['write']:.2f} s", f"dd: {m['dd_direct']:.2f} s", f"{m['dd_direct'] / m['write']:.0%} of dd's speed"),
+        row("load, files in the page cache", f"{m['warm']:.2f} s", f"{m['deepspeed_warm']:.2f} s", f"{m['deepspeed_warm'] / m['warm']:.1f} x faster"),
+        row("load, files on disk only", f"{m['cold']:.2f} s", f"{m['deepspeed_cold']:.2f} s", f"{m['deepspeed_cold'] / m['cold']:.1f} x faster"),
+        row("resident memory above before, both ranks, one step between", f"{m['grown_step'] / 2**30:.2f} GiB (activations and gradients of the step included)", "", ""),
+        row("the same, next update at once", f"{first['grown_worst'] / 2**30:.2f} GiB the first time, {m['grown_worst'] / 2**30:.2f} later", "", f"{first['grown_worst'] / m['bytes']:.2f} snapshots"),
+    ]  # fmt: skip
 
 
 def main() -> None:

@@ -61,19 +61,19 @@ def run(part: str, kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, __file__, "--worker", f"{part}:{kind}", "--elems", str(args.elems)]
     command += ["--layers", str(args.layers), "--steps", str(args.steps), "--kinds", *args.kinds]
-    ranks = [
+    started = [
         subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, text=True)
         for r in range(RANKS)
     ]
-    out = [p.communicate()[0] for p in ranks]
-    if any(p.returncode for p in ranks):
-        raise SystemExit(f"{part} {kind}: a rank ended with {[p.returncode for p in ranks]}")
+    out = [p.communicate()[0] for p in started]
+    if any(p.returncode for p in started):
+        raise SystemExit(f"{part} {kind}: a rank ended with {[p.returncode for p in started]}")
     found = [json.loads(text.strip().splitlines()[-1]) for text in out]
     print(part, kind, found, file=sys.stderr, flush=True)
     return found
 
 
-def update(_: str, args: argparse.Namespace) -> dict[str, Any]:
+def update(_kind: str, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each update of this rank's share, for each optimizer in turn beside DeepSpeed's: a busy host slows both alike."""
     from bigtrain import ranks, zero
 
@@ -159,7 +159,7 @@ def slowest(found: list[dict[str, Any]]) -> float:
     return statistics.median(max(pair) for pair in zip(*(rank["seconds"] for rank in found)))
 
 
-def report(rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> str:
+def report(rows: dict[str, Any], args: argparse.Namespace) -> str:
     """Both tables as a page."""
     cpu = next(
         (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x),

@@ -170,6 +170,7 @@ def load(engine: Engine, directory: str | Path, tag: str | None, trust: bool) ->
             f"{run['deepspeed_steps']}: not the checkpoint asked for.",
             str(folder),
         )
+    zero.replay_cpu_adam(getattr(engine.deepspeed.optimizer, "optimizer", None))
     live.set_run_state(engine, run)
     set_random_state(own)
     return run["state"]

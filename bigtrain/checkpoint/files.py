@@ -17,8 +17,6 @@ import xxhash
 from bigtrain.checkpoint.manifest import ALIGN_BYTES, SavedSlice
 from bigtrain.errors import CheckpointError
 
-WRITE_BYTES = 16 << 20  # large requests: enough to keep a disk busy, small beside any state
-WRITEBACK_BYTES = 1 << 20  # pieces below this are not worth a request to the disk
 HEADER_LIMIT_BYTES = 1 << 30
 
 
@@ -34,7 +32,8 @@ class Disk:
         """Called before each operation; a place for tests to fail."""
 
     @contextlib.contextmanager
-    def _doing(self, operation: str, path: Path) -> Iterator[None]:
+    def doing(self, operation: str, path: Path) -> Iterator[None]:
+        """Announce an operation, and name it in the error if it fails."""
         try:
             self.step(operation, path)
             yield
@@ -45,12 +44,12 @@ class Disk:
 
     def make_folder(self, path: Path) -> None:
         """Create a folder and its parents; it may exist."""
-        with self._doing("create", path):
+        with self.doing("create", path):
             path.mkdir(parents=True, exist_ok=True)
 
     def write_file(self, path: Path, data: bytes) -> tuple[int, str]:
         """Write a whole small file and fsync it; returns (bytes, xxh3)."""
-        with self._doing("write", path):
+        with self.doing("write", path):
             with open(path, "wb") as file:
                 file.write(data)
                 file.flush()
@@ -60,7 +59,7 @@ class Disk:
 
     def sync_folder(self, path: Path) -> None:
         """fsync a folder, so that the names in it last."""
-        with self._doing("fsync", path):
+        with self.doing("fsync", path):
             handle = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(handle)
@@ -69,56 +68,14 @@ class Disk:
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename within one file system and fsync the parent."""
-        with self._doing("rename", target):
+        with self.doing("rename", target):
             os.rename(source, target)
         self.sync_folder(target.parent)
 
     def remove_tree(self, path: Path) -> None:
         """Delete a folder; what is already gone is no error."""
-        with self._doing("remove", path):
+        with self.doing("remove", path):
             shutil.rmtree(path, ignore_errors=True)
-
-
-class DataFile:
-    """A file written piece by piece at known offsets, in large requests; `close` makes it last."""
-
-    def __init__(self, disk: Disk, path: Path):
-        self._disk, self.path = disk, path
-        with disk._doing("create", path):
-            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-
-    def write(self, data: memoryview, offset: int) -> None:
-        """Write all of `data` at byte `offset`."""
-        for begin in range(0, len(data), WRITE_BYTES):
-            part = data[begin : begin + WRITE_BYTES]
-            with self._disk._doing("write", self.path):
-                start = offset
-                while len(part):
-                    done = os.pwrite(self._handle, part, offset)
-                    part, offset = part[done:], offset + done
-                self._begin_writeback(start, offset - start)
-
-    def _begin_writeback(self, offset: int, size: int) -> None:
-        """Let the disk work while the next piece is hashed; else it would idle until the fsync, or until memory is short.
-
-        On Linux this advice starts writing the dirty pages and waits for nothing (mm/fadvise.c).
-        """
-        if size >= WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._handle, offset, size, os.POSIX_FADV_DONTNEED)
-
-    def close(self) -> None:
-        """fsync and close."""
-        try:
-            with self._disk._doing("fsync", self.path):
-                os.fsync(self._handle)
-        finally:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Close without a promise; safe to call twice."""
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
 
 
 def aligned(offset: int) -> int:
@@ -198,20 +155,20 @@ def _free_bytes_or_none(path: Path) -> int | None:
         return None
 
 
-def hash_chunks(data: memoryview, chunk_bytes: int) -> tuple[str, ...]:
-    """One hash for each `chunk_bytes` of `data`."""
-    return tuple(digest(data[i : i + chunk_bytes]) for i in range(0, len(data), chunk_bytes))
-
-
 def check_chunk(saved: SavedSlice, chunk: int, begin: int, content: memoryview, path: Path) -> None:
     """Compare chunk number `chunk` of a slice, which starts at byte `begin` of it, with its hash.
 
     Raises:
         CheckpointError: names file, tensor and element range.
     """
-    if digest(content) != saved.xxh3[chunk]:
+    check_hash(saved, chunk, begin, len(content), digest(content), path)
+
+
+def check_hash(saved: SavedSlice, chunk: int, begin: int, size: int, found: str, path: Path) -> None:
+    """As `check_chunk`, for `size` bytes whose hash is known."""
+    if found != saved.xxh3[chunk]:
         low = saved.start + begin // saved.item_bytes
-        high = low + len(content) // saved.item_bytes
+        high = low + size // saved.item_bytes
         raise CheckpointError(
             f"{path} is damaged: {saved.kind} of {saved.param}, elements [{low}, {high}), do not have the hash they were "
             "written with. Take another checkpoint.",

@@ -218,6 +218,7 @@ def set_scalars(engine: Any, saved: list[dict[str, Any]]) -> None:
         for name, *_ in flat.pieces[:1]:
             for key, (type_name, value) in by_param.get(name, {}).items():
                 flat.state[key] = _unscalar(type_name, value, flat.tensor.device if fused else torch.device("cpu"))
+    zero.replay_cpu_adam(getattr(engine.deepspeed.optimizer, "optimizer", None))
 
 
 def _is_scalar_tensor(value: Any) -> bool:

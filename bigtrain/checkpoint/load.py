@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from bigtrain import ranks
 from bigtrain.checkpoint import files, reshard
-from bigtrain.checkpoint.files import check_chunk
+from bigtrain.checkpoint.datafile import BLOCK_BYTES, PAGE_BYTES, DataSource, aligned_buffer, take_hashed
 from bigtrain.checkpoint.manifest import SavedSlice
-from bigtrain.checkpoint.reshard import Read
+from bigtrain.checkpoint.reshard import Index, Read
 from bigtrain.checkpoint.slices import DTYPES, LocalSlice, raw
 from bigtrain.checkpoint.store import Opened
 from bigtrain.errors import CheckpointError
 
-READERS = 2  # threads a rank; hashing and copying release the interpreter lock
+GAP_BYTES = 4096  # chunks no farther apart than this are read in one request
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Part:
-    """Whole chunks `[begin, end)` bytes of a saved slice, of which elements `[first, first + count)` go to a tensor."""
+    """Whole chunk `[begin, end)` bytes of a saved slice, of which some elements from byte `skip_bytes` on go to a tensor."""
 
-    path: Path
     saved: SavedSlice
     begin: int
     end: int
@@ -35,9 +35,39 @@ class _Part:
     target: torch.Tensor
     skip_bytes: int
 
+    @property
+    def position(self) -> int:
+        """Of its first byte in the data file."""
+        return self.saved.offset + self.begin
 
-def load_slices(opened: Opened, slices: Sequence[LocalSlice], *, readers: int = READERS) -> int:
+    @property
+    def size(self) -> int:
+        """Bytes to read."""
+        return self.end - self.begin
+
+    def check(self, found: str, path: Path) -> None:
+        """Compare with the hash that was written."""
+        files.check_hash(self.saved, self.chunk, self.begin, self.size, found, path)
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Chunks that lie side by side in one file: one request to the disk."""
+
+    path: Path
+    file_bytes: int
+    begin: int
+    end: int
+    parts: list[_Part] = field(default_factory=list)
+
+
+def load_slices(opened: Opened, slices: Sequence[LocalSlice], *, index: Index | None = None) -> int:
     """Fill `slices` from a checkpoint of any number of ranks; bytes read by this rank. All ranks call it.
+
+    Args:
+        opened: the checkpoint.
+        slices: this rank's state.
+        index: `reshard.index_slices` of the checkpoint, where the caller has it.
 
     Raises:
         CheckpointError: a tensor is missing or of another shape (found before anything is read, on all ranks), or bytes on
@@ -45,13 +75,20 @@ def load_slices(opened: Opened, slices: Sequence[LocalSlice], *, readers: int = 
             `RanksDisagreeError` with the same text).
     """
     with ranks.together(f"planning the load of {opened.folder}"):
-        index = reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
+        if index is None:
+            index = reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
         reads = reshard.plan_reads(index, [s.wanted() for s in slices])
         _check_dtypes(reads, slices)
-        parts = [part for read in reads for part in _parts(opened, read, slices[read.wanted].tensor)]
-    with ranks.together(f"reading {opened.folder}"), _Handles() as handles:
-        with ThreadPoolExecutor(readers) as threads:
-            return sum(threads.map(lambda part: _read_part(part, handles), parts))
+        stretches = list(_stretches(opened, reads, slices))
+    with ranks.together(f"reading {opened.folder}"), _Sources() as sources:
+        with ThreadPoolExecutor(readers()) as threads:
+            return sum(threads.map(lambda stretch: _read(stretch, sources), stretches))
+
+
+def readers() -> int:
+    """Threads of a rank that read, hash and copy: its share of the cores, so that one hashes while another one waits."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(2, min(8, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
 
 
 def _check_dtypes(reads: Sequence[Read], slices: Sequence[LocalSlice]) -> None:
@@ -64,46 +101,87 @@ def _check_dtypes(reads: Sequence[Read], slices: Sequence[LocalSlice]) -> None:
             )
 
 
-def _parts(opened: Opened, read: Read, tensor: torch.Tensor) -> Iterator[_Part]:
+def _stretches(opened: Opened, reads: Sequence[Read], slices: Sequence[LocalSlice]) -> Iterator[_Stretch]:
+    """The chunks to read, joined where they are neighbours in a file, `BLOCK_BYTES` at the most."""
+    last: _Stretch | None = None
+    for read in reads:
+        path, rank = opened.data_path(read.rank), opened.ranks[read.rank]
+        for part in _parts(rank.chunk_bytes, read, slices[read.wanted].tensor):
+            begin, end = part.position, part.position + part.size
+            near = last is not None and last.path == path and 0 <= begin - last.end <= GAP_BYTES
+            if last is None or not near or end - last.begin > BLOCK_BYTES:
+                if last is not None:
+                    yield last
+                last = _Stretch(path, rank.data_bytes, begin, end)
+            last.parts.append(part)
+            last.end = end
+    if last is not None:
+        yield last
+
+
+def _parts(chunk: int, read: Read, tensor: torch.Tensor) -> Iterator[_Part]:
     """One part for each hash chunk that the read touches."""
-    chunk, item = opened.ranks[read.rank].chunk_bytes, read.saved.item_bytes
+    item = read.saved.item_bytes
     first, last = read.source_start * item, (read.source_start + read.count) * item
     for begin in range(first // chunk * chunk, last, chunk):
         end = min(begin + chunk, read.saved.nbytes)
         low, high = max(begin, first), min(end, last)
         start = read.target_start + (low - first) // item
-        target = tensor[start : start + (high - low) // item]
-        yield _Part(opened.data_path(read.rank), read.saved, begin, end, begin // chunk, target, low - begin)
+        yield _Part(read.saved, begin, end, begin // chunk, tensor[start : start + (high - low) // item], low - begin)
 
 
-def _read_part(part: _Part, handles: _Handles) -> int:
-    size = part.end - part.begin
-    direct = not part.target.is_cuda and part.target.nbytes == size
-    buffer = raw(part.target) if direct else memoryview(bytearray(size))
-    files.read_exactly(handles.open(part.path), buffer, part.saved.offset + part.begin, part.path)
-    check_chunk(part.saved, part.chunk, part.begin, buffer, part.path)
-    if not direct:
-        wanted = torch.frombuffer(buffer, dtype=torch.uint8)[part.skip_bytes : part.skip_bytes + part.target.nbytes]
-        part.target.copy_(wanted.clone().view(part.target.dtype))
-    return size
+def _read(stretch: _Stretch, sources: _Sources) -> int:
+    source = sources.open(stretch.path, stretch.file_bytes)
+    if not source.direct:
+        for part in stretch.parts:
+            _read_cached(part, source)
+    else:
+        block = source.read_block(sources.buffer(stretch.end - stretch.begin), stretch.begin, stretch.end)
+        for part in stretch.parts:
+            _take(part, block[part.position - stretch.begin :][: part.size], stretch.path)
+    return sum(part.size for part in stretch.parts)
 
 
-class _Handles(contextlib.AbstractContextManager["_Handles"]):
-    """Open files, each opened once."""
+def _read_cached(part: _Part, source: DataSource) -> None:
+    whole = not part.target.is_cuda and part.target.nbytes == part.size
+    buffer = raw(part.target) if whole else memoryview(bytearray(part.size))
+    part.check(source.read_hashed(buffer, part.position), source.path)
+    if not whole:
+        _copy_elements(part, buffer)
+
+
+def _take(part: _Part, content: memoryview, path: Path) -> None:
+    whole = not part.target.is_cuda and part.target.nbytes == part.size
+    part.check(take_hashed(content, raw(part.target) if whole else None), path)
+    if not whole:
+        _copy_elements(part, content)
+
+
+def _copy_elements(part: _Part, content: memoryview) -> None:
+    wanted = torch.frombuffer(content, dtype=torch.uint8)[part.skip_bytes : part.skip_bytes + part.target.nbytes]
+    part.target.copy_(wanted.clone().view(part.target.dtype))
+
+
+class _Sources(contextlib.AbstractContextManager["_Sources"]):
+    """Open files, each opened once, and a buffer for each reading thread."""
 
     def __init__(self) -> None:
-        self._open: dict[Path, int] = {}
+        self._open: dict[Path, DataSource] = {}
+        self._lock = threading.Lock()
+        self._own = threading.local()
 
-    def open(self, path: Path) -> int:
-        if path not in self._open:
-            try:
-                handle = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise CheckpointError(f"cannot open {path}: {error.strerror}", str(path)) from error
-            if self._open.setdefault(path, handle) != handle:  # another thread was faster
-                os.close(handle)
-        return self._open[path]
+    def open(self, path: Path, size: int) -> DataSource:
+        with self._lock:
+            if path not in self._open:
+                self._open[path] = DataSource(path, size)
+            return self._open[path]
+
+    def buffer(self, size: int) -> memoryview:
+        held = getattr(self._own, "buffer", None)
+        if held is None or len(held) < size + 2 * PAGE_BYTES:  # a chunk may be longer than a block
+            held = self._own.buffer = memoryview(aligned_buffer(max(BLOCK_BYTES, size) + 2 * PAGE_BYTES))  # type: ignore[arg-type]
+        return held
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._open.values():
-            os.close(handle)
+        for source in self._open.values():
+            source.close()

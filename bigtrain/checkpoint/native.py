@@ -16,6 +16,7 @@ from bigtrain.errors import CheckpointError
 from bigtrain.flat import refresh_weights, regather_persistent
 from bigtrain.meeting import Point, meet, naming_the_lost
 from bigtrain.weights.companions import companion_files
+from bigtrain.whereabouts import HERE
 
 if TYPE_CHECKING:
     from bigtrain.engine import Engine
@@ -74,6 +75,7 @@ class Checkpoints:
             CheckpointError: in the middle of an accumulation, or it cannot be written.
         """
         engine = self._engine
+        HERE.folder = HERE.folder or str(directory)
         meet(Point.SAVE, engine.global_step, 0, limit_s=MEET_S)
         if not engine.between_steps:
             raise CheckpointError(
@@ -136,7 +138,7 @@ class Checkpoints:
             index = reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
             live.check_layout(opened.run["layout"], self._layout(), index)
             slices, again = live.slices_to_fill(engine, index)
-        load_slices(opened, slices)
+        load_slices(opened, slices, index=index)
         for moment in again:
             moment.finish()
         self._restore(opened)

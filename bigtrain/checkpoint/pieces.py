@@ -14,8 +14,9 @@ from bigtrain import ranks
 from bigtrain.checkpoint import files
 from bigtrain.checkpoint.manifest import CHUNK_BYTES, RankManifest, SavedSlice
 from bigtrain.checkpoint.slices import DTYPE_NAMES, LocalSlice
+from bigtrain.checkpoint.snapshot import Copy
 
-UNIT_BYTES = 16 * CHUNK_BYTES  # 64 MiB: the longest that an update can wait for the writer to let go of a piece
+UNIT_BYTES = 4 * CHUNK_BYTES  # 16 MiB: the most that an update waits for the writer to let go of
 LIVE, BUSY, COPIED, DONE = range(4)
 
 
@@ -27,7 +28,7 @@ class Unit:
     offset: int
     slice_index: int
     state: int = LIVE
-    copy: torch.Tensor | None = None
+    copy: Copy | None = None
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """Saving beside training: state that does not change before the next optimizer update is written straight from where it lies.
 
 `Saver.start` returns at once. A thread then writes the state in units of at most `UNIT_BYTES`; what it has not reached when the
-next update is due is copied to host memory by `before_update`, so that the update never waits for the disk and the extra memory
-is at most one snapshot. State on a GPU goes to pinned host buffers first, which are kept for the next save; no GPU memory is
-allocated.
+next update is due is copied to host memory by `before_update`, while the thread goes on writing, so that the update never waits
+for the disk and the extra memory is at most one snapshot: none where the disk is done before the update. State on a GPU goes to
+pinned host memory first; no GPU memory is allocated. Host memory is kept for the next save (`snapshot.HostMemory`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,25 @@ import torch
 from bigtrain import ranks
 from bigtrain.checkpoint import files, manifest, store
 from bigtrain.checkpoint.confirm import Confirmation, LostRankError
-from bigtrain.checkpoint.files import DataFile, Disk
+from bigtrain.checkpoint.datafile import DataFile, DiskThread
+from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.manifest import CHUNK_BYTES
-from bigtrain.checkpoint.pieces import BUSY, COPIED, DONE, LIVE, UNIT_BYTES, Job, Unit, plan
-from bigtrain.checkpoint.slices import LocalSlice, host_copy, raw, share_of
+from bigtrain.checkpoint.pieces import BUSY, COPIED, DONE, LIVE, Job, Unit, plan
+from bigtrain.checkpoint.slices import LocalSlice, raw, share_of
+from bigtrain.checkpoint.snapshot import HostMemory, copy_host
 from bigtrain.errors import CheckpointError
+from bigtrain.whereabouts import HERE
 
 log = logging.getLogger(__name__)
 
 SPARE_BYTES = 64 << 20  # free space asked for beyond the exact size: manifests, and file system bookkeeping
 CONFIRM_TIMEOUT_S = 3600.0  # how long a rank waits for the slowest writer
+
+
+def _copiers() -> int:
+    """Threads that copy: this rank's share of the cores, up to 8, which saturate the memory of any machine seen."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(8, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
 
 
 class Saver:
@@ -56,8 +66,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._job: Job | None = None
         self._error: Exception | None = None
-        self._urgent = False
-        self._pool: list[torch.Tensor] = []
+        self._disk_thread = DiskThread()
+        self._host, self._pinned = HostMemory(pinned=False), HostMemory(pinned=True)
         with ranks.together(f"preparing {self.root}"):
             if ranks.is_main():
                 store.restore_moved_aside(self._disk, self.root)
@@ -124,24 +134,15 @@ class Saver:
         if job is None:
             return
         began = time.perf_counter()
-        self._urgent = True  # the writer begins no new piece: it would take the cores and the memory bus from the copying
-        try:
-            self._copy_the_rest(job)
-        finally:
-            with self._lock:
-                self._urgent = False
-                self._lock.notify_all()
+        self._copy_the_rest(job)
         self._job = None
         self.blocked_s += time.perf_counter() - began
 
     def _copy_the_rest(self, job: Job) -> None:
-        # From the back, so that writer and copier do not wait for each other.
-        for unit in reversed(job.units):
-            with self._lock:
-                if unit.state != LIVE:
-                    continue
-                unit.state = BUSY
-            self._copy(unit)
+        # From the back, so that writer and copiers do not wait for each other.
+        if any(unit.state == LIVE for unit in job.units):
+            with ThreadPoolExecutor(_copiers()) as threads:
+                list(threads.map(self._copy_if_live, reversed(job.units)))
         with self._lock:
             while any(u.state in (LIVE, BUSY) for u in job.units) and self._error is None:
                 self._lock.wait(0.5)
@@ -149,7 +150,8 @@ class Saver:
     def wait(self) -> None:
         """Wait until the save in flight is on disk on every rank; raise what it failed with."""
         if self._thread is not None:
-            self._thread.join()
+            with HERE.together("waiting for the checkpoint to be on disk"):
+                self._thread.join()
             self._thread = self._job = None
         error, self._error = self._error, None
         if error is not None:
@@ -172,18 +174,33 @@ class Saver:
                     str(self.root),
                 )
 
+    def _copy_if_live(self, unit: Unit) -> None:
+        with self._lock:
+            if unit.state != LIVE:
+                return
+            unit.state = BUSY
+        self._copy(unit)
+
     def _copy(self, unit: Unit) -> None:
         try:
-            copy = host_copy(unit.tensor)
+            copy = self._host.take(unit.tensor)
+            if unit.tensor.is_cuda:
+                copy.tensor.copy_(unit.tensor)
+            else:
+                copy_host(unit.tensor, copy.tensor)
         except BaseException:  # out of memory: the update is not done, so the writer can take the live state after all
             with self._lock:
                 unit.state = LIVE
                 self._lock.notify_all()
             raise
         with self._lock:
-            self.copied_bytes += copy.nbytes
-            unit.copy, unit.state = copy, COPIED
+            self.copied_bytes += unit.tensor.nbytes
+            wanted = unit.state == BUSY  # else the writer has failed meanwhile, and let go of everything
+            if wanted:
+                unit.copy, unit.state = copy, COPIED
             self._lock.notify_all()
+        if not wanted:
+            copy.give_back()
 
     # ------------------------------------------------------------ the writing thread
 
@@ -230,36 +247,31 @@ class Saver:
 
     def _fetch_from_gpu(self, job: Job) -> None:
         """Copy what lies on a GPU to the pinned buffers, on a stream of its own, before anything is written."""
-        units = [u for u in job.units if u.tensor.is_cuda]
-        if not units:
+        if job.ready is None:
             return
         stream = torch.cuda.Stream()
-        stream.wait_event(job.ready)  # type: ignore[arg-type]
-        for index, unit in enumerate(units):
+        stream.wait_event(job.ready)
+        fetched = []
+        for unit in job.units:
             with self._lock:
-                if unit.state != LIVE:
+                if unit.state != LIVE or not unit.tensor.is_cuda:
                     continue
                 unit.state = BUSY
-            copy = self._pinned(index)[: unit.tensor.nbytes].view(unit.tensor.dtype)
+            fetched.append(unit)
+            unit.copy = self._pinned.take(unit.tensor)
             with torch.cuda.stream(stream):
-                copy.copy_(unit.tensor, non_blocking=True)
-            unit.copy = copy
+                unit.copy.tensor.copy_(unit.tensor, non_blocking=True)
         stream.synchronize()
         with self._lock:
-            for unit in units:
+            for unit in fetched:
                 unit.state = COPIED
             self._lock.notify_all()
 
-    def _pinned(self, index: int) -> torch.Tensor:
-        while len(self._pool) <= index:
-            self._pool.append(torch.empty(UNIT_BYTES, dtype=torch.uint8, pin_memory=True))
-        return self._pool[index]
-
     def _write(self, job: Job) -> tuple[str, int, str]:
         name = manifest.stem(ranks.rank(), ranks.world_size())
-        data = DataFile(self._disk, job.scratch / f"{name}.safetensors")
+        data = DataFile(self._disk, job.scratch / f"{name}.safetensors", self._disk_thread)
         try:
-            data.write(memoryview(job.header), 0)
+            data.write(memoryview(job.header), 0, len(job.header))
             for unit in job.units:
                 self._write_unit(job, unit, data)
             data.close()
@@ -270,24 +282,30 @@ class Saver:
         return f"{name}.json", size, digest
 
     def _write_unit(self, job: Job, unit: Unit, data: DataFile) -> None:
+        """Hash a unit and hand it to the disk; when this returns, its memory may change."""
         with self._lock:
-            while unit.state == BUSY or self._urgent:
+            while unit.state == BUSY:
                 self._lock.wait(0.5)
             if unit.state == LIVE:
                 unit.state = BUSY
-        content = raw(unit.tensor if unit.copy is None else unit.copy)
-        job.hashes[unit.slice_index] += files.hash_chunks(content, CHUNK_BYTES)
-        data.write(content, unit.offset)
+        content = raw(unit.tensor if unit.copy is None else unit.copy.tensor)
+        job.hashes[unit.slice_index] += data.write(content, unit.offset, CHUNK_BYTES)
+        HERE.touch()
+        self._done(unit)
+
+    def _done(self, unit: Unit) -> None:
         with self._lock:
-            unit.state, unit.copy = DONE, None
+            copy, unit.copy, unit.state = unit.copy, None, DONE
             self._lock.notify_all()
+        if copy is not None:
+            copy.give_back()
 
     def _release(self, job: Job) -> None:
         """Let go of all live state, whatever happened, so that no update waits for a writer that has failed."""
-        with self._lock:
-            for unit in job.units:
-                unit.state, unit.copy = DONE, None
-            self._lock.notify_all()
+        for unit in job.units:
+            self._done(unit)
+        self._host.settle()
+        self._pinned.settle()
 
     def _commit(self, job: Job, entries: dict[str, tuple[int, str]]) -> Exception | None:
         """Rank 0 makes it a checkpoint; returns what went wrong."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,9 +13,6 @@ DTYPE_NAMES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.uint16: "U16",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-
-_HUGE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +61,6 @@ def share_of(slices: list[LocalSlice], rank: int, world: int) -> list[LocalSlice
         if s.tensor.numel():
             kept.append(s)
     return kept
-
-
-def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory; large ones on huge pages, since first-touch faults of small pages cost more than the copying."""
-    if tensor.nbytes < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty_like(tensor, device="cpu").copy_(tensor)
-    area = mmap.mmap(-1, tensor.nbytes)
-    with contextlib.suppress(OSError):  # a kernel without them
-        area.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(area, dtype=tensor.dtype).copy_(tensor)
 
 
 def raw(tensor: torch.Tensor) -> memoryview:

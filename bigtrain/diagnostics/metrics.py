@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bigtrain.plan.room import room
+
 T = TypeVar("T")
 WARMUP_STEPS = 3
 
@@ -188,6 +190,11 @@ class HostMemory:
         """Resident set size."""
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * self._page_bytes
+
+    def share(self) -> float:
+        """Part of the host's memory that is in use by everybody: of the container's limit, or of the machine's; 0: unknown."""
+        now = room()
+        return 0.0 if now is None else now.share
 
     def pss_bytes(self) -> int:
         """Proportional set size, perhaps a little old; 0 where the kernel does not tell."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import ranks, zero
+from bigtrain import heap, ranks, zero
 from bigtrain.errors import ModelError
 from bigtrain.models.batchnorm import keep_statistics_in_fp32
 from bigtrain.models.checkpointing import disable_cache
@@ -106,13 +106,18 @@ def build_model(
     checkpoints = dict(frozen_checkpoints or {})
     target = _target(config, stage, seed, dtype, init_device, keep_in_fp32)
     if recipe.directory:
-        allowed = (tuple(allow_missing), tuple(allow_unexpected))
+        allowed = (_patterns(allow_missing), _patterns(allow_unexpected))
         model, info = _build_pretrained(recipe, target, checkpoints, resize_vocab_to, allowed)
     else:
         model, info = _build_fresh(recipe, target, checkpoints, resize_vocab_to)
     info.source, info.dtype, info.ds_config, info.keep_in_fp32 = recipe.label, dtype, config, tuple(keep_in_fp32)
     _settle(model, info, target, [*freeze, *checkpoints])
+    heap.give_back()  # what was drawn in fp32 is gone, the heap that held it is not
     return model
+
+
+def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _config(ds_config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:

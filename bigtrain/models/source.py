@@ -142,9 +142,11 @@ def fetched(source: Any) -> Any:
 
     try:
         with ranks.together(f"fetching {source}"), ranks.main_first(f"fetching {source}"):
-            return Path(snapshot_download(source))
+            snapshot = Path(snapshot_download(source))
     except Exception as error:
         raise ModelError(f"{source} is no folder here, and the hub does not give it: {error}") from error
+    ranks.agree(snapshot.name, f"the revision of {source} in the hosts' caches")
+    return snapshot
 
 
 def _apply_overrides(config: Any, overrides: dict[str, Any]) -> None:

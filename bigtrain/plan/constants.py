@@ -16,13 +16,17 @@ NCCL_PER_FURTHER_RANK_BYTES = 72_000_000
 # A communicator grows by channels, not without end: eight ranks of one host and more share rings.
 NCCL_RANKS_THAT_GROW_IT = 8
 
-# Resident set of a training process before any buffer: torch with CUDA 2.05e9 B (measured on three H100/H200 runs with
-# everything on the GPU), CPU-only torch + transformers + deepspeed 379 MiB (measured at import).
-HOST_PROCESS_BYTES = {"cuda": 2_050_000_000, "cpu": 379 * _MIB}
+# Resident set of a training process before any buffer. With CUDA: 2.05e9 B, measured on three H100/H200 runs with everything
+# on the GPU. On CPUs (torch 2.13, deepspeed 0.19.8, transformers 5.24): what launch/train.py holds by itself once it steps,
+# which is Python objects and library data of its own, and library code that the ranks of a host share.
+_CUDA_PROCESS_BYTES = 2_050_000_000
+_CPU_PRIVATE_BYTES = 385 * _MIB
+_CPU_SHARED_BYTES = 170 * _MIB
 
-# glibc gives blocks below its largest mmap threshold (32 MiB on 64 bit) back to its heap, not to the system: on a CPU the
-# slices of ZeRO-3's build stay resident after they are freed (malloc_trim after start-up returned just these bytes).
+# glibc gives blocks below its largest mmap threshold (32 MiB on 64 bit) back to its heap, not to the system.
 MALLOC_MMAP_BYTES = 32 * _MIB
+# Whole fp32 parameters that a build at stage 3 holds at once (models/window.py DEFAULT_LIMIT_BYTES).
+WINDOW_BYTES = 512 * _MIB
 
 # Reading weights: rank-local byte ranges through one buffer. Saving: two staging buffers of the writer.
 READ_BUFFER_BYTES = 64 * _MIB
@@ -31,6 +35,11 @@ SAVE_BUFFER_BYTES = 512 * _MIB
 # A configuration "fits" with this much to spare: error of the predictions, and what else lives on the card or host.
 GPU_MARGIN = 0.04
 HOST_MARGIN = 0.05
+
+
+def process_bytes(device: str, ranks_per_node: int) -> int:
+    """Host memory of one rank's process before any buffer; what ranks of a host share is divided among them (as PSS is)."""
+    return _CUDA_PROCESS_BYTES if device == "cuda" else _CPU_PRIVATE_BYTES + _CPU_SHARED_BYTES // ranks_per_node
 
 
 def nccl_bytes(world_size: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from bigtrain.plan import streamed
-from bigtrain.plan.constants import HOST_PROCESS_BYTES, MALLOC_MMAP_BYTES, READ_BUFFER_BYTES, SAVE_BUFFER_BYTES
+from bigtrain.plan.constants import READ_BUFFER_BYTES, SAVE_BUFFER_BYTES, process_bytes
 from bigtrain.plan.flat import flat_group, heaviest_rank, slice_elems, split_groups, sub_groups
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
@@ -97,6 +97,13 @@ class _SlicedHost(_Host):
             self.on_host = []
 
     def build(self) -> None:
+        if self.plan.drawn:
+            # models/build.py `_target`: fp32 slices wait on the host while values are drawn.
+            for i, elems in enumerate(self.local):
+                self.tape.hold(("drawn", i), 4 * elems, "weights, drawn in fp32")
+
+    def load(self) -> None:
+        self.tape.drop(*(("drawn", i) for i in range(len(self.local))))
         if self.zero.offload_param:
             # Every slice is pinned by itself first; torch keeps those blocks for later pinned requests.
             for i, elems in enumerate(self.local):
@@ -109,7 +116,7 @@ class _SlicedHost(_Host):
                 self.pin(("weights", g), 2 * sum(self.local[i] for i in members), "weights, host", copied=False)
             if not self.pins:
                 tape.drop(*(("slice", i) for i in range(len(self.local))))
-        else:
+        elif self.plan.device == "cuda":
             tape.touch(2 * sum(self.local), "host copies in passing")  # 'defragment' goes through the host
         for s, size in enumerate(self.on_host):
             tape.hold("converted", self.layout.remainder * size, "host copies in passing")
@@ -130,7 +137,7 @@ class _SlicedHost(_Host):
         for s, size in enumerate(self.on_host):
             if not self.tape.holds(("moments", s)):
                 self.tape.hold(("moments", s), self.plan.moment_bytes * size, "moments, host")
-            if not self.zero.offload_param:
+            if not self.zero.offload_param and self.plan.device == "cuda":
                 # fp32 on the host -> bf16 on the GPU: torch converts on the host first (ATen Copy.cu).
                 self.tape.touch(2 * size, "host copies in passing")
 
@@ -156,20 +163,19 @@ def _simulate(plan: PlanInput) -> _Host:
         host = _Host(plan)
     tape = host.tape
     tape.phase("build")
-    tape.hold("process", HOST_PROCESS_BYTES[plan.device], "process")
+    tape.hold("process", process_bytes(plan.device, plan.ranks_per_node), "process")
     if isinstance(host, _SlicedHost):
         host.build()
     tape.phase("load")
+    if isinstance(host, _SlicedHost):
+        host.load()
     tape.touch(READ_BUFFER_BYTES, "read buffer")
     tape.phase("start-up")
     if isinstance(host, _FlatHost | _SlicedHost):
         host.initialise()
-    elif zero.stage == 3:
+    elif zero.stage == 3 and plan.device == "cuda":
         local = sum(slice_elems(p.elems, plan.world_size) for p in plan.parameters.items)
         tape.touch(2 * local, "host copies in passing")
-    if plan.device == "cpu" and zero.stage == 3:
-        slices = [2 * slice_elems(p.elems, plan.world_size) for p in plan.parameters.items]
-        tape.hold("heap", sum(size for size in slices if size < MALLOC_MMAP_BYTES), "heap that malloc keeps")
     if plan.streams:
         # Mapped and registered, not from the caching allocator: no rounding. From the first step on.
         size = streamed.host_bytes(plan)

@@ -116,6 +116,7 @@ class PlanInput:
         loss: "full" (all logits in fp32), "chunked" (logits once, in bf16), "fused" (no logits); None: by kernels.
         decay_groups: two parameter groups (matrices decay, vectors do not), as the optimizer builder makes them.
         frozen: names of modules or parameters that do not train: no gradient, no states.
+        drawn: values are drawn in fp32 from a seed (a preset) instead of read from files.
         device: "cuda", or "cpu" for a run whose device memory is host memory.
     """
 
@@ -133,6 +134,7 @@ class PlanInput:
     loss: Loss | None = None
     decay_groups: bool = True
     frozen: tuple[str, ...] = ()
+    drawn: bool = False
     device: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:

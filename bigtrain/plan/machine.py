@@ -1,6 +1,7 @@
 """What this machine has: host memory (the container's limit where it is lower), lockable memory, /dev/shm, GPU memory.
 
-Reads files only; every function takes the root folder, so that a test or a run can point it at a faked tree.
+Reads files only; every function takes the root folder, so that a test can point it at a faked tree; for a whole run the
+variable BIGTRAIN_HOST_ROOT does that.
 """
 
 from __future__ import annotations
@@ -71,19 +72,30 @@ class HostMemory:
         return f"{show_bytes(self.machine_bytes)} (the machine's)"
 
 
-def host_memory(root: str | Path = "/") -> HostMemory | None:
-    """Read the limits below `root`; None where /proc/meminfo does not exist."""
-    root = Path(root)
+def default_root() -> Path:
+    """The root folder whose proc and sys are read: "/" unless BIGTRAIN_HOST_ROOT names another."""
+    return Path(os.environ.get("BIGTRAIN_HOST_ROOT") or "/")
+
+
+def meminfo_bytes(root: Path, name: str) -> int | None:
+    """A value of /proc/meminfo; None where it is not told."""
     try:
         text = (root / "proc/meminfo").read_text()
     except OSError:
         return None
-    match = re.search(r"^MemTotal:\s+(\d+) kB", text, re.MULTILINE)
-    if match is None:
+    match = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
+    return None if match is None else int(match.group(1)) * 1024
+
+
+def host_memory(root: str | Path | None = None) -> HostMemory | None:
+    """Read the limits below `root`; None where /proc/meminfo does not exist."""
+    root = default_root() if root is None else Path(root)
+    total = meminfo_bytes(root, "MemTotal")
+    if total is None:
         return None
     lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     lockable = None if lock == resource.RLIM_INFINITY else lock
-    return HostMemory(int(match.group(1)) * 1024, cgroup_limit(root), lockable, _shm_bytes(root))
+    return HostMemory(total, cgroup_limit(root), lockable, _shm_bytes(root))
 
 
 def _shm_bytes(root: Path) -> int | None:
@@ -96,22 +108,26 @@ def _shm_bytes(root: Path) -> int | None:
 
 def cgroup_limit(root: str | Path = "/") -> int | None:
     """Lowest memory limit of this process's cgroup and all above it, version 2 or 1; None: no limit."""
-    root = Path(root)
+    return min((limit for _, limit in cgroup_limits(Path(root))), default=None)
+
+
+def cgroup_limits(root: Path) -> list[tuple[Path, int]]:
+    """(folder, limit in bytes) of this process's cgroup and all above it that have a memory limit, version 2 or 1."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         lines = []
-    found: list[int] = []
+    found: list[tuple[Path, int]] = []
     for line in lines or ["0::/"]:
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers == "":
             found += _limits(root / "sys/fs/cgroup", path, "memory.max")
         elif "memory" in controllers.split(","):
             found += _limits(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
-    return min(found, default=None)
+    return found
 
 
-def _limits(base: Path, path: str, name: str) -> list[int]:
+def _limits(base: Path, path: str, name: str) -> list[tuple[Path, int]]:
     folder, found = base / path.lstrip("/"), []
     while True:
         try:
@@ -119,7 +135,7 @@ def _limits(base: Path, path: str, name: str) -> list[int]:
         except OSError:
             text = "max"
         if text.isdigit() and int(text) < _NO_LIMIT:
-            found.append(int(text))
+            found.append((folder, int(text)))
         if folder == base or base not in folder.parents:
             return found
         folder = folder.parent

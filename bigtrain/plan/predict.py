@@ -11,8 +11,9 @@ from bigtrain.plan.device import device_tape
 from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.host import host_tape, page_locked_bytes
 from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.resident import one_memory
 from bigtrain.plan.rows import formula, source
-from bigtrain.plan.tape import Ledger, Tape
+from bigtrain.plan.tape import Ledger
 
 
 @dataclass(frozen=True)
@@ -150,41 +151,6 @@ def _tree(name: str, ledger: Ledger) -> Tree:
     return Tree(name, ledger.peak_bytes, ledger.peak_phase, tuple(rows), ledger.by_phase)
 
 
-def _on_cpu(plan: PlanInput, device: Tape, host: Tape) -> tuple[Tree, Tree]:
-    """A CPU run has one memory: the phases' peaks of both tapes add up where they meet."""
-    gpu, own = device.ledger(), host.ledger()
-    phase = max(gpu.by_phase, key=lambda p: gpu.by_phase[p] + _host_level(own, p))
-    rows = device.rows_at_peak_of(phase)
-    for row, size in host.rows_at_peak_of(_host_phase(own, phase)).items():
-        rows[row] = rows.get(row, 0) + size
-    total = sum(rows.values())
-    both = Ledger(total, phase, rows, {p: b + _host_level(own, p) for p, b in gpu.by_phase.items()}, total)
-    return _tree("GPU", Ledger(0, phase, {}, {}, 0)), _tree("host", both)
-
-
-# A phase of the GPU's tape -> the phase of the host's tape that is under way.
-_HOST_PHASES = {
-    "build": "build",
-    "start-up": "start-up",
-    "backward": "backward",
-    "bucket flush": "backward",
-    "norm": "optimizer step",
-    "optimizer step": "optimizer step",
-    "all-gather": "optimizer step",
-    "checkpoint save": "checkpoint save",
-    "export": "export",
-}
-
-
-def _host_phase(own: Ledger, phase: str) -> str:
-    name = _HOST_PHASES.get(phase, "optimizer step")  # forward and loss: what a finished step has left behind
-    return name if name in own.by_phase else "start-up"
-
-
-def _host_level(own: Ledger, phase: str) -> int:
-    return own.by_phase[_host_phase(own, phase)]
-
-
 def predict(plan: PlanInput, *, reserve: bool = True) -> Plan:
     """Simulate the run and read the ledgers.
 
@@ -195,8 +161,9 @@ def predict(plan: PlanInput, *, reserve: bool = True) -> Plan:
     """
     device, host = device_tape(plan, steady_only=not reserve), host_tape(plan)
     if plan.device == "cpu":
-        gpu_tree, host_tree = _on_cpu(plan, device, host)
-        return Plan(plan, gpu_tree, 0, 0, host_tree, plan.ranks_per_node)
+        together = one_memory(device, host).ledger()
+        nothing = Ledger(0, together.peak_phase, {}, {}, 0)
+        return Plan(plan, _tree("GPU", nothing), 0, 0, _tree("host", together), plan.ranks_per_node)
     gpu_tree = _tree("GPU", device.ledger())
     reserved = (reserved_bytes(device)[0] if reserve else gpu_tree.bytes) + CUBLAS_WORKSPACE_BYTES
     used = reserved + CUDA_CONTEXT_BYTES + nccl_bytes(plan.world_size)

@@ -104,19 +104,15 @@ class Tape:
                 by_phase[phase] = max(held, by_phase.get(phase, 0))
         return Ledger(peak, peak_phase, self._held_rows(peak_at), by_phase, held)
 
-    def rows_at_peak_of(self, phase: str) -> dict[str, int]:
-        """What is held at the largest moment of one phase."""
-        held, best, best_at, current = 0, -1, 0, ""
-        for at, (kind, _, size, name) in enumerate(self.events):
-            if kind == ALLOC:
-                held += size
-            elif kind == FREE:
-                held -= size
-            elif kind == PHASE:
-                current = name
-            if current == phase and held > best:
-                best, best_at = held, at + 1
-        return self._held_rows(best_at)
+    def segments(self) -> list[tuple[str, list[tuple[int, int, int, str]]]]:
+        """(phase, its events) in order; a phase that comes again is a segment of its own."""
+        found: list[tuple[str, list[tuple[int, int, int, str]]]] = []
+        for event in self.events:
+            if event[0] == PHASE:
+                found.append((event[3], []))
+            elif found:
+                found[-1][1].append(event)
+        return found
 
     def _held_rows(self, until: int) -> dict[str, int]:
         rows: dict[str, int] = {}

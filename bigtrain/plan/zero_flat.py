@@ -12,6 +12,34 @@ from bigtrain.plan.streamed import hold_buffers
 from bigtrain.plan.tape import Tape
 
 
+def build_whole(plan: PlanInput, tape: Tape) -> None:
+    """Stages 0 to 2: every parameter whole, as ("built", i). Drawn ones are fp32 until all are there, then rounded in turn.
+
+    Source: models/build.py `_build_fresh`, `_allocate`.
+    """
+    rows = ["weights before flattening" if trains else "weights, frozen" for trains in plan.trains]
+    sizes = [p.elems for p in plan.parameters.items]
+    if plan.drawn:
+        for i, elems in enumerate(sizes):
+            tape.hold(("drawn", i), 4 * elems, "weights, drawn in fp32")
+    for i, elems in enumerate(sizes):
+        tape.hold(("built", i), 2 * elems, rows[i])
+        tape.drop(("drawn", i))
+
+
+# Elements of gradients that a split optimizer gathers at once (optim/split.py GATHER_ELEMS).
+GATHER_ELEMS = 2**25
+
+
+def update_temporaries(plan: PlanInput, tape: Tape, elems: int) -> None:
+    """What torch's AdamW makes on a CPU, where it has no fused kernel in use: sqrt(v), and that divided, of a whole group.
+
+    Source: torch/optim/adam.py `_single_tensor_adam`: `(exp_avg_sq.sqrt() / bias_correction2_sqrt).add_(eps)`.
+    """
+    if plan.device == "cpu" and plan.optimizer == "adamw":
+        tape.touch(8 * elems, "update in passing")
+
+
 class FlatSharding:
     """Device memory of one rank under stage 1 or 2."""
 
@@ -25,6 +53,8 @@ class FlatSharding:
         self.place = {i: (g, at) for g, group in enumerate(self.groups) for at, i in enumerate(group.members)}
         self.touched = sum(touched_elems(self.items, g, self.rank) for g in self.groups)
         self.compact = self.zero.grad_bytes == 4
+        # One rank at stage 2 leaves bf16 gradients where autograd puts them (bigtrain/reduction.py `_nobody_to_reduce_with`).
+        self.alone = world == 1 and self.zero.stage == 2 and not self.zero.offload_optimizer and not self.compact
         self.bucket: list[int] = []
         self.filled = 0
         # Without overlap_comm, stage 1 reduces after backward; so does every micro step before the last.
@@ -34,9 +64,7 @@ class FlatSharding:
     # Start-up.
 
     def build(self) -> None:
-        for i, p in enumerate(self.items):
-            row = "weights before flattening" if self.plan.trains[i] else "weights, frozen"
-            self.tape.hold(("built", i), 2 * p.elems, row)
+        build_whole(self.plan, self.tape)
 
     def initialise(self) -> None:
         tape, offload = self.tape, self.zero.offload_optimizer
@@ -73,11 +101,20 @@ class FlatSharding:
     def _open_buckets(self) -> None:
         # 'setup_buckets': at the first gradient of every backward, full size whatever is used of it.
         size = 2 if self.zero.stage == 2 else self.zero.grad_bytes
+        elems = self.zero.reduce_bucket_elems
+        if self.plan.device == "cpu":  # pages that nothing was written to take no memory
+            elems = min(elems, self.plan.trained_elems)
         for copy in range(2 if self.zero.overlap_comm else 1):
-            self.tape.hold(("bucket", copy), size * self.zero.reduce_bucket_elems, "reduce buckets")
+            self.tape.hold(("bucket", copy), size * elems, "reduce buckets")
 
     def grad(self, i: int) -> None:
         """Autograd delivers the gradient of parameter `i`, 2 n bytes."""
+        if self.alone:
+            self.tape.hold(("fresh", i), 2 * self.items[i].elems, "gradients, fresh from autograd")
+            self.tape.drop(("fresh", i))
+            if not self.tape.holds(("own", i)):
+                self.tape.hold(("own", i), 2 * self.items[i].elems, "gradients, kept")
+            return
         if not self.tape.holds(("bucket", 0)):
             self._open_buckets()
         if self.zero.stage == 1 and (not self.zero.overlap_comm or not self.last):
@@ -165,30 +202,38 @@ class FlatSharding:
             self.tape.drop("compact")
             return
         self.tape.phase("norm")
-        largest = max(g.owned(at, self.items[i].elems, self.rank) for g in self.groups for at, i in enumerate(g.members))
-        self.tape.touch(8 * largest, "gradient norm in fp64")
+        if self.plan.device == "cpu":  # on a GPU each gradient is summed up without a copy (bigtrain/reduction.py)
+            largest = max(g.owned(at, self.items[i].elems, self.rank) for g in self.groups for at, i in enumerate(g.members))
+            self.tape.touch(8 * largest, "gradient norm in fp64")
         self.tape.phase("optimizer step")
         for g, group in enumerate(self.groups):
             self._update(g, group.partition, first, last=g == len(self.groups) - 1)
 
     def _update(self, g: int, partition: int, first: bool, last: bool) -> None:
         tape, layout = self.tape, self.layout
-        if not self.compact:
+        if not layout.flat_step:
+            tape.touch(2 * min(partition, GATHER_ELEMS), "gradients, flat for the step")
+        elif not self.compact:
             tape.hold("flat grad", 2 * partition, "gradients, flat for the step")
             if layout.step_grad == 4:
                 tape.hold("cast", 4 * partition, "gradients, fp32 for the step")
                 tape.drop("flat grad")
         elif layout.step_grad == 2:
             tape.hold("cast", 2 * partition, "gradients, flat for the step")
-        if last and not self.compact:
-            tape.drop(("kept grads", 0), ("kept grads", 1))
+        if last and not self.compact and layout.flat_step:
+            self._forget()
         if first:
             tape.hold(("moments", g), self._moment_bytes(g, partition), "moments")
+        update_temporaries(self.plan, tape, partition)
         if self.plan.optimizer == "muon":
             tape.touch(4 * partition, "muon staging")
         tape.drop("cast", "flat grad")
         if last:
+            self._forget()
             tape.drop("compact")
+
+    def _forget(self) -> None:
+        self.tape.drop(("kept grads", 0), ("kept grads", 1), *(("own", i) for i in range(len(self.items))))
 
     def _moment_bytes(self, g: int, partition: int) -> float:
         group, layout = self.groups[g], self.layout
@@ -197,6 +242,11 @@ class FlatSharding:
         owned = [(self.items[i], group.owned(at, self.items[i].elems, self.rank)) for at, i in enumerate(group.members)]
         matrix = sum(n for p, n in owned if len(p.shape) > 1 and p.block is not None)
         return layout.matrix_moments * matrix + layout.moments * (partition - matrix)
+
+    def all_gather(self) -> None:
+        if self.plan.device == "cpu" and self.plan.world_size > 1:
+            for group in self.groups:
+                self.tape.touch(2 * group.padded, "collective's own copy")  # all_gather_into_tensor_dp_groups, a group at once
 
     def export(self) -> None:
         pass

@@ -10,6 +10,7 @@ from bigtrain.plan.flat import flat_group, split_groups
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
+from bigtrain.plan.zero_flat import build_whole, update_temporaries
 
 
 class WholeSharding:
@@ -22,9 +23,7 @@ class WholeSharding:
         self.groups = [flat_group(self.items, m, plan.world_size) for m in members]
 
     def build(self) -> None:
-        for i, p in enumerate(self.items):
-            row = "weights before flattening" if self.plan.trains[i] else "weights, frozen"
-            self.tape.hold(("built", i), 2 * p.elems, row)
+        build_whole(self.plan, self.tape)
 
     def initialise(self) -> None:
         for g, group in enumerate(self.groups):
@@ -61,7 +60,13 @@ class WholeSharding:
                 self.tape.hold("cast", 4 * group.partition, "gradients, fp32 for the step")
             if first:
                 self.tape.hold(("moments", g), self.plan.moment_bytes * group.partition, "moments")
+            update_temporaries(self.plan, self.tape, group.partition)
             self.tape.drop("cast")
+
+    def all_gather(self) -> None:
+        if self.plan.device == "cpu" and self.plan.world_size > 1:
+            for group in self.groups:
+                self.tape.touch(2 * group.padded, "collective's own copy")
 
     def export(self) -> None:
         pass

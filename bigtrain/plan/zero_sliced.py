@@ -5,10 +5,12 @@ Follows deepspeed 0.19.8 runtime/zero/stage3.py, partition_parameters.py and par
 
 from __future__ import annotations
 
+from bigtrain.plan.constants import MALLOC_MMAP_BYTES, WINDOW_BYTES
 from bigtrain.plan.flat import slice_elems, split_groups, sub_groups
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.streamed import hold_buffers
 from bigtrain.plan.tape import Tape
+from bigtrain.plan.zero_flat import GATHER_ELEMS, update_temporaries
 
 # 'reduce_and_partition' keeps at most this many buckets in flight ('max_param_reduce_events').
 _REDUCES_IN_FLIGHT = 1
@@ -58,11 +60,34 @@ class SlicedSharding:
     # Start-up.
 
     def build(self) -> None:
+        if self.plan.drawn:
+            return self._draw()
         for i, p in enumerate(self.items):
             self.tape.hold("whole", 2 * p.elems, "weights, one whole parameter")
             if not self.zero.offload_param:
                 self.tape.hold(("built", i), 2 * self.local[i], "weights before flattening")
             self.tape.drop("whole")
+
+    def _draw(self) -> None:
+        """models/window.py: whole fp32 parameters up to a limit, fp32 slices of the others; rounded when all are there."""
+        tape, here = self.tape, not (self.zero.offload_optimizer or self.zero.offload_param)
+        whole: list[int] = []
+        for i, p in enumerate(self.items):
+            tape.hold(("whole", i), 4 * p.elems, "weights, drawn in fp32")
+            whole.append(i)
+            while len(whole) > 1 and sum(4 * self.items[k].elems for k in whole) > WINDOW_BYTES:
+                self._cut(whole.pop(0), here)
+        for i in whole:
+            self._cut(i, here)
+        for i, local in enumerate(self.local):
+            if not self.zero.offload_param:
+                tape.hold(("built", i), 2 * local, "weights before flattening")
+            tape.drop(("drawn", i))
+
+    def _cut(self, i: int, here: bool) -> None:
+        if here:
+            self.tape.hold(("drawn", i), 4 * self.local[i], "weights, drawn in fp32")
+        self.tape.drop(("whole", i))
 
     def initialise(self) -> None:
         tape = self.tape
@@ -78,7 +103,10 @@ class SlicedSharding:
                 tape.hold(("sub grad", s), 4 * size, "gradients, fp32 for the step")
         if not self.zero.offload_optimizer:
             tape.touch(self.layout.step_grad * max(self.subs), "gradient, zeros at start-up")
-        tape.hold("bucket", 2 * self.zero.reduce_bucket_elems, "reduce buckets")
+        bucket = self.zero.reduce_bucket_elems
+        if self.plan.device == "cpu":  # pages that nothing was written to take no memory
+            bucket = min(bucket, self.plan.trained_elems)
+        tape.hold("bucket", 2 * bucket, "reduce buckets")
         hold_buffers(self.plan, tape)
         if not self.zero.offload_optimizer:
             tape.hold("grads", self.zero.grad_bytes * sum(self.subs), "gradients, kept")
@@ -100,15 +128,32 @@ class SlicedSharding:
         if not whole:
             return
         self.steady = steady
-        self.tape.drop(("stays", key[1:]))  # what forward left in place is what backward needs
+        self.tape.drop(
+            ("stays", key[1:]), *(("hole", key[1:], i) for i in members)
+        )  # what forward left in place is what backward needs
         row = "weights, gathered" if self.world > 1 else "weights, copied to the GPU"
         size = sum(whole) if backward else max(whole)
         self.tape.hold(("window", key), 2 * size, row, self.gather)
+        self._gloo(max(whole))
         if steady:
             # A prefetched bucket is gathered flat and copied apart: twice its size while the handle lives.
             live = sum(whole) + self.staying
             ahead = max(0, min(self.zero.prefetch_elems, self.zero.max_live_elems - live, self.gathered - live))
             self.tape.hold(("ahead", key), (4 if self.world > 1 else 2) * ahead, row, self.gather)
+
+    def _holes(self, block: str) -> None:
+        """On CPUs weights are gathered flat and copied apart one after the other in malloc's heap: where the flat buffer was,
+        a hole as large stays beside each weight that is kept. Measured: plan_host.md; gone with a fixed mmap threshold."""
+        if self.plan.device != "cpu" or self.world == 1:
+            return
+        for i, p in enumerate(self.items):
+            if str(p.block) == block and self.zero.persistence_elems < p.elems < MALLOC_MMAP_BYTES // 2:
+                self.tape.hold(("hole", block, i), 2 * p.elems, "holes in the heap")
+
+    def _gloo(self, elems: int) -> None:
+        """On CPUs gloo gathers into, and reduces in, a buffer of its own (torch ProcessGroupGloo.cpp; measured)."""
+        if self.plan.device == "cpu" and self.world > 1:
+            self.tape.touch(2 * elems, "collective's own copy")
 
     def release(self, key: str) -> None:
         """After a module: its weights go, unless the recorded trace needs them again within the reuse distance."""
@@ -117,6 +162,7 @@ class SlicedSharding:
         if key[0] == "f" and self.steady and self.reuse.get(block, self.zero.max_reuse_elems) < self.zero.max_reuse_elems:
             row = "weights, gathered" if self.world > 1 else "weights, copied to the GPU"
             self.tape.hold(("stays", block), 2 * self.block_elems[block], row, self.gather)
+            self._holes(block)
             self.staying += self.block_elems[block]
         elif key[0] == "b" and self.reuse.get(block, self.zero.max_reuse_elems) < self.zero.max_reuse_elems:
             self.staying = max(0, self.staying - self.block_elems[block])
@@ -145,6 +191,7 @@ class SlicedSharding:
         single = len(self.bucket) == 1 and self.items[self.bucket[0]].elems % self.world == 0
         if not single:
             self.tape.hold("reduce", 2 * self.filled * _REDUCES_IN_FLIGHT, "reduce copy", self.side)
+        self._gloo(self.filled)
         if self.zero.offload_optimizer:
             for i in self.bucket:
                 self._offload_slice(i)
@@ -172,14 +219,20 @@ class SlicedSharding:
             self.tape.touch(8 * largest, "gradient norm in fp64")
         self.tape.phase("optimizer step")
         for s, size in enumerate(self.on_gpu):
-            if not self.zero.offload_optimizer:
+            if not self.layout.flat_step:
+                self.tape.touch(2 * min(size, GATHER_ELEMS), "gradients, flat for the step")
+            elif not self.zero.offload_optimizer:
                 self.tape.hold("flat grad", self.zero.grad_bytes * size, "gradients, flat for the step")
                 if self.layout.step_grad != self.zero.grad_bytes:
                     self.tape.hold("cast", self.layout.step_grad * size, "gradients, fp32 for the step")
                     self.tape.drop("flat grad")
             if first:
                 self.tape.hold(("moments", s), self.plan.moment_bytes * size, "moments")
+            update_temporaries(self.plan, self.tape, size)
             self.tape.drop("cast", "flat grad")
+
+    def all_gather(self) -> None:
+        pass
 
     def export(self) -> None:
         if self.world > 1 or self.zero.offload_param:

@@ -90,7 +90,10 @@ def export_model(
         layout = plan_layout(model, slots, wanted, max_shard_bytes)
     ranks.agree([(s.name, s.size, len(s.parts)) for s in layout.shards], "what the export will write")
     temporary = ranks.main_decides(lambda: prepare(model, slots, layout, str(out_dir), wanted, tokenizer, config), "export")
-    written = _write_weights(layout, temporary, _one_host() if ranges is None else ranges)
+    # A folder on the disk of the first host alone is written by that host's ranks.
+    writers = [r for r, sees in enumerate(ranks.all_gather_object(os.path.isdir(temporary))) if sees]
+    together = len(writers) == ranks.world_size() and (_one_host() if ranges is None else ranges)
+    written = _write_weights(layout, temporary, together, writers)
     finish(layout, temporary, str(out_dir))
     report = ExportReport(
         str(out_dir), [shard.name for shard in layout.shards], len(layout.dtypes), layout.total_bytes, written,
@@ -148,13 +151,13 @@ def _refuse_foreign(out_dir: str) -> None:
         )
 
 
-def _write_weights(layout: Layout, temporary: str, ranges: bool) -> int:
-    """All ranks write; returns the bytes of this rank. Writing goes on behind the gathering."""
+def _write_weights(layout: Layout, temporary: str, ranges: bool, writers: Sequence[int]) -> int:
+    """The ranks `writers` write; returns the bytes of this rank. Writing goes on behind the gathering."""
     problem: Exception | None = None
     writer = Writer()
     with ThreadPoolExecutor(1, "write") as behind:
         writes = [behind.submit(writer.run, range_ops(layout, temporary, own_pieces(layout)) if ranges else [])]
-        for job in _gathered_jobs(layout, ranges):
+        for job in _gathered_jobs(layout, ranges, writers):
             # collective: gathering goes on after a failure, because the other ranks take part
             with _whole(job, layout) as sources:
                 mine = [place for place in job if place.writer == ranks.rank()]
@@ -241,7 +244,7 @@ class _Place:
     writer: int
 
 
-def _gathered_jobs(layout: Layout, ranges: bool) -> list[list[_Place]]:
+def _gathered_jobs(layout: Layout, ranges: bool, writers: Sequence[int]) -> list[list[_Place]]:
     """What has to be gathered, one list per gathering; the same order on every rank.
 
     With ranges these are the conversions alone; without, everything, taking turns between the files, because each file is
@@ -257,7 +260,7 @@ def _gathered_jobs(layout: Layout, ranges: bool) -> list[list[_Place]]:
             key = ("part", id(part)) if part.runs is not None else ("conversion", id(part.conversion))
             job = jobs.setdefault(key, [])
             writer = (job[0].writer if job else len(jobs) - 1) if ranges else index
-            job.append(_Place(part, shard.name, shard.begins[number], writer % ranks.world_size()))
+            job.append(_Place(part, shard.name, shard.begins[number], writers[writer % len(writers)]))
     return list(jobs.values())
 
 

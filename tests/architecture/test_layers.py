@@ -14,24 +14,25 @@ PACKAGE = ROOT / "bigtrain"
 ROWS: list[set[str]] = [
     {"errors"},
     {"shapes"},
-    {"guards", "partition", "config", "plan"},
-    {"builds", "ranks"},
-    {"placement", "stopping", "zero"},
+    {"guards", "partition", "config", "plan", "whereabouts"},
+    {"builds", "heap", "network", "ranks"},
+    {"placement", "stopping", "watch", "zero"},
     {"flat", "kernels"},
     {"weights", "optim", "data", "diagnostics", "buffers", "meeting", "precision", "steps"},
-    {"models", "watch"},
+    {"branches", "models"},
     {"agreement", "bypass", "checkpoint", "master", "reduction", "settings"},
     {"accumulation", "assembly", "evaluation"},
     {"engine"},
     {"arguments", "auto", "runfolder", "shortage"},
-    {"job"},
+    {"hosts", "job", "preflight"},
+    {"capacity"},
     {"train"},
     {"cli", "bench"},
 ]
 LEVEL = {part: level for level, row in enumerate(ROWS) for part in row}
 FACADES = {"", "__init__", "__main__"}  # the lazy package itself and `python -m bigtrain`
 # Plain Python: importing these may not load what takes seconds.
-PLAIN = ("errors", "shapes", "partition", "config", "plan", "auto", "bench", "cli")
+PLAIN = ("errors", "whereabouts", "shapes", "partition", "config", "plan", "auto", "bench", "cli")
 HEAVY = ("torch", "transformers", "deepspeed", "numpy", "pandas", "datasets", "matplotlib")
 
 

@@ -27,6 +27,18 @@ class RankFailure(AssertionError):
     """Some rank raised, died or hung; the text has every rank's story."""
 
 
+def _process_settings() -> dict[str, Any]:
+    """What a body must leave as it found it, or later tests in the same process compute other bits."""
+    import torch
+
+    return {
+        "threads": torch.get_num_threads(),
+        "default dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
 def _serve(rank: int, world: int, folder: str, inbox: Any, outbox: Any) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), LOCAL_SIZE=str(world),
@@ -40,16 +52,22 @@ def _serve(rank: int, world: int, folder: str, inbox: Any, outbox: Any) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     from bigtrain import ranks, zero
+    from bigtrain.whereabouts import HERE
 
+    HERE.folder = folder  # for reports of the watch
     zero.init_distributed()
     ranks.control_group()
     outbox.put((rank, "up", None))
     while (job := inbox.get()) is not None:
         function, args, kwargs = job
+        before = _process_settings()
         try:
-            outbox.put((rank, function(*args, **kwargs), None))
+            result = function(*args, **kwargs)
+            assert _process_settings() == before, f"torch's settings before {before}, after {_process_settings()}"
+            outbox.put((rank, result, None))
         except BaseException:
             outbox.put((rank, None, traceback.format_exc()))
+        torch.set_num_threads(before["threads"])
     torch.distributed.destroy_process_group()
 
 

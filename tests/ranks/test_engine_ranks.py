@@ -158,31 +158,10 @@ def _run_ranks(body, tmp_path, env=None, timeout=240):
             p.kill()
 
 
-def test_B51_evaluation_on_rank_0_only_is_detected(tmp_path):
-    body = """
-    import time, torch
-    from bigtrain.engine import Engine
-    from bigtrain.errors import RanksDisagreeError
-    from tests.ranks.tiny import TinyLM, config, rows, share
-    engine = Engine(TinyLM(), ds_config=config(3), learning_rate=1e-3)
-    if engine.rank == 0:
-        try:
-            engine.evaluate(share(rows(0), 0, 2, 1), limit_s=5)
-        except RanksDisagreeError as error:
-            print("CAUGHT", error, flush=True)
-    else:
-        time.sleep(12)
-    engine.close()
-    """
-    (first, _), _ = _run_ranks(body, tmp_path)
-    assert "CAUGHT" in first and "rank 1 did not come" in first and "evaluate" in first
-
-
 def test_B50_a_stage_3_hang_ends_with_a_report_of_where_each_rank_is(tmp_path):
     """Without the comparison module by module (as on GPUs), with gathers that wait for ever instead of aborting."""
     body = """
     import time, torch
-    from bigtrain import watch
     from bigtrain.engine import Engine
     from tests.ranks.tiny import Branched, config
     engine = Engine(Branched(), ds_config=config(3, bf16=False, micro=4), learning_rate=1e-2, uniform_forward=True, hang_s=3)
@@ -190,6 +169,9 @@ def test_B50_a_stage_3_hang_ends_with_a_report_of_where_each_rank_is(tmp_path):
     hold.register_forward_pre_hook(lambda *_: time.sleep(600))  # stands for a gather that never ends
     engine(torch.zeros(4, 16), use_b=True)
     """
-    for output, code in _run_ranks(body, tmp_path):
+    outputs = _run_ranks(body, tmp_path)
+    for output, code in outputs:
         assert code == 1
-        assert "no rank has moved" in output and "rank 0 waits: in module b" in output and "rank 1 waits: in module c" in output
+        assert "no rank has moved" in output
+    said = "".join(output for output, _ in outputs)
+    assert "rank 0: waits at step 0: the forward pass, module b" in said and "the forward pass, module c" in said

@@ -15,6 +15,7 @@ import pytest
 
 from bigtrain.data.demo import stdlib_corpus, train_tokenizer
 from bigtrain.errors import DoesNotFitError, StoppedError
+from launch import bench_sigterm
 from tests import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +79,7 @@ def rows_of(out):
 
 
 ROW = """step epoch loss lr grad_norm tokens target_tokens step_time_s tokens_per_s mfu gpu_allocated_bytes gpu_reserved_bytes
-gpu_used_bytes host_rss_bytes host_pss_bytes skipped""".split()  # noqa: SIM905
+gpu_used_bytes host_rss_bytes host_pss_bytes host_memory_used host_memory_warning skipped""".split()  # noqa: SIM905
 
 
 def check_output_folder(out, steps):
@@ -219,20 +220,32 @@ def children_of(pid):
     return [p for p in psutil.Process(pid).children(recursive=True) if "launch/train.py" in p.cmdline() and "-u" in p.cmdline()]
 
 
-def test_stop_on_one_rank_stops_all_and_resumes(demo, tmp_path):
-    """SIGTERM to rank 1 alone: both finish the same step, save, and leave with 75; the rest is as if nothing had happened."""
-    out = tmp_path / "out"
-    process = start([*DEEPSPEED, *flags(demo, out, max_steps=400, save_steps=1000)])
-    wait_for_rows(process, out, 2)
-    ranks = [p for p in children_of(process.pid) if any(w == "--local_rank=1" for w in p.cmdline())]
-    os.kill(ranks[0].pid, signal.SIGTERM)
-    said = process.communicate(timeout=LIMIT_S)[0]
-    assert process.returncode == StoppedError.exit_code == 75, said[-4000:]
-    last = rows_of(out)[-1]["step"]
-    assert f"after step {last}; continue with --resume_from_checkpoint auto" in said
-    assert [p.name for p in out.glob("checkpoint-*")] == [f"checkpoint-{last}"]
-    assert json.loads((out / "run.json").read_text())["outcome"].startswith("stopped by")
-    assert not (out / "model").exists()
+def test_two_stops_and_the_curve_is_that_of_the_unbroken_run(demo, tmp_path):
+    """SIGTERM twice, to one rank or both: all finish the same step, save, leave with 75; the short form of bench_sigterm."""
+    (tmp_path / "data").symlink_to(demo)
+    scenario = bench_sigterm.Scenario(tmp_path, steps=40, save_steps=5)
+    out = tmp_path / "stopped"
+    for first, to in ((2, [1]), (9, [0, 1])):
+        stopped = bench_sigterm.leg(scenario, out, Scripted(first, to), tmp_path / "stopped.log")
+        assert stopped is not None and stopped.code == StoppedError.exit_code == 75
+        last = rows_of(out)[-1]["step"]
+        assert f"after step {last}; continue with --resume_from_checkpoint auto" in (tmp_path / "stopped.log").read_text()
+        assert f"checkpoint-{last}" in {p.name for p in out.glob("checkpoint-*")} and not (out / "model").exists()
+        assert json.loads((out / "run.json").read_text())["outcome"].startswith("stopped by")
+    assert bench_sigterm.finish(scenario, "stopped") == bench_sigterm.finish(scenario, "whole") == 0
+    assert bench_sigterm.differences(tmp_path) == []
+
+
+class Scripted:
+    """What `bench_sigterm.leg` draws, said beforehand: in training, after so many rows, to these ranks."""
+
+    def __init__(self, rows, to):
+        self.random, self.uniform, self.randrange, self.choice = (
+            (lambda: 1.0),
+            (lambda a, b: a),
+            (lambda n: rows),
+            (lambda _: to),
+        )
 
 
 def test_ctrl_c_in_a_terminal_under_deepspeed(demo, tmp_path):

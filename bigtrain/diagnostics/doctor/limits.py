@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigtrain.diagnostics.doctor.finding import Finding, broken, ok, warning
-from bigtrain.plan.constants import HOST_PROCESS_BYTES
+from bigtrain.plan.constants import process_bytes
 from bigtrain.plan.machine import host_memory, show_bytes
 
 _MIB, _GIB = 2**20, 2**30
@@ -234,7 +234,7 @@ def check_memory(limits: Limits) -> Finding:
     limit = limits.memory_limit_bytes
     usable = min(limits.machine_bytes, limit or limits.machine_bytes)
     capped = limit is not None and limit < limits.machine_bytes
-    least = limits.ranks * (HOST_PROCESS_BYTES["cuda" if limits.gpu else "cpu"] + RANK_BYTES)
+    least = limits.ranks * (process_bytes("cuda" if limits.gpu else "cpu", limits.ranks) + RANK_BYTES)
     needed = f"{show_bytes(least)} for {limits.ranks} ranks with a tiny model; for yours: bigtrain plan --model ..."
     measured = show_bytes(usable) + (
         f" (container limit; the machine has {show_bytes(limits.machine_bytes)})" if capped else ""

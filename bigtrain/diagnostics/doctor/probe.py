@@ -99,7 +99,6 @@ def run_cpu_adam() -> dict[str, float]:
     from bigtrain import zero
 
     begun = time.perf_counter()
-    # Not zero.why_no_cpu_adam: the whole chain of errors is wanted, for the compiler's own words.
     zero.clear_stale_lock("cpu_adam")
     zero.deepspeed.ops.op_builder.CPUAdamBuilder().load(verbose=False)
     loaded_s = time.perf_counter() - begun
@@ -191,28 +190,12 @@ def main(argv: list[str] | None = None) -> int:
         try:
             done[part][name] = work()
         except Exception as error:
-            done[part][name] = {"error": first_error(error)}
+            from bigtrain.zero import first_cause
+
+            done[part][name] = {"error": str(error) if isinstance(error, BuildError) else first_cause(error)}
     done["now"] = None
     _write(args.out, done)
     return 0
-
-
-def first_error(error: BaseException) -> str:
-    """The compiler's first `error:` line if there is one anywhere in the chain, else the error at its bottom.
-
-    torch puts the compiler's output one link above the bottom, which is only "ninja returned 1".
-    """
-    from bigtrain import zero
-
-    if isinstance(error, BuildError):
-        return str(error)
-    link: BaseException | None = error
-    while link is not None:
-        lines = [line.strip() for line in str(link).splitlines() if "error:" in line]
-        if lines:
-            return lines[0]
-        link = link.__cause__
-    return zero.first_cause(error)
 
 
 def _write(path: str, value: Any) -> None:

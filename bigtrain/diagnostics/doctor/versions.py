@@ -104,6 +104,13 @@ def _at_least(version: str, lowest: str) -> bool:
 # ---------------------------------------------------------------- measuring
 
 
+def measure_packages(driver: str | None = None) -> Versions:
+    """Python packages alone, without starting a process."""
+    found: dict[str, str | None] = {t.package: _package(t.package) for t in TESTED}
+    found |= {"numpy": _package("numpy"), "python": ".".join(map(str, sys.version_info[:3])), "cuda": torch_cuda()}
+    return Versions(found={**found, "driver": driver, "nvcc": None, "gcc": None}, unmet=(), gpu_present=driver is not None)
+
+
 def measure_versions(env: Mapping[str, str] = os.environ, driver: str | None = None) -> Versions:
     """What is installed. `driver` comes from nvidia-smi (see devices.py)."""
     found: dict[str, str | None] = {t.package: _package(t.package) for t in TESTED}

@@ -27,7 +27,15 @@ def doctor(*steps, args="", private_mounts=False, **env):
     done = subprocess.run(words, capture_output=True, text=True, env=values, timeout=60, check=False)
     table = json.loads(done.stdout)
     assert table["exit_code"] == done.returncode
+    record(table["findings"])
     return {f["name"]: f for f in table["findings"]}, done.returncode
+
+
+def record(findings):
+    """For launch/bench_doctor.py, which writes a table of what was found here."""
+    if "BIGTRAIN_DOCTOR_RECORD" in os.environ:
+        with open(os.environ["BIGTRAIN_DOCTOR_RECORD"], "a") as file:
+            file.write(json.dumps({"test": os.environ["PYTEST_CURRENT_TEST"].split(" ")[0], "findings": findings}) + "\n")
 
 
 def mends(finding):
@@ -142,10 +150,12 @@ def test_architecture_list_that_stops_builds():
 def test_container_with_2_gib(kind, tmp_path):
     root = tree(tmp_path, {"proc/meminfo": MEMORY, **TREES[kind]})
     finding = one(examine.examine(examine.Request(quick=True, root=str(root), folder=str(tmp_path))), "host memory")
+    record([finding.as_dict()])
     assert finding.status == "broken" and "2.00 GiB (container limit" in finding.measured and "--memory" in finding.remedy
     for file in root.rglob("memory.*"):
         file.write_text(str(16 * 2**30))
     finding = one(examine.examine(examine.Request(quick=True, root=str(root), folder=str(tmp_path))), "host memory")
+    record([finding.as_dict()])
     assert finding.status == "ok"
 
 

@@ -1,0 +1,72 @@
+"""Ranks that take different branches of a model at ZeRO stage 3, noticed before the gather that would hang.
+
+At stage 3 a module's parameters are gathered by all ranks together. If ranks take different branches, NCCL waits for ever and
+gloo aborts. On the CPU the ranks compare module by module before each gather. On GPUs, where that would cost time, it is the
+watch (`bigtrain.watch`) that notices, and names the module each rank is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from bigtrain import meeting, watch, zero
+from bigtrain.errors import RanksDisagreeError
+
+REMEDY = (
+    "At stage 3 every rank must run the same modules: run the branch on every rank and multiply its result by zero where it is "
+    "not wanted, or pass leaf_modules=(the class of the module that contains the branch,) to the Engine, or use stage 2."
+)
+
+
+class Comparison:
+    """Hooks on every module whose parameters ZeRO-3 must gather: each compares with the other ranks first.
+
+    Args:
+        model: the module.
+        step: gives the current step number.
+
+    Inside `with comparison:` they do; between the engine's passes modules may be called at will.
+    """
+
+    def __init__(self, model: torch.nn.Module, step: Callable[[], int]):
+        self._on = False
+        self._step = step
+        self._names = [name or type(model).__name__ for name, _ in model.named_modules()]
+        for i, module in enumerate(model.modules()):
+            if any(_gathered_at(module, p) for p in module.parameters()):
+                module.register_forward_pre_hook(self._entering(i), prepend=True)
+
+    def __enter__(self) -> None:
+        self._on = True
+
+    def __exit__(self, *_: object) -> None:
+        self._on = False
+
+    def _entering(self, index: int) -> Callable[..., None]:
+        def compare(*_: object) -> None:
+            if self._on:
+                self._compare(index)
+
+        return compare
+
+    def _compare(self, index: int) -> None:
+        try:
+            told = meeting.meet(meeting.Point.FORWARD, self._step(), 0, (index,))
+        except RanksDisagreeError as error:
+            if watch.lost():
+                raise
+            raise RanksDisagreeError(f"{error}\nThis rank was about to enter module {self._names[index]}. {REMEDY}") from error
+        names = {r: f"enters module {self._names[row[0]]}" for r, row in enumerate(told)}
+        if len(set(names.values())) > 1:
+            listing = "\n".join(f"  rank {r} {text}" for r, text in names.items())
+            raise RanksDisagreeError(f"ranks run different modules at ZeRO stage 3:\n{listing}\n{REMEDY}", names)
+
+
+def _gathered_at(module: torch.nn.Module, param: torch.nn.Parameter) -> bool:
+    """True if entering `module` makes ZeRO-3 gather `param`: its owner does, or the leaf module that it belongs to."""
+    if not zero.is_partitioned(param):  # persistent ones too: DeepSpeed gathers them until it has seen a whole pass
+        return False
+    leaf = getattr(param, "ds_z3_leaf_module", None)
+    return leaf is module if leaf is not None else any(p is param for p in module.parameters(recurse=False))

@@ -1,0 +1,76 @@
+"""A run on CPUs has one memory: what the device's tape and the host's hold together, and what malloc keeps of it.
+
+glibc maps blocks above its largest threshold (32 MiB on 64 bit: malloc/malloc.c, DEFAULT_MMAP_THRESHOLD_MAX) and unmaps them
+when they are freed. Smaller ones come out of the heap, which grows to the most that was ever needed at once and stays so: what
+is freed waits there for further small blocks. After the build and after the start of the engine bigtrain returns the heap's free
+pages (`bigtrain.heap.give_back`); during training nothing does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from bigtrain.plan.constants import MALLOC_MMAP_BYTES
+from bigtrain.plan.tape import ALLOC, FREE, PHASE, Tape
+
+Event = tuple[int, int, int, str]
+
+KEPT_ROW = "heap that malloc keeps"
+# Phases of the device's tape that begin with what the host does in the phase of that name.
+_BEFORE = {"build": "build"}
+# ... and that end with it: the host's copies are made while everything on the device is there.
+_AFTER = {"build": "load", "start-up": "start-up", "bucket flush": "backward", "optimizer step": "optimizer step",
+          "checkpoint save": "checkpoint save", "export": "export"}  # fmt: skip
+# The heap's free pages go back when these phases end.
+_TRIMMED = ("build", "start-up")
+
+
+def one_memory(device: Tape, host: Tape) -> Tape:
+    """Both tapes as one, in the order of time."""
+    waiting: dict[str, list[list[Event]]] = {}
+    for name, events in host.segments():
+        waiting.setdefault(name, []).append(events)
+    heap = _Heap()
+    for name, events in device.segments():
+        heap.events.append((PHASE, -1, 0, name))
+        for part in (_next(waiting, _BEFORE.get(name)), events, _next(waiting, _AFTER.get(name))):
+            heap.play(part)
+        if name in _TRIMMED:
+            heap.trim()
+    tape = Tape()
+    tape.events = heap.events
+    return tape
+
+
+def _next(waiting: dict[str, list[list[Event]]], name: str | None) -> list[Event]:
+    segments = waiting.get(name or "", [])
+    return segments.pop(0) if segments else []
+
+
+class _Heap:
+    """Small blocks that are freed stay, until other small blocks take their place."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.kept = 0
+
+    def play(self, events: Iterable[Event]) -> None:
+        for event in events:
+            kind, _, size, _ = event
+            small = size < MALLOC_MMAP_BYTES
+            if kind == ALLOC:
+                if small:
+                    self._keep(-min(size, self.kept))
+                self.events.append(event)
+            elif kind == FREE:
+                self.events.append(event)
+                if small:
+                    self._keep(size)
+
+    def trim(self) -> None:
+        self._keep(-self.kept)
+
+    def _keep(self, more: int) -> None:
+        if more:
+            self.kept += more
+            self.events.append((ALLOC if more > 0 else FREE, -1, abs(more), KEPT_ROW))

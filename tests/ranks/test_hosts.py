@@ -1,0 +1,183 @@
+"""Runs over several hosts: two processes that take each other for hosts, and two hosts made of namespaces."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from bigtrain.placement import free_port
+from tests import ROOT, python_path
+from tests.ranks import two_hosts
+
+# A host name of its own needs a namespace, which Linux gives to everybody or, by its settings, to root alone.
+UNSHARE = ["unshare", "--user", "--map-root-user", "--uts", "--mount"]
+
+
+def _can_unshare() -> bool:
+    tried = shutil.which("unshare") and subprocess.run([*UNSHARE, "hostname", "host-x"], capture_output=True, check=False)
+    return bool(tried) and tried.returncode == 0
+
+
+def pair(code, tmp_path, ranks=(0, 1), limit_s=100, words=("", "")):
+    """Run `code` on host-a and host-b, one rank each: [(exit code, output)] of the ranks that were started."""
+    port = free_port()
+    started = []
+    for rank in ranks:
+        name = f"host-{'ab'[rank]}"
+        env = {
+            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path(),
+        }  # fmt: skip
+        script = 'hostname "$1"; shift; exec "$@"'
+        command = [*UNSHARE, "sh", "-c", script, "sh", name, sys.executable, "-c", code, str(tmp_path)]
+        command += filter(None, [words[rank]])
+        started.append(
+            subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    return [(p.wait(), said) for p in started for said in [p.communicate(timeout=limit_s)[0]]]
+
+
+MEET = """
+import os, sys, json
+from pathlib import Path
+from types import SimpleNamespace
+import torch.distributed as dist
+from bigtrain import errors, hosts, ranks
+here, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+def attempt(function):
+    try:
+        function()
+        print("PASSED")
+    except errors.BigtrainError as error:
+        print("REFUSED", error.exit_code, error)
+"""
+TOLD = (
+    MEET
+    + """
+if rank == 1:
+    hosts.tell(errors.ConfigError("ds_config.json: no such file"), limit_s=60)
+    sys.exit(2)
+attempt(lambda: hosts.roll_call(60))
+"""
+)
+AGAIN = (
+    MEET
+    + """
+import datetime
+from bigtrain.hosts import rollcall
+# torchrun's store outlives the ranks: what those of the first attempt left there must not be taken for the second one's.
+store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0, datetime.timedelta(seconds=60), wait_for_workers=False)
+rollcall._store = lambda limit_s: store
+for attempt_number in range(3):
+    rollcall._called = False
+    if rank == attempt_number % 2:
+        import time; time.sleep(1.0)
+    met = hosts.roll_call(60)
+    met.set(f"mine/{rank}", str(attempt_number))
+    met.wait([f"mine/{1 - rank}"])
+    print("MET", attempt_number, met.get(f"mine/{1 - rank}").decode())
+store.add("done", 1)
+while store.add("done", 0) < 2: time.sleep(0.05)
+"""
+)
+ALONE = MEET + "attempt(lambda: hosts.roll_call(1.0))"
+SAME = (
+    MEET
+    + """
+dist.init_process_group("gloo", store=hosts.roll_call(60), rank=rank, world_size=2)
+shared, own = here / "shared.jsonl", here / "own.jsonl"
+def args(**data):
+    return SimpleNamespace(model_name_or_path="preset:llama-tiny", tokenizer_name_or_path=None, **{"train_data": None, "eval_data": None, **data})
+attempt(lambda: hosts.refuse_different(args(train_data=str(shared)), {"a": {"b": 1}}))
+attempt(lambda: hosts.refuse_different(args(), {"a": {"b": rank, "c": 2}}))
+ranks.barrier("before the files differ")
+# What a mount does on a real host: one path, another content of the same size.
+import subprocess
+subprocess.run(["mount", "--bind", str(here / f"disk{rank}"), str(here / "disk")], check=True)
+attempt(lambda: hosts.refuse_different(args(train_data=str(here / "disk" / "t.jsonl")), {}))
+attempt(lambda: hosts.refuse_different(args(train_data=str(here / "disk" / "u.jsonl"), eval_data=str(here / "disk")), {}))
+attempt(lambda: hosts.refuse_different(args(train_data=str(here / "disk" / "w.jsonl")), {}))
+attempt(lambda: hosts.refuse_split_output(here / "shared-out", saves=True))
+attempt(lambda: hosts.refuse_split_output(here / "disk" / "out", saves=True))
+attempt(lambda: hosts.refuse_split_output(here / "disk" / "out", saves=False))
+os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)  # rank 0's agent has just joined
+from dataclasses import make_dataclass
+A = make_dataclass("A", ["output_dir", "resume_from_checkpoint", "overwrite_output_dir"])
+print(hosts.after_restart(A(str(here / "shared-out"), None, True)))
+print(hosts.after_restart(A(str(here / "shared-out"), "elsewhere", False)))
+dist.destroy_process_group()
+"""
+)
+
+
+@pytest.mark.skipif(not _can_unshare(), reason="this machine gives no name spaces: `unshare --user --uts` fails")
+class TestTwoHostNames:
+    """Real processes with host names and mounts of their own on one network."""
+
+    def test_a_host_that_cannot_start_tells_the_others(self, tmp_path):
+        (code, said), (other, _) = pair(TOLD, tmp_path)
+        assert code == 0 and other == 2
+        assert "REFUSED 2 1 of 2 ranks cannot start" in said and "rank 1 on host-b: ConfigError: ds_config.json" in said
+
+    def test_a_rank_that_does_not_come_is_named(self, tmp_path):
+        ((_, said),) = pair(ALONE, tmp_path, ranks=(0,))
+        assert "ranks that came: 0 on host-a; ranks that did not: 1" in said
+        ((_, said),) = pair(ALONE, tmp_path, ranks=(1,))
+        assert "rank 1 on host-b could not meet the others at 127.0.0.1:" in said and "nc -vz" in said
+
+    def test_ranks_that_are_restarted_meet_anew_in_a_store_that_remembers(self, tmp_path):
+        for code, said in pair(AGAIN, tmp_path):
+            assert code == 0 and said.split("MET")[1:] == [" 0 0\n", " 1 1\n", " 2 2\n"], said
+
+    def test_a_port_that_another_job_has_is_not_joined(self, tmp_path):
+        results = pair(MEET + "attempt(lambda: hosts.roll_call(60))", tmp_path, words=("--seed=1", "--seed=2"))
+        for _, said in results:
+            assert "met a rank with another command line at 127.0.0.1:" in said and "another job has that port" in said
+            assert "--seed=1" in said and "--seed=2" in said
+
+    def test_what_differs_is_refused_with_the_hosts_names(self, tmp_path):
+        (tmp_path / "shared.jsonl").write_text("x\n")
+        for name in ("disk", "disk0", "disk1", "shared-out"):
+            (tmp_path / name).mkdir()
+        for rank in (0, 1):
+            disk = tmp_path / f"disk{rank}"
+            (disk / "t.jsonl").write_text(f"{rank}\n")
+            (disk / "u.jsonl").write_text("1\n" * (rank + 1))
+            (disk / "w.jsonl").write_text("equal copies\n")
+        (tmp_path / "disk0" / "out").mkdir()
+        results = pair(SAME, tmp_path)
+        assert [code for code, _ in results] == [0, 0], "\n".join(said for _, said in results)
+        for _, said in results:
+            parts = ["REFUSED" + p if i else p for i, p in enumerate(said.split("REFUSED"))]
+            assert parts[0].strip().endswith("PASSED")  # one file on a shared disk
+            assert parts[1].startswith("REFUSED 2 the hosts differ:\n  ds_config.a.b: 0 on host-a; 1 on host-b\n")
+            assert f"train_data: {tmp_path}/disk/t.jsonl: content " in parts[2] and " on host-a; content " in parts[2]
+            assert "u.jsonl: 2 bytes on host-a; 4 bytes on host-b" in parts[3]
+            assert parts[3].count("PASSED") == 2  # equal copies; an output folder that both see
+            assert "host-b does not see output_dir" in parts[4] and "--save_steps" in parts[4]
+            assert "PASSED" in parts[4]  # without checkpoints
+            assert "resume_from_checkpoint='auto', overwrite_output_dir=False" in parts[4]
+            assert "resume_from_checkpoint='elsewhere', overwrite_output_dir=False" in parts[4]
+
+
+@pytest.mark.skipif(bool(two_hosts.why_not()), reason=str(two_hosts.why_not()))
+def test_hostfile_with_a_cable_that_is_pulled_for_a_moment(tmp_path):
+    """Two hosts by DeepSpeed's launcher: the curve of one host, bit for bit, though the network is gone for three seconds."""
+    bench = two_hosts.Bench(tmp_path, steps=6)
+    expected = bench.reference()
+    with two_hosts.TwoHosts(tmp_path / "lab") as hosts:
+        job = two_hosts.Job(hosts, "hostfile", tmp_path / "out", bench.flags(save_steps=6))
+        job.until_step(2)
+        hosts.do("cut", "b")
+        time.sleep(3.0)
+        hosts.do("heal", "b")
+        _, codes = job.finish()
+    assert codes == {"a": 0}, job.output()
+    assert two_hosts.curve(job.rows()) == expected
+    assert (tmp_path / "out" / "checkpoint-6" / "COMMIT").exists()
+    assert "2 hosts: same versions, configs and files" in job.output()

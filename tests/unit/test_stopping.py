@@ -1,0 +1,31 @@
+"""Signals reach a rank whose stderr has been closed."""
+
+import subprocess
+import sys
+
+from tests import ROOT, python_path
+
+CODE = """
+import os, signal, sys, time
+from bigtrain.stopping import StopSignal
+with StopSignal() as stop:
+    print("ready", flush=True)
+    time.sleep(0.5)  # the reader hangs up
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    open(sys.argv[1], "w").write(str(stop.requested))
+"""
+
+
+def test_a_stop_is_heard_though_nobody_reads_what_is_said(tmp_path):
+    """Ctrl-C at `deepspeed --hostfile` ends the ssh connections before the ranks hear of it."""
+    said = tmp_path / "said"
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE, str(said)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={"PYTHONPATH": python_path(), "RANK": "0"},
+    )  # fmt: skip
+    assert process.stdout.readline() == b"ready\n"
+    process.stderr.close()
+    assert process.wait(30) == 0
+    process.stdout.close()
+    assert said.read_text() == "SIGTERM"
