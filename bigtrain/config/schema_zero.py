@@ -27,7 +27,7 @@ OFFLOAD_OPTIMIZER = {
     "pipeline_read": flag(needs=("offload_optimizer on nvme",)),
     "pipeline_write": flag(needs=("offload_optimizer on nvme",)),
     "fast_init": flag(needs=("offload_optimizer on nvme",)),
-    "ratio": number(1.0, least=0, most=1, needs=("offload_optimizer", STAGE_3)),
+    "ratio": number(1.0, least=0, most=1, needs=("offload_optimizer",)),  # which stages: rules_zero._partial
     "super_offload": flag(needs=("offload_optimizer", STAGE_3), gpu_only=True, cpu_value=False),
     "cpuadam_cores_perc": number(0.8, least=0, most=1, needs=("super_offload",)),
 }

@@ -55,7 +55,8 @@ def _dither(index, salt):
     return h ^ (h >> 16)
 
 
-@triton.jit
+# Not specialised: `salt` is another number every step, and one that is 1 or a multiple of 16 would be compiled for.
+@triton.jit(do_not_specialize=["start", "salt"])
 def _elementwise_kernel(
     weight_ptr, low_ptr, m_ptr, v_ptr, grad_ptr, factor_ptr, n, start, salt,
     decay, weight1, beta2, weight2, root2, eps, step_size,
@@ -163,6 +164,7 @@ def update(
     scalars = (s.decay, s.weight1, s.beta2, s.weight2, s.root2, s.eps, s.step_size)
     options: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
     if "exp_avg" in parts:
+        salt = (salt + (1 << 31)) % (1 << 32) - (1 << 31)  # always 32 bits, signed: one type for the compiler
         half = parts["exp_avg"].dtype == torch.bfloat16
         _elementwise_kernel[(triton.cdiv(n, FP32_BLOCK),)](
             weight, parts["low"], parts["exp_avg"], parts["exp_avg_sq"], grad, factor, n, start, salt, *scalars,

@@ -179,3 +179,14 @@ def test_B66_gpu_only_options_get_a_note_on_cpu():
 
 def test_not_an_object():
     assert lint([1])[0].severity == "error"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_split", "adamw_split_8bit"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_that_offloads_its_own_state_may_keep_a_part_at_any_stage(optimizer, stage):
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+    }  # fmt: skip
+    about = [p for p in lint(config, world_size=2, run=RunValues(optim=optimizer)) if "ratio" in p.path]
+    assert about == []
