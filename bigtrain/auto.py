@@ -15,6 +15,7 @@ from bigtrain.config import GenerateOptions, RunValues, generate
 from bigtrain.errors import DoesNotFitError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, Candidate, Choice, choose
 from bigtrain.plan.inputs import PlanInput, ZeroSettings
+from bigtrain.plan.roofline import Rates
 from bigtrain.plan.show import choice_text
 from bigtrain.plan.states import layout_name
 
@@ -56,12 +57,14 @@ def pick(
     device: str = "cuda",
     kernels: str = "hf",
     frozen: tuple[str, ...] = (),
+    rates: Rates | None = None,
 ) -> Picked:
     """Choose stage, offload, optimizer states, checkpointing, micro batch and accumulation.
 
     Args:
         model_config: parsed config.json. run: what the user said; None stands for "choose".
         gpu_memory_bytes, host_memory_bytes: of one card and of one host; None: no limit.
+        rates: the machine's, for the ranking; None: the planner's defaults.
 
     Raises:
         DoesNotFitError: nothing that the user's values allow fits; with the ladder and what would help.
@@ -79,7 +82,7 @@ def pick(
         optimizers = DEFAULT_OPTIMIZERS if device == "cuda" else DEFAULT_OPTIMIZERS[:1]
     choice = choose(
         base, gpu_memory_bytes=gpu_memory_bytes, host_memory_bytes=host_memory_bytes,
-        global_batch=world_size * rows_per_rank(run), optimizers=optimizers,
+        global_batch=world_size * rows_per_rank(run), optimizers=optimizers, rates=rates,
     )  # fmt: skip
     allowed = [c for c in choice.fitting if _keeps(c, run)]
     if not allowed:

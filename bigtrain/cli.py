@@ -71,4 +71,6 @@ def _run(words: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"known verbs: {', '.join(VERBS)}"
         raise UsageError(f"unknown verb {words[0]!r}: {hint}\n{TRAIN_HINT}")
     args = make_parser(words[0]).parse_args(words)
+    if getattr(args, "measure", None):  # the planner itself runs nothing: what does is handed to it
+        args.measurer = importlib.import_module("bigtrain.bench.measure").measure
     return int(args.run(args) or 0)

@@ -115,8 +115,7 @@ class Engine:
         for note in self.settings.notes if ranks.is_main() else ():
             log.warning(note)
         self.seed = seed
-        self.data_position = 0
-        self.tokens = 0
+        self.data_position = self.tokens = 0
         self.global_step = 0
         self.updates = 0
         self.agree_every = agree_every
@@ -135,8 +134,8 @@ class Engine:
     def _register(self) -> None:
         """Hooks: which modules ranks enter, which gradients are sound, and which forward a loss came from."""
         self._since = Accumulation(self.settings.accumulation, self.device)
-        self._origin = Origin(self.module, lambda: self.global_step)
         self._reduction = Reduction(self._ds, self._parts.params)
+        self._origin = Origin(self.module, lambda: self.global_step)
         self._flags = self._parts.flags
         self._flags.check = self._origin.check
         self._set_boundary()
@@ -152,7 +151,7 @@ class Engine:
         self._set_boundary()
         with naming_the_lost(), self._origin.forward(), self._forward():
             output = self._ds(*args, **batch)
-        if torch.is_grad_enabled() and self.module.training:
+        if torch.is_grad_enabled() and self._ds.module.training:
             self._since.forwards += 1
         return output
 
@@ -369,18 +368,18 @@ class Engine:
 
     def train(self, mode: bool = True) -> None:
         """Set the module's mode, as on nn.Module."""
-        self.module.train(mode)
+        self._ds.module.train(mode)
 
     def eval(self) -> None:
         """Set evaluation mode, as on nn.Module."""
-        self.module.eval()
+        self._ds.module.eval()
 
     def close(self) -> None:
         """Finish a save in flight and release DeepSpeed's hooks."""
         try:
             self.checkpoints.wait()
         finally:
-            self._ds.destroy()
+            self.deepspeed.destroy()
 
     def _set_boundary(self) -> None:
         self._ds.set_gradient_accumulation_boundary(self._since.at_last)
@@ -388,6 +387,7 @@ class Engine:
     @property
     def deepspeed(self) -> Any:
         """DeepSpeed's own engine, for what this class does not offer; its forward, backward and step are not to be called."""
+        self._reduction.finish_update(states=True)
         return self._ds
 
     @property
@@ -398,6 +398,7 @@ class Engine:
     @property
     def module(self) -> torch.nn.Module:
         """The model itself: for inspection and generation, not for training passes."""
+        self._reduction.finish_update()
         return self._ds.module
 
     @property

@@ -182,3 +182,21 @@ def hand_over_gradients(ds_optimizer: Any, client: Any) -> None:
         ds_optimizer._prepare_fp32_grad_for_sub_group = prepare_stage3
     else:
         ds_optimizer._get_preflattened_grad_partition = prepare_stage12
+
+
+def stream_updates(
+    stream: Any, module: torch.nn.Module, ds_optimizer: Any, layouts: dict[torch.Tensor, PartitionLayout]
+) -> None:
+    """Let a stream of updates run on beside the next forward, where nothing of DeepSpeed's reads weights before it.
+
+    That is one rank at stages 1 and 2: its step ends with a copy of the partition onto itself, after which forward is next. With
+    more ranks, and at stage 3, weights are gathered right after the update or ahead of the modules, so the step waits for it.
+    """
+    one = all(dist.get_world_size(group=layout.group) == 1 for layout in layouts.values())
+    if zero.optimizer_kind(ds_optimizer) == "zero12" and one:
+        places = {
+            flat: [(m.param, m.at, m.at + m.spans[layout.rank][1]) for m in layout.matrices if m.spans[layout.rank][1]]
+            for flat, layout in layouts.items()
+        }
+        stream.attach(module, places)
+    zero.before_reading(stream.finish)

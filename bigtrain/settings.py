@@ -220,17 +220,6 @@ def settle(
     )
 
 
-def _regime(config: dict[str, Any]) -> tuple[int, bool, bool]:
-    """(stage, bf16, optimizer on the host)."""
-    zero = config.get("zero_optimization") or {}
-    if (config.get("fp16") or {}).get("enabled") is True:
-        raise ConfigError(
-            "fp16.enabled is true: bigtrain trains in bf16 (or fp32), without loss scaling. Write bf16.enabled: true."
-        )
-    offload = (zero.get("offload_optimizer") or {}).get("device", "none") not in ("none", None)
-    return int(zero.get("stage", 0)), (config.get("bf16") or {}).get("enabled") is True, offload
-
-
 def _own_offload_only(name: str, zero: dict[str, Any]) -> None:
     """Refuse what DeepSpeed's own offload can do and an optimizer that keeps its state on the host itself cannot."""
     block = zero.get("offload_optimizer") or {}
@@ -244,6 +233,17 @@ def _own_offload_only(name: str, zero: dict[str, Any]) -> None:
         raise UsageError(
             f"optimizer {name!r} brings its own overlap: remove zenflow and super_offload, or use optimizer adamw."
         )
+
+
+def _regime(config: dict[str, Any]) -> tuple[int, bool, bool]:
+    """(stage, bf16, optimizer on the host)."""
+    zero = config.get("zero_optimization") or {}
+    if (config.get("fp16") or {}).get("enabled") is True:
+        raise ConfigError(
+            "fp16.enabled is true: bigtrain trains in bf16 (or fp32), without loss scaling. Write bf16.enabled: true."
+        )
+    offload = (zero.get("offload_optimizer") or {}).get("device", "none") not in ("none", None)
+    return int(zero.get("stage", 0)), (config.get("bf16") or {}).get("enabled") is True, offload
 
 
 def _optimizer_name(section: dict[str, Any]) -> str:

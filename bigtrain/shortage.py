@@ -1,20 +1,22 @@
 """When a GPU or the host runs out of memory in the middle of a run: what was planned, what is held, and what would fit.
 
-Out of memory on a GPU is one rank's alone, and where the host is nearly full nobody answers in time, so nothing here talks
-to other ranks. Ranks of one host see the same memory and stop together; ranks of other hosts lose their peers.
+Out of memory on a GPU is one rank's alone, so nothing here meets other ranks. Ranks of one host see the same memory and stop
+together; ranks of other hosts hear of it by the watch.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from bigtrain import plan
+from bigtrain import plan, watch
 from bigtrain.diagnostics.hostwatch import HostWatch
 from bigtrain.diagnostics.metrics import HostMemory
 from bigtrain.errors import BigtrainError, DoesNotFitError
@@ -25,10 +27,13 @@ from bigtrain.plan.predict import Plan, Tree
 from bigtrain.plan.roofline import step_time
 from bigtrain.plan.room import Room
 
+logger = logging.getLogger(__name__)
+
 CATEGORIES = ("weights", "gradients", "optimizer states", "activations, buckets, rest")
 NEAREST = 3
-# Ranks of a host see its memory fill at the same time; the first of them says so, the others give it time to.
-_SAYING_S = 3.0
+# Ranks of a host see its memory fill at the same time. The first of them says so; all leave together a moment later, so that none
+# is ended by its launcher in the middle of a word, or by its peer's absence with another exit code.
+_SAYING_S = 1.0
 
 
 class Explained:
@@ -92,7 +97,7 @@ class Explained:
             )
             if use.used_bytes > 1.1 * max(node, resident * count):
                 lines.append("more than these ranks hold: other processes share this memory")
-            lines += self._would_fit if self._would_fit is not None else self._fits_on_host(use)
+            lines += self._would_fit or ["memory filled too fast to look for what would fit: see `bigtrain plan --auto`"]
         return "\n".join(lines)
 
     def _fits_on_host(self, use: Room) -> list[str]:
@@ -101,19 +106,23 @@ class Explained:
         return self._what_fits(self.limits[0], use.limit_bytes - beyond)
 
     def _host_fills(self, use: Room) -> None:
-        """The search takes a second and some memory: made while there is room."""
-        if self.planned is not None:
-            self._would_fit = self._fits_on_host(use)
+        """Look for what would fit while there is room, beside the watch: it takes seconds."""
+        if self.planned is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+            threading.Thread(target=self._look_for_others, args=(use,), name="bigtrain-nearest", daemon=True).start()
+
+    def _look_for_others(self, use: Room) -> None:
+        self._would_fit = self._fits_on_host(use)
+        logger.warning("should host memory fill up, %s", "\n".join(self._would_fit))
 
     def _host_is_full(self, use: Room) -> None:
         """Ends this process: an exception would not reach the main thread in the middle of an allocation."""
-        first = os.environ.get("LOCAL_RANK", "0") == "0"
-        if first:
+        until = time.monotonic() + _SAYING_S
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(self.host_text(use), file=sys.stderr, flush=True)
+            watch.failed(DoesNotFitError(f"host memory nearly full, {use.describe()}"))  # for ranks of other hosts
             if self.folder is not None and os.environ.get("RANK", "0") == "0":
                 self.folder.update_run(outcome=f"stopped: host memory nearly full, {use.describe()}")
-        else:
-            time.sleep(_SAYING_S)
+        time.sleep(max(0.0, until - time.monotonic()))
         os._exit(DoesNotFitError.exit_code)
 
     def _what_fits(self, gpu: int | None, host: int | None) -> list[str]:

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     """One run; returns its summary. Every rank calls it with the same arguments."""
-    from bigtrain import hosts, placement, preflight, ranks, watch, zero
+    from bigtrain import capacity, hosts, placement, preflight, ranks, watch, zero
     from bigtrain import job as jobs
     from bigtrain.engine import Engine
     from bigtrain.runfolder import RunFolder
@@ -62,18 +62,18 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     if not args.no_preflight:
         preflight.check(args.output_dir, args.dataloader_num_workers)
     places = check_places()
-    jobs.cap_gpu_memory(args.gpu_memory_cap)
+    capacity.cap_gpu_memory(args.gpu_memory_cap)
     folder = RunFolder(args.output_dir)
     ranks.main_decides(
         lambda: folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir), "checking output_dir"
     )
     resume = ranks.main_decides(lambda: folder.resume_point(args.resume_from_checkpoint), "looking for a checkpoint")
     if args.ds_config == jobs.AUTO:
-        args, config = jobs.choose(args)
+        args, config = capacity.choose(args)
     job = jobs.prepare(args, config)
     jobs.check_engine(job)
-    layout, limits = jobs.plan_of(job), jobs.memory_limits(args.gpu_memory_cap)
-    planned = None if args.no_plan else jobs.check_fit(layout, *limits)
+    layout, limits = capacity.plan_of(job), capacity.memory_limits(args.gpu_memory_cap)
+    planned = None if args.no_plan else capacity.check_fit(layout, *limits)
     ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
     hosts.refuse_split_output(folder.root, saves=bool(args.save_steps))
     ranks.main_decides(lambda: announce(job, folder, places, planned), "writing run.json")

@@ -5,6 +5,7 @@ Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__
                        ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops;
                        runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer, runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3,
                        runtime.bf16_optimizer.BF16_Optimizer, utils.set_z3_leaf_modules, utils.logger;
+                       runtime.engine.DeepSpeedEngine._broadcast_model (leaves out what has `ds_optim_param`);
                        for checkpoints: runtime.fp16.loss_scaler.LossScaler, utils.tensor_fragment.fragment_address,
                        runtime.zero.config.ZeroStageEnum
    building:           zero.Init._convert_to_deepspeed_param, ._partition, ._enable_mem_efficient_linear, .local_device,
@@ -22,7 +23,8 @@ import contextlib
 import datetime
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -117,9 +119,20 @@ def full_numel(param: Any) -> int:
     return int(param.ds_numel) if is_partitioned(param) else param.numel()
 
 
+_before_reading: list[Any] = []
+
+
+def before_reading(finish: Callable[[], None]) -> None:
+    """Call the bound method `finish` before weights are gathered, as long as its object lives."""
+    _before_reading.append(weakref.WeakMethod(finish))
+
+
 @contextlib.contextmanager
 def gathered(params: Sequence[torch.nn.Parameter], modifier_rank: int | None = None) -> Iterator[None]:
     """Hold `params` whole inside the block; with `modifier_rank`, that rank's changes are written back to every rank."""
+    _before_reading[:] = [ref for ref in _before_reading if ref() is not None]
+    for ref in _before_reading:
+        ref()()
     owned = [p for p in params if is_partitioned(p)]
     with deepspeed.zero.GatheredParameters(owned, modifier_rank=modifier_rank, enabled=bool(owned)):
         yield
@@ -223,7 +236,7 @@ class Partitioner:
             values: this rank's flat slice, padding included; None leaves the slice unset (a loader fills it).
         """
         before = set(param.__dict__)
-        param.data = torch.empty(1, dtype=dtype, device=self.local_device).expand(shape)
+        param.data = torch.empty((), dtype=dtype, device=self.local_device).expand(shape)
         self._init._convert_to_deepspeed_param(param)
         size = -(-param.ds_numel // param.ds_zero_partition_world_size)
         device = self.local_device if param.ds_persist else self.partition_device
@@ -311,8 +324,30 @@ def mark_leaf(module: torch.nn.Module) -> None:
 
 def initialize(model: torch.nn.Module, config: dict[str, Any], optimizer: Any = None, params: Any = None) -> Any:
     """`deepspeed.initialize`, returning DeepSpeed's engine alone."""
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=params, config=config)
+    with _scalars_sent_apart(model):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=params, config=config)
     return engine
+
+
+@contextlib.contextmanager
+def _scalars_sent_apart(model: torch.nn.Module) -> Iterator[None]:
+    """Rank 0's parameters without dimensions (CLIP's `logit_scale`), sent here.
+
+    DeepSpeed 0.19.8 broadcasts whole parameters as bytes and fails on these: "self.dim() cannot be 0 to view BFloat16 as
+    Byte". It leaves out what carries `ds_optim_param`.
+    """
+    from bigtrain import ranks
+
+    scalars = [p for p in model.parameters() if p.dim() == 0 and not is_partitioned(p)]
+    values = ranks.broadcast_object([p.data.cpu() for p in scalars]) if scalars else []
+    for p, value in zip(scalars, values):
+        p.data.copy_(value)
+        p.ds_optim_param = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for p in scalars:
+            del p.ds_optim_param  # type: ignore[attr-defined]
 
 
 def optimizer_kind(optimizer: Any) -> str:

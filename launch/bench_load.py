@@ -1,10 +1,16 @@
 """Time and memory of getting a pretrained checkpoint into a ZeRO-3 model: bigtrain beside transformers' from_pretrained.
 
-    python launch/bench_load.py --ranks 1 2 3 4 --repeats 5 --cold > docs/results/load.md
+    python launch/bench_load.py --ranks 1 2 3 4 --repeats 5 --caches warm cold --export > docs/results/load.md
 
-Every cell is a fresh set of processes: imports are done before the clock starts, and the peak of resident memory (VmHWM),
-the bytes asked from the kernel (/proc/self/io: rchar) and from the disk (read_bytes) are each rank's own. Both ways must end
-with the same values: a hash of every rank's partitions is compared.
+Every cell is a fresh set of processes. The clock runs for one call, the same on every rank: `build_model(folder,
+ds_config=...)` against `AutoModelForCausalLM.from_pretrained(folder, dtype=bfloat16)` with a live `HfDeepSpeedConfig`, from the
+call to a ZeRO-3 model that is ready for `deepspeed.initialize`: config.json, the skeleton, the conversion rules, headers, checks,
+every byte. Not in it, for both ways: starting Python, importing torch, deepspeed, transformers and everything that either
+imports on first use, and joining the process group. The peak of resident memory (VmHWM), the bytes asked from the kernel
+(/proc/self/io: rchar) and from the disk (read_bytes) are each rank's own. Collectives during reading are counted by the process
+groups' own sequence numbers, from the first read to the last. CPU seconds are those of one
+rank's process, which another load on the machine changes less than the clock. The two ways take turns. Both must end with the same
+values: a hash of every rank's partitions is compared. from_pretrained maps the files into memory, which `rchar` does not count.
 """
 
 from __future__ import annotations
@@ -90,6 +96,30 @@ def _io() -> dict[str, int]:
         return {key: int(value) for key, value in (line.split(": ") for line in file)}
 
 
+def _collectives() -> int:
+    """How many collectives all process groups of this rank have run so far, by their own count."""
+    from torch.distributed import distributed_c10d
+
+    groups: Any = distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+def _counting_collectives(counts: list[int]) -> None:
+    """Let every batch of reads add the collectives that ran meanwhile to `counts`."""
+    from bigtrain.weights.read import Reader
+
+    run = Reader.run
+
+    def counted(reader: Any, ops: Any) -> int:
+        before = _collectives()
+        try:
+            return run(reader, ops)
+        finally:
+            counts.append(_collectives() - before)
+
+    Reader.run = counted  # type: ignore[method-assign, assignment]
+
+
 def measure_export(model: Any, out: str) -> dict[str, Any]:
     """Seconds and extra memory of writing the model again, and the predicted beside the real size."""
     from bigtrain import ranks
@@ -124,9 +154,11 @@ def worker(way: str, folder: str, out: str, export: bool) -> None:
         from transformers.integrations import HfDeepSpeedConfig
 
         keep = HfDeepSpeedConfig(CONFIG)
+    counts: list[int] = []
+    _counting_collectives(counts)
     gc.collect()
     dist.barrier()
-    base, before, begin = _status("VmRSS"), _io(), time.perf_counter()
+    base, before, cpu, begin = _status("VmRSS"), _io(), time.process_time(), time.perf_counter()
     if way == "bigtrain":
         model = build_model(folder, ds_config=CONFIG)
     else:
@@ -134,7 +166,7 @@ def worker(way: str, folder: str, out: str, export: bool) -> None:
         del keep
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    seconds, after, peak = time.perf_counter() - begin, _io(), _status("VmHWM")
+    seconds, cpu, after, peak = time.perf_counter() - begin, time.process_time() - cpu, _io(), _status("VmHWM")
     digest, share = xxhash.xxh3_128(), 0
     for param in model.parameters():
         rank, _, flat = zero.partition_of(param)
@@ -142,8 +174,9 @@ def worker(way: str, folder: str, out: str, export: bool) -> None:
         share += own.numel() * own.element_size()
         digest.update(own.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     measured = {
-        "seconds": seconds, "base": base, "peak": peak, "share": share, "hash": digest.hexdigest(),
+        "seconds": seconds, "cpu": cpu, "base": base, "peak": peak, "share": share, "hash": digest.hexdigest(),
         "asked": after["rchar"] - before["rchar"], "disk": after["read_bytes"] - before["read_bytes"],
+        "collectives": sum(counts) if counts else None,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
     }  # fmt: skip
     if export:
@@ -174,8 +207,10 @@ def run_cell(way: str, folder: Path, world: int, export: bool = False) -> list[d
         return [json.loads(Path(f"{out}.{r}").read_text()) for r in range(world)]
 
 
-def floor_s(folder: Path, world: int) -> float:
+def floor_s(folder: Path, world: int, cache: str) -> float:
     """Seconds for `world` processes to read their share of the files into fresh memory and do nothing else."""
+    if cache == "cold":
+        drop_from_cache(folder)
     code = (
         "import os,sys,time,mmap\n"
         "rank, world, files = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]\n"
@@ -200,12 +235,42 @@ def row(way: str, cache: str, world: int, cells: list[list[dict[str, Any]]]) -> 
     bound = [cells[0][r]["base"] + cells[0][r]["share"] for r in range(world)]
     asked = [statistics.median(cell[r]["asked"] for cell in cells) / cells[0][r]["share"] for r in range(world)]
     disk = sum(statistics.median(cell[r]["disk"] for cell in cells) for r in range(world))
+    collectives = {rank["collectives"] for cell in cells for rank in cell} - {None}
     return (
         f"| {way} | {cache} | {world} | {statistics.median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f}) | "
+        f"{statistics.median(max(rank['cpu'] for rank in cell) for cell in cells):.2f} | "
         f"{' / '.join(f'{peak / 2**20:.0f}' for peak in peaks)} | "
         f"{' / '.join(f'{peak / limit:.2f}' for peak, limit in zip(peaks, bound))} | "
-        f"{' / '.join(f'{value:.3f}' for value in asked)} | {disk / 1e9:.2f} |"
+        f"{' / '.join(f'{value:.3f}' for value in asked)} | {disk / 1e9:.2f} | {max(collectives, default='')} |"
     )
+
+
+def measure(folder: Path, world: int, cache: str, repeats: int, ways: tuple[str, ...]) -> dict[str, list[list[dict[str, Any]]]]:
+    """Every way `repeats` times, in turns, so that what else the machine does meets them alike."""
+    cells: dict[str, list[list[dict[str, Any]]]] = {way: [] for way in ways}
+    for _ in range(repeats):
+        for way in ways:
+            if cache == "cold":
+                drop_from_cache(folder)
+            cells[way].append(run_cell(way, folder, world))
+    return cells
+
+
+def ratio(cells: dict[str, list[list[dict[str, Any]]]], cache: str, world: int) -> str:
+    """One line of the table: how many times faster, by the medians and by the fastest runs."""
+    ours, theirs = ([max(rank["seconds"] for rank in cell) for cell in cells[way]] for way in WAYS)
+    text = f"**{statistics.median(theirs) / statistics.median(ours):.1f}x** (fastest {min(theirs) / min(ours):.1f}x)"
+    return f"| **from_pretrained / bigtrain** | {cache} | {world} | {text} | | | | | | |"
+
+
+def export_table(folder: Path, worlds: list[int]) -> str:
+    """A Markdown table of writing the model again."""
+    lines = ["| export, ranks | s | memory above the state per rank, MiB | predicted / written bytes |", "|---|---|---|---|"]
+    for world in worlds:
+        cell = run_cell(WAYS[0], folder, world, export=True)
+        grown = " / ".join(f"{rank['export_grown'] / 2**20:.0f}" for rank in cell)
+        lines.append(f"| {world} | {cell[0]['export_s']:.2f} | {grown} | {cell[0]['predicted']} / {cell[0]['actual']} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -218,50 +283,40 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--beside", type=int, nargs="*", default=[2], help="numbers of ranks for from_pretrained too")
-    parser.add_argument("--cold", action="store_true", help="also with the files dropped from the page cache")
-    parser.add_argument("--export", action="store_true", help="also measure writing the model again")
+    parser.add_argument(
+        "--caches", choices=("warm", "cold"), nargs="+", default=["warm"], help="cold: files dropped from the page cache"
+    )
+    parser.add_argument("--export", type=int, nargs="*", help="also measure writing the model again, on so many ranks (2)")
     parser.add_argument("--worker", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        worker(arguments.worker, str(arguments.folder), arguments.out, arguments.export)
+        worker(arguments.worker, str(arguments.folder), arguments.out, arguments.export is not None)
         return
     make_checkpoint(arguments.folder, arguments.layers, arguments.hidden, arguments.shards)
     total = sum(file.stat().st_size for file in arguments.folder.glob("*.safetensors"))
     for file in arguments.folder.glob("*.safetensors"):
         file.read_bytes()  # warm
     print(f"{total / 1e9:.3f} GB of bf16 weights in {arguments.shards} files, ZeRO-3, {os.cpu_count()} CPU cores\n")
-    print("| way | page cache | ranks | s, median (range) | peak RSS per rank, MiB | peak / (imports + share) | "
-          "bytes read / share | from disk, GB |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    if arguments.export is not None:
+        print(export_table(arguments.folder, arguments.export or [2]), flush=True)
+    print("| way | page cache | ranks | s, median (range) | CPU s of a rank | peak RSS per rank, MiB | peak / (imports + share) | "
+          "bytes read / share | from disk, GB | collectives while reading |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     for world in arguments.ranks:
-        hashes: dict[str, set[str]] = {}
-        medians: dict[str, float] = {}
-        for cache in ("warm", "cold") if arguments.cold else ("warm",):
-            for way in WAYS if world in arguments.beside else WAYS[:1]:
-                cells = []
-                for _ in range(arguments.repeats):
-                    if cache == "cold":
-                        drop_from_cache(arguments.folder)
-                    cells.append(run_cell(way, arguments.folder, world))
-                hashes.setdefault(way, set()).update(" ".join(rank["hash"] for rank in cell) for cell in cells)
-                medians.setdefault(way, statistics.median(max(rank["seconds"] for rank in cell) for cell in cells))
-                print(row(way, cache, world, cells), flush=True)
-        print(
-            f"| floor: processes that only read | warm | {world} | {floor_s(arguments.folder, world):.2f} | | | | |", flush=True
-        )
-        if len(set.union(*hashes.values())) != 1:
-            raise SystemExit(f"the ways do not end with the same values: {hashes}")
-        if len(medians) == 2:
-            print(
-                f"| **from_pretrained / bigtrain** | warm | {world} | **{medians[WAYS[1]] / medians[WAYS[0]]:.1f}x** | | | | |"
-            )
-    if arguments.export:
-        print("\n| export, ranks | s | memory above the state per rank, MiB | predicted / written bytes |\n|---|---|---|---|")
-    for world in arguments.ranks if arguments.export else ():
-        cell = run_cell(WAYS[0], arguments.folder, world, export=True)
-        grown = " / ".join(f"{rank['export_grown'] / 2**20:.0f}" for rank in cell)
-        print(f"| {world} | {cell[0]['export_s']:.2f} | {grown} | {cell[0]['predicted']} / {cell[0]['actual']} |", flush=True)
+        hashes: set[str] = set()
+        for cache in arguments.caches:
+            cells = measure(arguments.folder, world, cache, arguments.repeats, WAYS if world in arguments.beside else WAYS[:1])
+            hashes.update(" ".join(rank["hash"] for rank in cell) for runs in cells.values() for cell in runs)
+            for way, runs in cells.items():
+                print(row(way, cache, world, runs), flush=True)
+            if len(hashes) != 1:
+                raise SystemExit(f"the ways do not end with the same values: {hashes}")
+            if len(cells) == 2:
+                print(ratio(cells, cache, world), flush=True)
+            floors = [floor_s(arguments.folder, world, cache) for _ in range(arguments.repeats)]
+            text = f"{statistics.median(floors):.2f} ({min(floors):.2f}-{max(floors):.2f})"
+            print(f"| floor: processes that only read | {cache} | {world} | {text} | | | | | | |", flush=True)
 
 
 if __name__ == "__main__":

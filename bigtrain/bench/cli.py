@@ -24,6 +24,7 @@ def add_parsers(subparsers: Any) -> None:
     p.add_argument(
         "--max_cell_s", type=float, metavar="S", help="kill a cell after this many seconds (default: the grid's, 900)"
     )
+    p.add_argument("--total_s", type=float, metavar="S", help="start no cell after this many seconds; the same command goes on")
     p.add_argument("--gpu_memory_cap", type=float, metavar="GiB", help="what a cell may take of each GPU, unless the grid says")
     p.add_argument("--retry", action="store_true", help="run cells again that crashed, were killed, refused or timed out")
     p.add_argument("--dry_run", action="store_true", help="list the cells and what the planner says; run nothing")
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(cells, machine)
     out = Path(args.output_dir)
-    job = sweep.Sweep(out=out, machine=machine, code=sweep.code_version(), retry=args.retry)
+    job = sweep.Sweep(out=out, machine=machine, code=sweep.code_version(), retry=args.retry, total_s=args.total_s)
     signal.signal(signal.SIGTERM, _interrupt)
     print(f"{len(cells)} cells on {machine.card}, code {job.code}", flush=True)
     stopped = False
@@ -50,6 +51,9 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         stopped = True
         print("stopped: what was running is gone; the same command continues", file=sys.stderr)
+    left = sum(job.waits(cell) for cell in cells)
+    if left and not stopped:
+        print(f"{left} cells are left for the next call", flush=True)
     _report(out)
     return StoppedError.exit_code if stopped else 0
 

@@ -15,7 +15,7 @@ from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cli import model_config
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.predict import Plan, Tree
-from bigtrain.plan.roofline import step_time
+from bigtrain.plan.roofline import step_time, stored_rates
 from bigtrain.plan.show import heading
 from bigtrain.plan.states import layout_name
 
@@ -42,8 +42,10 @@ def run_values(cell: Cell) -> RunValues:
 
 
 def kernels(cell: Cell, machine: Machine) -> str:
-    """The planner's word for the cell's kernels; liger's need a GPU."""
-    return "liger" if cell.arguments.get("use_liger_kernel") and machine.device == "cuda" else "hf"
+    """The planner's word for the cell's kernels: fused ones on a GPU unless told not to, as in launch/train.py; peers, if told."""
+    asked = cell.arguments.get("use_liger_kernel")
+    fused = cell.runner == "bigtrain" if asked is None else asked
+    return "liger" if fused and machine.device == "cuda" else "hf"
 
 
 def resolved(cell: Cell, machine: Machine) -> Resolved:
@@ -58,7 +60,7 @@ def resolved(cell: Cell, machine: Machine) -> Resolved:
         picked = pick(
             values, run, world_size=cell.num_gpus, ranks_per_node=cell.num_gpus, seq_len=cell.seq_len, gpu_memory_bytes=gpu,
             host_memory_bytes=host, device=machine.device, kernels=kernels(cell, machine),
-            frozen=tuple(cell.arguments.get("freeze") or ()),
+            frozen=tuple(cell.arguments.get("freeze") or ()), rates=stored_rates(machine.device),
         )  # fmt: skip
         config, run = picked.config, picked.run
     shape = ModelShape.from_config(values)
@@ -109,7 +111,7 @@ def prediction(cell: Cell, machine: Machine) -> dict[str, Any]:
     except DoesNotFitError as error:  # ds_config auto
         return {"none": str(error).splitlines()[-1], "fits": False}
     gpu, host = limits(cell, machine)
-    time, allocated = step_time(found.input), peak(found.gpu)
+    time, allocated = step_time(found.input, stored_rates(machine.device)), peak(found.gpu)
     return {
         "config": spelled(found.input),
         "gpu_allocated_bytes": allocated,

@@ -32,7 +32,8 @@ class Ended:
     Attributes:
         exit_codes: of each rank; negative: killed by that signal. None: it had to be killed here.
         timed_out: the time limit was reached. seconds: wall time.
-        rss_bytes, pss_bytes: largest of each rank (VmHWM; sampled smaps_rollup).
+        rss_bytes, pss_bytes: largest of each rank. RSS: the kernel's own peak (VmHWM), which misses nothing. PSS: that less
+            what is shared with others, and at least the most that was sampled (smaps_rollup).
         node_pss_bytes: most of all ranks together.
         gpu_used_bytes: most on one card by nvidia-smi, what was used before included.
         gpu_used_before_bytes: on the fullest card before the start.
@@ -114,23 +115,39 @@ class _HostWatch:
         self.begin = time.monotonic()
         self.failing = False
         self._next_pss = 0.0
+        self._shared: dict[int, int] = {}
 
     def sample(self, pids: Mapping[int, int], ended: Ended) -> None:
         for rank, pid in pids.items():
             peak = _kib(f"/proc/{pid}/status", "VmHWM:")
             ended.rss_bytes[rank] = max(ended.rss_bytes.get(rank, 0), peak)
+            if rank in self._shared:  # peaks of a moment (a copy in passing) fall between two samples
+                ended.pss_bytes[rank] = max(ended.pss_bytes[rank], peak - self._shared[rank])
         begin = time.monotonic()
         if begin < self._next_pss:
             return
         together = 0
         for rank, pid in pids.items():
-            pss = _kib(f"/proc/{pid}/smaps_rollup", "Pss:")
+            rss, pss = _rss_and_pss(pid)
+            if pss:
+                self._shared[rank] = rss - pss
             ended.pss_bytes[rank] = max(ended.pss_bytes.get(rank, 0), pss)
             together += pss
         ended.node_pss_bytes = max(ended.node_pss_bytes, together)
         # Walking the pages of a large process takes a while and holds a lock of it: at most 2 % of the time.
         end = time.monotonic()
         self._next_pss = end + 50 * (end - begin)
+
+
+def _rss_and_pss(pid: int) -> tuple[int, int]:
+    """Of one moment, in bytes; zeros if the process is gone or the kernel does not tell."""
+    found = {"Rss": 0, "Pss": 0}
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/smaps_rollup") as file:
+        for line in file:
+            name, _, rest = line.partition(":")
+            if name in found:
+                found[name] = int(rest.split()[0]) * 1024
+    return found["Rss"], found["Pss"]
 
 
 def _kib(path: str, name: str) -> int:

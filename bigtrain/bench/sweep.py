@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -35,6 +36,8 @@ PROGRAMS = {
     "raw_deepspeed": "launch/peers/raw_deepspeed.py",
     "hf_trainer": "launch/peers/hf_trainer.py",
 }
+# With less time than this left of a call no cell is started: most of it would be imports.
+LEAST_CELL_S = 25.0
 # Cells that ended so are run again when asked to; the others are results.
 WORTH_ANOTHER_TRY = ("crash", "killed", "timeout", "usage")
 
@@ -45,13 +48,14 @@ class Sweep:
 
     Attributes:
         out: its folder. machine: what the cells run on. code: commit, or a hash of the sources where files differ from it.
-        retry: run failed cells again.
+        retry: run failed cells again. total_s: start no cell after so many seconds, and give none more than what is left of them.
     """
 
     out: Path
     machine: Machine
     code: str
     retry: bool = False
+    total_s: float | None = None
 
     def run(self, cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
         """All cells; yields each row as it is written. Cells that have a row already are passed over."""
@@ -59,14 +63,22 @@ class Sweep:
         if missing:
             raise UsageError(f"sweeps run from a clone of the project; not found in {CLONE}: {', '.join(sorted(missing))}")
         self.out.mkdir(parents=True, exist_ok=True)
-        done = {row["cell"]: row for row in read_jsonl(self.out / "rows.jsonl")}
+        begin = time.monotonic()
         for cell, label in zip(cells, labels(cells)):
+            if not self.waits(cell):
+                continue
+            left = float("inf") if self.total_s is None else begin + self.total_s - time.monotonic()
+            if left < LEAST_CELL_S:
+                return
             key = cell.key(self.code, self.machine.card)
-            old = done.get(key)
-            if old is None or self._again(old, cell):
-                row = self._run_cell(cell, key, label)
-                append_jsonl(self.out / "rows.jsonl", row)
-                yield row
+            row = self._run_cell(replace(cell, max_cell_s=min(cell.max_cell_s, left)), key, label)
+            append_jsonl(self.out / "rows.jsonl", row)
+            yield row
+
+    def waits(self, cell: Cell) -> bool:
+        """Whether the cell has no row yet, or one that is worth another try."""
+        old = {row["cell"]: row for row in read_jsonl(self.out / "rows.jsonl")}.get(cell.key(self.code, self.machine.card))
+        return old is None or self._again(old, cell)
 
     def _again(self, old: Mapping[str, Any], cell: Cell) -> bool:
         if old["status"] == "timeout" and cell.max_cell_s > old["max_cell_s"]:
@@ -155,6 +167,8 @@ class Sweep:
         if cell.ds_config == "auto":
             raise UsageError(f"runner {cell.runner} cannot choose a ds_config by itself: name one")
         filled = prediction.resolved(cell, self.machine)
+        if self.machine.device == "cpu":
+            _without_a_compiler(filled.config)
         write_json(folder / "model" / "config.json", model)
         run = {k: v for k, v in vars(filled.run).items() if v is not None}
         told = {
@@ -162,6 +176,14 @@ class Sweep:
             "ds_config": cell.ds_config, "ds_config_resolved": filled.config, "output_dir": folder / "out",
         }  # fmt: skip
         return write_json(folder / "peer.json", told)
+
+
+def _without_a_compiler(config: dict[str, Any]) -> None:
+    """On CPUs DeepSpeed would compile its GPU's FusedAdam anew for a minute; torch's AdamW computes the same."""
+    offloaded = (config.get("zero_optimization") or {}).get("offload_optimizer")
+    optimizer = config.get("optimizer")
+    if optimizer and not offloaded and str(optimizer.get("type", "")).lower() in ("adam", "adamw"):
+        optimizer.setdefault("params", {})["torch_adam"] = True
 
 
 def flags(values: Mapping[str, Any]) -> list[str]:

@@ -83,13 +83,14 @@ def reblock(
     """
     out = []
     pieces, n = list(pieces), flat.numel()
+    device = next((t.device for t in state.values() if isinstance(t, torch.Tensor) and t.dim() > 0), flat.device)
     for kind, (scale_kind, _) in MOMENTS.items():
         if not any((kind, name) in index for name, *_ in pieces):
             continue
         exact = n < fp32_below_elems
-        state[kind] = torch.zeros(flat.shape, dtype=torch.float32 if exact else torch.uint8, device=flat.device)
+        state[kind] = torch.zeros(flat.shape, dtype=torch.float32 if exact else torch.uint8, device=device)
         if not exact:
-            state[scale_kind] = torch.zeros(-(-n // BLOCK_ELEMS), dtype=torch.float32, device=flat.device)
+            state[scale_kind] = torch.zeros(-(-n // BLOCK_ELEMS), dtype=torch.float32, device=device)
         made = Reblock(state, kind, torch.zeros(n))
         for name, shape, start, offset, count in pieces:
             for read in _reads(index, kind, name, shape, start, count):

@@ -28,6 +28,7 @@ class Flat:
     """A flat tensor that the optimizer updates, its optimizer state, and the parameters in it.
 
     Attributes:
+        key: the tensor itself, as the optimizer knows it.
         tensor: as 1-D: fp32 master weights, or the bf16 weights themselves where the optimizer keeps the rest as state.
         state: the optimizer's dict for it; empty before the first step.
         pieces: (parameter name, full shape, first element of the parameter, offset in the tensor, number of elements).
@@ -36,7 +37,7 @@ class Flat:
     """
 
     def __init__(self, number: int, tensor: torch.Tensor, state: dict[str, Any], pieces: list[Piece], whole: bool):
-        self.tensor, self.shape = tensor.detach().view(-1), tensor.shape
+        self.key, self.tensor, self.shape = tensor, tensor.detach().view(-1), tensor.shape
         self.state, self.pieces, self.whole = state, pieces, whole
         self.own_name = f"partition-{number}" if whole else f"partition-{number}-{ranks.rank()}-of-{ranks.world_size()}"
 
@@ -91,6 +92,7 @@ def slices_to_fill(engine: Any, index: Index) -> tuple[list[LocalSlice], list[Re
     out: list[LocalSlice] = []
     again: list[Reblock] = []
     for flat in flat_tensors(engine.deepspeed, names):
+        _make_on_host(engine.deepspeed.basic_optimizer, flat, index)
         moved = not in_place(index, flat.own_name, flat.pieces)
         _make_state(flat, index, leave=(*MOMENTS, *SCALES) if moved else ())
         if not moved:
@@ -154,6 +156,12 @@ def _buffers(module: torch.nn.Module) -> Iterator[LocalSlice]:
                     param=full, kind="buffer", shape=tuple(buffer.shape), start=0, tensor=buffer.detach().view(-1),
                     replicated=True, volatile=True,
                 )  # fmt: skip
+
+
+def _make_on_host(optimizer: Any, flat: Flat, index: Index) -> None:
+    """An optimizer that keeps its state in host memory (optim/stream.py) makes it itself: on the GPU there may be no room."""
+    if getattr(optimizer, "stream", None) is not None and not flat.state and any(("low", n) in index for n, *_ in flat.pieces):
+        flat.state.update(optimizer.new_state(flat.key))
 
 
 def _make_state(flat: Flat, index: Index, leave: Collection[str]) -> None:

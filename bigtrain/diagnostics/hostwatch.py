@@ -17,7 +17,7 @@ class HostWatch:
     """Runs from `start` to `stop`.
 
     Args:
-        on_warning: called once, when use first passes `plan.room.WARNING_SHARE`.
+        on_warning: called once, when use first passes `plan.room.WARNING_SHARE`; must be quick, as nobody looks meanwhile.
         on_full: called once, when the limit is about to be reached; the thread ends after it.
         look: reads the present use; None: unknown, look again later.
     """
@@ -51,7 +51,7 @@ class HostWatch:
                 continue
             said = verdict(now, before)
             before = now
-            if said != "fine" and not warned:
+            if said == "warning" and not warned:
                 warned = True
                 logger.warning("host memory: %s; the run is stopped before the kernel would kill it", now.describe())
                 self._warn(now)

@@ -7,8 +7,11 @@ import datetime
 import json
 import logging
 import os
+import shlex
 import socket
+import sys
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,12 +24,16 @@ from bigtrain.network import several
 
 logger = logging.getLogger(__name__)
 
+NOTICE_S = 30.0
 ROLL_CALL_S = 600.0  # hosts start one after the other, and a cold network disk takes minutes to import torch from
 _called = False
 
 
 def roll_call(limit_s: float = ROLL_CALL_S, failure: BaseException | None = None) -> dist.Store | None:
     """Meet the ranks of the other hosts; None on one host. Every rank calls it once, before the process group exists.
+
+    torchrun keeps one store over restarts, with all that dead ranks have left there. So each process has a name of its own: it
+    says that under its rank, rank 0 answers to that name, and the answer is acknowledged under both names.
 
     Args:
         limit_s: how long to wait for the slowest host.
@@ -43,22 +50,26 @@ def roll_call(limit_s: float = ROLL_CALL_S, failure: BaseException | None = None
         return None
     _called = True
     store = _store(limit_s)
-    rank, world = ranks.rank(), ranks.world_size()
-    told = {"host": socket.gethostname(), "code": getattr(failure, "exit_code", BigtrainError.exit_code)}
-    told["failure"] = None if failure is None else f"{type(failure).__name__}: {failure}"
-    store.set(f"bigtrain/came/{rank}", json.dumps(told))
-    came = _await_all(store, world, limit_s)
-    _let_all_read(store, rank, world)
-    failed = {r: said for r, said in came.items() if said["failure"]}
+    mine = {
+        "name": uuid.uuid4().hex,
+        "host": socket.gethostname(),
+        "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
+        "code": getattr(failure, "exit_code", BigtrainError.exit_code),
+        "words": [word for word in sys.argv[1:] if not word.startswith(("--local_rank", "--local-rank"))],
+    }
+    store.set(_seat(ranks.rank()), json.dumps(mine))
+    wait = Wait(store, ranks.world_size(), limit_s)
+    first, everyone = _call(store, mine, wait) if ranks.rank() == 0 else _answer(store, mine, wait)
+    failed = {r: said for r, said in everyone.items() if said["failure"]}
     if failed and failure is None:
         listing = "\n".join(f"  rank {r} on {said['host']}: {said['failure']}" for r, said in failed.items())
         error = RanksDisagreeError(
-            f"{len(failed)} of {world} ranks cannot start, so none does:\n{listing}",
+            f"{len(failed)} of {len(everyone)} ranks cannot start, so none does:\n{listing}",
             {r: said["failure"] for r, said in failed.items()},
         )
         error.exit_code = failed[min(failed)]["code"]
         raise error
-    return store
+    return dist.PrefixStore(f"bigtrain/{first}", store)
 
 
 def tell(failure: BaseException, limit_s: float = 120.0) -> None:
@@ -73,7 +84,7 @@ def _store(limit_s: float) -> dist.Store:
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     limit = datetime.timedelta(seconds=limit_s)
     try:
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # each restart has a place of its own in the agent's store
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return next(iter(dist.rendezvous("env://", timeout=limit)))[0]
         return dist.TCPStore(
             address, int(port), ranks.world_size(), ranks.rank() == 0, limit, wait_for_workers=False, multi_tenant=True
@@ -88,34 +99,82 @@ def _store(limit_s: float) -> dist.Store:
         ) from error
 
 
-def _await_all(store: dist.Store, world: int, limit_s: float) -> dict[int, dict[str, Any]]:
-    """What each rank said when it came."""
-    end, notice = time.monotonic() + limit_s, time.monotonic() + 30.0
-    missing = list(range(world))
-    while True:
-        missing = [r for r in missing if not store.check([f"bigtrain/came/{r}"])]
-        if not missing:
-            return {r: json.loads(store.get(f"bigtrain/came/{r}")) for r in range(world)}
-        here = {r: json.loads(store.get(f"bigtrain/came/{r}"))["host"] for r in set(range(world)) - set(missing)}
-        listing = f"ranks that came: {_by_host(here)}; ranks that did not: {_numbers(missing)}"
-        if time.monotonic() > end:
-            raise RanksDisagreeError(
-                f"waited {limit_s:.0f} s for the ranks of the other hosts. {listing}. Look at the output of the hosts that are not "
-                "in the list: the program did not start there, or it ended early.",
-                {r: "did not come" for r in missing},
-            )
-        if time.monotonic() > notice and ranks.is_main():
-            logger.warning("waiting for other hosts; %s", listing)
-            notice = float("inf")
-        time.sleep(0.1)
+def _seat(rank: int) -> str:
+    return f"bigtrain/rank/{rank}"
 
 
-def _let_all_read(store: dist.Store, rank: int, world: int) -> None:
-    """Rank 0 may serve the store: it must not end before the others have read."""
-    store.add("bigtrain/read", 1)
-    end = time.monotonic() + 10.0
-    while rank == 0 and store.add("bigtrain/read", 0) < world and time.monotonic() < end:
+def _read(store: dist.Store, key: str) -> Any:
+    """A value that is there, else None."""
+    return json.loads(store.get(key)) if store.check([key]) else None
+
+
+class Wait:
+    """A limit for waiting, with a word to the user on the way and the numbers of the missing at its end."""
+
+    def __init__(self, store: dist.Store, world: int, limit_s: float):
+        self.store, self.world, self.limit_s = store, world, limit_s
+        self._end, self._notice = time.monotonic() + limit_s, time.monotonic() + NOTICE_S
+
+    def a_little(self) -> None:
+        """One turn.
+
+        Raises:
+            RanksDisagreeError: the limit is over.
+        """
+        now = time.monotonic()
+        if now > min(self._end, self._notice):
+            came = {r: said["host"] for r in range(self.world) if (said := _read(self.store, _seat(r)))}
+            missing = [r for r in range(self.world) if r not in came]
+            listing = f"ranks that came: {_by_host(came)}; ranks that did not: {_numbers(missing) or 'none'}"
+            if now > self._end:
+                raise RanksDisagreeError(
+                    f"waited {self.limit_s:.0f} s for the ranks of the other hosts. {listing}. Look at the output of the hosts "
+                    "that are not in the list: the program did not start there, or it ended early.",
+                    {r: "did not come" for r in missing},
+                )
+            self._notice = float("inf")
+            if ranks.is_main():
+                logger.warning("waiting for other hosts; %s", listing)
         time.sleep(0.05)
+
+
+def _call(store: dist.Store, mine: dict[str, Any], wait: Wait) -> tuple[str, dict[int, Any]]:
+    """Rank 0: answer everybody, until all have acknowledged: (this process's name, what each rank said)."""
+    while True:
+        everyone = {r: _read(store, _seat(r)) for r in range(1, wait.world)}
+        for said in everyone.values():
+            if said is not None and said["words"] != mine["words"]:
+                raise _other_job(mine, said)
+        if all(everyone.values()):
+            names = {r: said["name"] for r, said in everyone.items()}
+            everyone = {0: mine, **everyone}
+            for name in names.values():
+                if not store.check([f"bigtrain/answer/{name}"]):
+                    store.set(f"bigtrain/answer/{name}", json.dumps({"first": mine["name"], "ranks": everyone}))
+            if store.check([f"bigtrain/heard/{mine['name']}/{name}" for name in names.values()]):
+                return mine["name"], everyone
+        wait.a_little()
+
+
+def _answer(store: dist.Store, mine: dict[str, Any], wait: Wait) -> tuple[str, dict[int, Any]]:
+    """Other ranks: wait for the answer to this process's name."""
+    while (told := _read(store, f"bigtrain/answer/{mine['name']}")) is None:
+        zero = _read(store, _seat(0))
+        if zero is not None and zero["words"] != mine["words"]:
+            raise _other_job(mine, zero)
+        wait.a_little()
+    store.set(f"bigtrain/heard/{told['first']}/{mine['name']}", "1")
+    return told["first"], {int(r): said for r, said in told["ranks"].items()}
+
+
+def _other_job(mine: dict[str, Any], other: dict[str, Any]) -> RanksDisagreeError:
+    """On the default port, the second job of a host reaches the first one's store."""
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return RanksDisagreeError(
+        f"rank {ranks.rank()} on {mine['host']} met a rank with another command line at {where}: another job has that port "
+        "(choose one: deepspeed --master_port, torchrun --rdzv_endpoint), or the hosts were started differently.\n"
+        f"  {mine['host']}: {shlex.join(mine['words'])}\n  {other['host']}: {shlex.join(other['words'])}"
+    )
 
 
 def _numbers(some: Sequence[int]) -> str:

@@ -46,7 +46,11 @@ def refuse_different(args: Any, ds_config: Mapping[str, Any]) -> None:
     began = time.monotonic()
     with ranks.together("comparing the hosts"):
         mine = {**installed(), **_flat("ds_config", ds_config)}
-    found = differences(list(zip(hosts, ranks.all_gather_object(mine))), "absent")
+    everyone = ranks.all_gather_object((mine, settings()))
+    found = differences([(host, values) for host, (values, _) in zip(hosts, everyone)], "absent")
+    unequal = differences([(host, values) for host, (_, values) in zip(hosts, everyone)], "not set")
+    if unequal and ranks.is_main():
+        logger.warning("the hosts' environments differ, which may be meant:\n  %s", "\n  ".join(unequal[:LISTED]))
     found += _different_files(hosts, _file_lists(args))
     if not found:
         logger.info("%d hosts: same versions, configs and files (%.1f s)", len(set(hosts)), time.monotonic() - began)
@@ -92,6 +96,14 @@ def installed() -> dict[str, str]:
     sources = sorted(p for p in here.rglob("*.py"))
     found["source of bigtrain"] = _short(xxhash.xxh3_128_hexdigest(b"".join(p.read_bytes() for p in sources)))
     return found
+
+
+def settings(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that change how ranks talk. Interfaces and devices have other names on other hosts."""
+    return {
+        name: value for name, value in env.items()
+        if name.startswith(("NCCL_", "TORCH_NCCL_", "BIGTRAIN_")) and not name.endswith(("_IFNAME", "_HCA", "_HOST"))
+    }  # fmt: skip
 
 
 def _flat(prefix: str, value: Any) -> dict[str, str]:

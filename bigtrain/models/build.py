@@ -106,7 +106,7 @@ def build_model(
     checkpoints = dict(frozen_checkpoints or {})
     target = _target(config, stage, seed, dtype, init_device, keep_in_fp32)
     if recipe.directory:
-        allowed = (tuple(allow_missing), tuple(allow_unexpected))
+        allowed = (_patterns(allow_missing), _patterns(allow_unexpected))
         model, info = _build_pretrained(recipe, target, checkpoints, resize_vocab_to, allowed)
     else:
         model, info = _build_fresh(recipe, target, checkpoints, resize_vocab_to)
@@ -114,6 +114,10 @@ def build_model(
     _settle(model, info, target, [*freeze, *checkpoints])
     heap.give_back()  # what was drawn in fp32 is gone, the heap that held it is not
     return model
+
+
+def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _config(ds_config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:

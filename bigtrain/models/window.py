@@ -89,7 +89,7 @@ class Parked:
 def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of `shape` that takes one element; not a number, so that a read that slips through is seen."""
     fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((1,), fill, dtype=dtype, device=device).expand(shape)
+    return torch.full((), fill, dtype=dtype, device=device).expand(shape)  # of no dimensions: it expands to a scalar too
 
 
 def _storage_users(tensor: Tensor) -> int:
@@ -290,13 +290,19 @@ class Window(TorchFunctionMode):
 
         Call it after every parameter of the model was closed. Returns how many parameters that were.
         """
-        gc.collect()
-        alive = {k: p for k, ref in enumerate(self._watched) if (p := ref()) is not None}
-        everywhere = set.intersection(*map(set, ranks.all_gather_object(list(alive))))
+        alive, everywhere = self._alive_everywhere()
+        if everywhere:  # perhaps only in garbage; collecting walks every object of every library, so not without need
+            gc.collect()
+            alive, everywhere = self._alive_everywhere()
         for key in sorted(everywhere):
             self._fetch(alive[key], values=True)
             del alive[key]._bigtrain_key  # type: ignore[attr-defined]
         return len(everywhere)
+
+    def _alive_everywhere(self) -> tuple[dict[int, Parameter], set[int]]:
+        """This rank's watched parameters that live, by key, and the keys that live on every rank. Collective."""
+        alive = {k: p for k, ref in enumerate(self._watched) if (p := ref()) is not None}
+        return alive, set.intersection(*map(set, ranks.all_gather_object(list(alive))))
 
     def _fetch(self, param: Parameter, values: bool) -> None:
         """Make a parameter whole; `values=False`: it is about to be overwritten."""

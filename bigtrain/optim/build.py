@@ -153,7 +153,9 @@ def _split(groups: Groups, options: Options, moments: str) -> torch.optim.Optimi
     from bigtrain.optim import cpu_kernel
     from bigtrain.optim.split import AdamWSplit
 
-    return AdamWSplit(groups, moments=moments, compiled=options.device == "cpu" and cpu_kernel.ready(), **options.adam)
+    compiled = options.device == "cpu" and cpu_kernel.ready()
+    offload = (options.offload_ratio, options.pin_memory) if options.offload else None
+    return AdamWSplit(groups, moments=moments, compiled=compiled, offload=offload, **options.adam)
 
 
 def muon(groups: Groups, options: Options) -> torch.optim.Optimizer:

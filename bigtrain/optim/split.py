@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from bigtrain.errors import UsageError
 from bigtrain.optim import arithmetic
+from bigtrain.optim.lanes import lanes_for
+from bigtrain.optim.pieces import cut, joined
 from bigtrain.optim.state import load_keeping_dtypes
+from bigtrain.optim.stream import Stream, Update
 from bigtrain.optim.table import BLOCK_ELEMS
-
-# Updates one flat chunk of a parameter in place: weight, gradient, state tensors, where the chunk begins in the parameter.
-Update = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], int], None]
 
 # Elements updated at a time: on a CPU its fp32 temporaries should stay in the cache, on a GPU one launch should fill the card.
 CHUNK_ELEMS = {"cpu": 1 << 16, "cuda": 1 << 27}
-# Gradients in pieces that do not follow each other in memory are copied together this many elements at a time.
-GATHER_ELEMS = 1 << 25
 
 
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
@@ -45,6 +43,11 @@ class AdamWSplit(torch.optim.Optimizer):
         moments: "float32", "bfloat16" or "8bit".
         exact_root: correctly rounded square root on the CPU too (see `arithmetic`).
         compiled: update CPU tensors by the compiled kernel, which must be `cpu_kernel.ready()`.
+        offload: keep the state of parameters on a GPU in host memory (see `stream`), this share of it, page-locked or not.
+
+    Attributes:
+        grad_factor: what gradients are multiplied by in the next step.
+        stream: brings the state to the GPU and back; None where it stays beside the parameters. Under DeepSpeed `attach` sets it.
 
     Raises:
         UsageError: by the first step, if a parameter is not bf16 then.
@@ -60,11 +63,14 @@ class AdamWSplit(torch.optim.Optimizer):
         moments: str = "float32",
         exact_root: bool = False,
         compiled: bool = False,
+        offload: tuple[float, bool] | None = None,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.moments = MOMENTS[moments]
         self.exact_root = exact_root
         self.compiled = compiled
+        self.offload = offload
+        self.stream: Stream | None = None
         self.grad_factor: torch.Tensor | float | None = None
         self._pieces: dict[torch.Tensor, Sequence[torch.Tensor]] = {}
 
@@ -83,11 +89,18 @@ class AdamWSplit(torch.optim.Optimizer):
                 if pieces is not None and param.numel():
                     self._update(param, pieces, group)
 
+        if self.stream is not None and not self.stream.deferred:
+            self.stream.finish()
+
     def _update(self, param: torch.Tensor, pieces: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
         state = self.state[param]
         if not state:
             state.update(self.new_state(param))
         update = self.next_update(state, group)
+        if self.stream is not None:
+            factor = self.grad_factor
+            self.stream.add(param, state, pieces, update, [factor] if isinstance(factor, torch.Tensor) else [])
+            return
         weight = param.detach().view(-1)
         for start, grads in cut(pieces, self.chunk_elems(param.device.type)):
             end = start + sum(g.numel() for g in grads)
@@ -131,22 +144,28 @@ class AdamWSplit(torch.optim.Optimizer):
         """The state before the first update: the master is the bf16 weight itself."""
         if param.dtype != torch.bfloat16:
             raise UsageError(f"adamw_split needs bf16 parameters, not {param.dtype}: set bf16.enabled, or choose adamw.")
-        made = {k: torch.zeros(n, dtype=dtype, device=param.device) for k, (n, dtype) in self.layout(param.numel()).items()}
-        state: dict[str, Any] = {"step": 0, **made}
+        state: dict[str, Any] = {"step": 0}
+        if self.stream is not None:
+            self.stream.home(param, state)
+        else:
+            layout = self.layout(param.numel())
+            state |= {k: torch.zeros(n, dtype=dtype, device=param.device) for k, (n, dtype) in layout.items()}
         first_codes(state)
         return state
 
     def master(self, param: torch.Tensor) -> torch.Tensor:
         """The fp32 master of `param`, flat, as a new tensor."""
+        self.synchronize()
         state = self.state.get(param)
         if not state:
             return param.detach().view(-1).float()
-        tie = torch.signbit(state["exp_avg_sq"]) if "exp_avg_sq" in state else None
-        return arithmetic.join_master(param.detach().view(-1), state["low"], tie)
+        tie = torch.signbit(state["exp_avg_sq"]).to(param.device) if "exp_avg_sq" in state else None
+        return arithmetic.join_master(param.detach().view(-1), state["low"].to(param.device), tie)
 
     @torch.no_grad()
     def set_master(self, param: torch.Tensor, master: torch.Tensor) -> None:
         """Set `param` and its state from a flat fp32 master."""
+        self.synchronize()
         state = self.state[param]
         if not state:
             state.update(self.new_state(param))
@@ -154,13 +173,19 @@ class AdamWSplit(torch.optim.Optimizer):
         param.detach().view(-1).copy_(high)
         if "exp_avg_sq" in state:
             v = state["exp_avg_sq"].abs()
-            state["exp_avg_sq"].copy_(torch.where(tie, v.neg(), v))
+            state["exp_avg_sq"].copy_(torch.where(tie.to(v.device), v.neg(), v))
         else:
             low = arithmetic.saturate_low(low, tie)
         state["low"].copy_(low)
 
+    def synchronize(self) -> None:
+        """Return when every weight is updated and all state may be read and changed where it lies."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but every state tensor keeps its dtype."""
+        self.synchronize()
         load_keeping_dtypes(self, state_dict, super().load_state_dict)
 
 
@@ -216,56 +241,16 @@ def by_torch(
     parts["low"].copy_(low)
 
 
-def cut(pieces: Sequence[torch.Tensor], limit: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Flat gradient chunks with their offsets, each starting at a multiple of 256, as views that follow each other.
-
-    Args:
-        pieces: contiguous tensors that follow each other in the partition.
-        limit: elements of a chunk at most; a multiple of 256.
-    """
-    runs = _runs([p.reshape(-1) for p in pieces if p.numel()])
-    if len(runs) > 1:
-        limit = min(limit, GATHER_ELEMS)
-    waiting: list[torch.Tensor] = []
-    start = filled = 0
-    for run in runs:
-        while run.numel():
-            part, run = run[: limit - filled], run[limit - filled :]
-            waiting.append(part)
-            filled += part.numel()
-            if filled == limit:
-                yield start, waiting
-                start, filled, waiting = start + filled, 0, []
-    if waiting:
-        yield start, waiting
-
-
-def joined(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor of views that follow each other; a copy only if there are several."""
-    return grads[0] if len(grads) == 1 else torch.cat(list(grads))
-
-
-def _runs(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Join neighbours that also follow each other in memory (views of one buffer)."""
-    runs: list[torch.Tensor] = []
-    for piece in pieces:
-        last = runs[-1] if runs else None
-        if (
-            last is not None
-            and last.dtype == piece.dtype
-            and last.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()
-            and last.storage_offset() + last.numel() == piece.storage_offset()
-        ):
-            runs[-1] = last.as_strided((last.numel() + piece.numel(),), (1,))
-        else:
-            runs.append(piece)
-    return runs
-
-
 def attach(ds_engine: Any) -> None:
     """Let an `AdamWSplit` inside a DeepSpeed engine work on the model's own weights and on unrounded gradients."""
     from bigtrain import flat
 
-    optimizer = ds_engine.basic_optimizer
-    flat.alias_master(ds_engine.optimizer)
-    flat.hand_over_gradients(ds_engine.optimizer, optimizer)
+    optimizer, ds_optimizer = ds_engine.basic_optimizer, ds_engine.optimizer
+    flat.alias_master(ds_optimizer)
+    flat.hand_over_gradients(ds_optimizer, optimizer)
+    layouts = flat.partition_layouts(ds_optimizer)
+    device = next(iter(layouts)).device
+    if optimizer.offload is not None and device.type != "cpu":
+        ratio, pin = optimizer.offload
+        optimizer.stream = Stream(optimizer.layout, lanes_for(device), device, ratio=ratio, pin=pin)
+        flat.stream_updates(optimizer.stream, ds_engine.module, ds_optimizer, layouts)

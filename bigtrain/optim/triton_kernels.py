@@ -156,7 +156,10 @@ def update(
     """
     n = weight.numel()
     has_factor = factor is not None
-    factor = torch.as_tensor(1.0 if factor is None else factor, dtype=torch.float32).to(weight.device)
+    if isinstance(factor, torch.Tensor):
+        factor = factor.to(weight.device, torch.float32)
+    else:  # filled on the device: a copy from the host would wait for the stream
+        factor = torch.full((), 1.0 if factor is None else factor, dtype=torch.float32, device=weight.device)
     scalars = (s.decay, s.weight1, s.beta2, s.weight2, s.root2, s.eps, s.step_size)
     options: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
     if "exp_avg" in parts:

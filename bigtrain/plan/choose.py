@@ -141,6 +141,8 @@ def _families(base: PlanInput, optimizers: tuple[str, ...]) -> Iterator[PlanInpu
         for place in _placements(base.world_size):
             if place["stage"] not in layout.stages or (place["offload_optimizer"] and not layout.offload):
                 continue
+            if layout.own_offload and place["offload_param"] and base.device == "cuda":
+                continue
             for checkpointing in ("none", "full"):
                 yield base.but(
                     optimizer=optimizer, checkpointing=checkpointing, bf16_states=False, overlap_comm=True,
@@ -155,9 +157,9 @@ def state_bytes(plan: PlanInput) -> tuple[int, int]:
     owned = slice_elems(plan.trained_elems, plan.world_size)
     weights = 2 * (slice_elems(total, plan.world_size) if zero.stage == 3 else total)
     kept = layout.remainder + min(layout.moments, layout.matrix_moments)
-    share = zero.ratio if zero.offload_optimizer else 0.0
+    share = zero.ratio if plan.told.offload_optimizer or plan.streams else 0.0
     gpu = (0 if zero.offload_param else weights) + (kept + (2 if zero.stage >= 2 else 0)) * owned * (1 - share)
-    host = (kept + layout.step_grad) * share * owned + (weights if zero.offload_param else 0)
+    host = (kept + (0 if layout.own_offload else layout.step_grad)) * share * owned + (weights if zero.offload_param else 0)
     # A ratio moves whole sub-groups; the bound stays a bound with one sub-group's slack.
     slack = kept * zero.sub_group_elems if 0 < share < 1 else 0
     return max(0, int(gpu - slack)), max(0, int(host - slack))

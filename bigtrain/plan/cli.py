@@ -9,13 +9,13 @@ from typing import Any
 
 from bigtrain import shapes
 from bigtrain.errors import DoesNotFitError, UsageError
-from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, Choice, choose
+from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, Candidate, Choice, choose
 from bigtrain.plan.families import read_json
 from bigtrain.plan.inputs import PlanInput, plan_input
 from bigtrain.plan.machine import gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
-from bigtrain.plan.roofline import Rates, rates_from
-from bigtrain.plan.show import choice_text, plan_text
+from bigtrain.plan.roofline import Rates, rates_from, stored_rates
+from bigtrain.plan.show import choice_text, measured_text, plan_text
 from bigtrain.plan.states import LAYOUTS, layout_name
 
 DOES_NOT_FIT = DoesNotFitError.exit_code
@@ -55,7 +55,14 @@ def _configuration(p: argparse.ArgumentParser) -> None:
     p.add_argument("--kernels", choices=["hf", "liger"], default="hf")
     p.add_argument("--loss", choices=["full", "chunked", "fused"], help="logits in fp32, once in bf16, or never whole")
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    p.add_argument("--calibration", metavar="FILE", help="measured rates as JSON, over the defaults of the roofline")
+    p.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="measured rates as JSON (default: what bigtrain doctor stored); none: built-in ones",
+    )
+    p.add_argument(
+        "--measure", type=int, metavar="N", help="with --auto: run the N best for a few steps here, take the fastest"
+    )
 
 
 def model_config(name: str) -> dict[str, Any]:
@@ -139,6 +146,8 @@ def _memories(args: argparse.Namespace) -> tuple[int | None, int | None]:
 
 def _rates(args: argparse.Namespace) -> Rates:
     if not args.calibration:
+        return stored_rates(args.device) or Rates()
+    if args.calibration == "none":
         return Rates()
     values = read_json(args.calibration, "the calibration")
     if not isinstance(values, dict):
@@ -147,7 +156,8 @@ def _rates(args: argparse.Namespace) -> Rates:
 
 
 def _choice(args: argparse.Namespace, base: PlanInput, gpu: int | None, host: int | None, rates: Rates) -> Choice:
-    wanted = args.optimizers.split(",") if args.optimizers else [args.optim] if args.optim else DEFAULT_OPTIMIZERS
+    usual = DEFAULT_OPTIMIZERS if args.device == "cuda" else DEFAULT_OPTIMIZERS[:1]
+    wanted = args.optimizers.split(",") if args.optimizers else [args.optim] if args.optim else usual
     given = args.micro_batch is not None or args.accumulation is not None
     batch = args.global_batch or base.world_size * (base.micro_batch * base.accumulation if given else AUTO_SEQUENCES_PER_RANK)
     names = tuple(layout_name(name) for name in wanted)
@@ -158,21 +168,39 @@ def _choice(args: argparse.Namespace, base: PlanInput, gpu: int | None, host: in
 
 def run(args: argparse.Namespace) -> int:
     """Plan or choose, print it, and say by the exit code whether it fits."""
+    if args.measure and not args.auto:
+        raise UsageError("--measure goes with --auto: it runs the best that --auto found")
     base, rates = _input(args), _rates(args)
     gpu, host = _memories(args)
     if not args.auto:
         return _print_plan(args, predict(base), gpu, host, rates)
     choice = _choice(args, base, gpu, host, rates)
+    measured = _measured(args, choice)
     if args.json:
-        print(json.dumps(choice.to_json(), indent=2))
+        print(json.dumps({**choice.to_json(), **({"measured": measured} if measured else {})}, indent=2))
     else:
         print(choice_text(choice, rates))
-        if choice.best:
-            print(f"\nchosen: {choice.best.describe()}\n")
-            plan = predict(choice.best.input)
+        best = _fastest(choice, measured)
+        if best:
+            print(f"\n{measured_text(measured)}chosen: {best.describe()}\n")
+            plan = predict(best.input)
             print(plan_text(plan, gpu, host, rates))
             _warn_about_locks(plan)
     return 0 if choice.best else DOES_NOT_FIT
+
+
+def _measured(args: argparse.Namespace, choice: Choice) -> list[dict[str, Any]]:
+    """Rows of the best candidates that ran here, fastest first; see `bigtrain.bench.measure`."""
+    if not args.measure or not choice.fitting:
+        return []
+    if not args.model or args.measure < 1:
+        raise UsageError(f"--measure {args.measure} runs candidates: give a --model, and a number of at least 1")
+    return args.measurer(args.model, choice.fitting[: args.measure])
+
+
+def _fastest(choice: Choice, measured: list[dict[str, Any]]) -> Candidate | None:
+    ran = [row for row in measured if row["tokens_per_s"]]
+    return choice.fitting[ran[0]["candidate"]] if ran else choice.best
 
 
 def _warn_about_locks(plan: Plan) -> None:

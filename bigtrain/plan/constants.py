@@ -20,8 +20,8 @@ NCCL_RANKS_THAT_GROW_IT = 8
 # on the GPU. On CPUs (torch 2.13, deepspeed 0.19.8, transformers 5.24): what launch/train.py holds by itself once it steps,
 # which is Python objects and library data of its own, and library code that the ranks of a host share.
 _CUDA_PROCESS_BYTES = 2_050_000_000
-_CPU_PRIVATE_BYTES = 400 * _MIB
-_CPU_SHARED_BYTES = 175 * _MIB
+_CPU_PRIVATE_BYTES = 385 * _MIB
+_CPU_SHARED_BYTES = 170 * _MIB
 
 # glibc gives blocks below its largest mmap threshold (32 MiB on 64 bit) back to its heap, not to the system.
 MALLOC_MMAP_BYTES = 32 * _MIB

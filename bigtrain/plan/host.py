@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from bigtrain.plan import streamed
 from bigtrain.plan.constants import READ_BUFFER_BYTES, SAVE_BUFFER_BYTES, process_bytes
 from bigtrain.plan.flat import flat_group, heaviest_rank, slice_elems, split_groups, sub_groups
 from bigtrain.plan.inputs import PlanInput
@@ -24,7 +25,7 @@ def pinned_bytes(size: float) -> int:
 
 class _Host:
     def __init__(self, plan: PlanInput):
-        self.plan, self.zero, self.items = plan, plan.settings, plan.parameters.items
+        self.plan, self.zero, self.items = plan, plan.told, plan.parameters.items
         self.layout, self.tape = LAYOUTS[plan.optimizer], Tape(_PAGE)
         self.groups = split_groups(self.items, plan.decay_groups, plan.trains)
         # On CPU 'pin_memory' does nothing (accelerator/cpu_accelerator.py).
@@ -152,7 +153,7 @@ def page_locked_bytes(plan: PlanInput) -> int:
 
 
 def _simulate(plan: PlanInput) -> _Host:
-    zero = plan.settings
+    zero = plan.told
     host: _Host
     if zero.stage == 3 and (zero.offload_optimizer or zero.offload_param):
         host = _SlicedHost(plan)
@@ -175,6 +176,11 @@ def _simulate(plan: PlanInput) -> _Host:
     elif zero.stage == 3 and plan.device == "cuda":
         local = sum(slice_elems(p.elems, plan.world_size) for p in plan.parameters.items)
         tape.touch(2 * local, "host copies in passing")
+    if plan.streams:
+        # Mapped and registered, not from the caching allocator: no rounding. From the first step on.
+        size = streamed.host_bytes(plan)
+        tape.hold("streamed", size, "optimizer state, host")
+        host.pinned += int(size) if host.pins else 0
     for _ in range(2):
         if isinstance(host, _FlatHost | _SlicedHost):
             tape.phase("backward")

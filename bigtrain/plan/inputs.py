@@ -10,7 +10,7 @@ from typing import Any, Literal
 from bigtrain.errors import UsageError
 from bigtrain.plan.families import ModelParameters, model_parameters, parameters_from_shapes
 from bigtrain.plan.geometry import Geometry, geometry, geometry_of_shapes
-from bigtrain.plan.states import LAYOUTS, layout_name
+from bigtrain.plan.states import LAYOUTS, StateLayout, layout_name
 
 Kernels = Literal["hf", "liger"]
 Loss = Literal["full", "chunked", "fused"]
@@ -162,6 +162,31 @@ class PlanInput:
         if self.settings.offload_optimizer and not layout.offload:
             able = ", ".join(name for name, other in LAYOUTS.items() if other.offload)
             raise UsageError(f"optimizer {self.optimizer} cannot step on the host: remove offload_optimizer or use {able}")
+        if layout.own_offload and self.settings.offload_param and self.device == "cuda":
+            raise UsageError(
+                f"optimizer {self.optimizer} needs its weights on the GPU: remove offload_param, or use adamw or adamw_8bit"
+            )
+
+    @cached_property
+    def streams(self) -> bool:
+        """The optimizer keeps its state on the host by itself and streams it through the GPU."""
+        return self.settings.offload_optimizer and LAYOUTS[self.optimizer].own_offload and self.device == "cuda"
+
+    @cached_property
+    def told(self) -> ZeroSettings:
+        """What DeepSpeed is told: without optimizer offload, where the optimizer does that itself."""
+        own = self.settings.offload_optimizer and LAYOUTS[self.optimizer].own_offload
+        return replace(self.settings, offload_optimizer=False) if own else self.settings
+
+    @cached_property
+    def device_layout(self) -> StateLayout:
+        """What stays beside the weights: all of the optimizer's state, or the part that is not streamed."""
+        layout = LAYOUTS[self.optimizer]
+        if not self.streams:
+            return layout
+        kept = 1.0 - self.settings.ratio
+        return replace(layout, remainder=kept * layout.remainder, moments=kept * layout.moments,
+                       matrix_moments=kept * layout.matrix_moments)  # fmt: skip
 
     @cached_property
     def trains(self) -> tuple[bool, ...]:
@@ -180,7 +205,7 @@ class PlanInput:
     @cached_property
     def moment_bytes(self) -> float:
         """Bytes of moments of an average trained element: Muon keeps one momentum for the matrices of blocks."""
-        layout = LAYOUTS[self.optimizer]
+        layout = self.device_layout
         pairs = zip(self.parameters.items, self.trains)
         matrices = sum(p.elems for p, trains in pairs if trains and p.block is not None and len(p.shape) > 1)
         rest = self.trained_elems - matrices

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from bigtrain.errors import UsageError
@@ -24,7 +25,7 @@ class Parameter:
     shape: Shape
     block: int | None = None
 
-    @property
+    @cached_property
     def elems(self) -> int:
         return math.prod(self.shape)
 

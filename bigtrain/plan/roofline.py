@@ -1,17 +1,21 @@
 """Seconds of one optimizer step: matmul time, collectives, PCIe bytes, work on the host. A ranking, not a promise.
 
-The defaults were measured on one H100 80GB HBM3 with 16 cores (PCIe gen5); `bigtrain doctor` measures them on other
-machines, and `--calibration FILE.json` puts its numbers in their place.
+The defaults were measured on one H100 80GB HBM3 with 16 cores (PCIe gen5). `bigtrain doctor` measures a machine's own and stores
+them; where it has, they are used (`stored_rates`), and `--calibration FILE.json` puts other numbers in their place.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import UsageError
 from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.streamed import seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,24 @@ def rates_from(values: Mapping[str, Any]) -> Rates:
         if key != "ranks_share_host" and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
             raise UsageError(f"calibration {key} is {value!r}: a positive number is needed")
     return replace(Rates(), **values)
+
+
+def rates_file(env: Mapping[str, str] = os.environ) -> Path:
+    """Where `bigtrain doctor` stores a machine's rates: this user's cache folder."""
+    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache", "bigtrain", "machine.json")
+
+
+def stored_rates(device: str = "cuda", file: Path | None = None) -> Rates | None:
+    """The rates that `bigtrain doctor` measured on this machine; None: it has not, or on no GPU while `device` is one.
+
+    A login node's memory and cores say nothing of the machine with the cards, so a file without a card's rates is left alone.
+    """
+    try:
+        values = json.loads((file or rates_file()).read_text(encoding="utf-8"))
+        rates = rates_from(values)
+    except (OSError, ValueError, AttributeError, UsageError):
+        return None
+    return rates if device == "cpu" or "matmul_flops" in values else None
 
 
 @dataclass(frozen=True)
@@ -118,6 +140,8 @@ def _optimizer_s(plan: PlanInput, rates: Rates) -> float:
     if world > 1 and zero.stage in (0, 1, 2):
         speed = rates.link_bytes_s if plan.ranks_per_node == world else rates.network_bytes_s
         gather = 2 * plan.parameters.elems * (world - 1) / world / speed
+    if plan.streams:
+        return gather + seconds(plan, rates.h2d_bytes_s, rates.d2h_bytes_s) + 20 * owned / rates.device_bytes_s
     if not zero.offload_optimizer:
         # 16 B states read and written, gradient cast and copied: about 40 B an element.
         return gather + 40 * owned / rates.device_bytes_s

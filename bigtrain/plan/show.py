@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from bigtrain.plan.choose import Choice
 from bigtrain.plan.constants import GPU_MARGIN, HOST_MARGIN
 from bigtrain.plan.inputs import PlanInput
@@ -89,3 +92,14 @@ def choice_text(choice: Choice, rates: Rates | None = None) -> str:
     if choice.best is None:
         lines += ["", "NOTHING FITS. What would:", *(f"  {line}" for line in choice.advice)]
     return "\n".join(lines)
+
+
+def measured_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What --measure found, fastest first, and how to train with it; empty without rows."""
+    lines = []
+    for row in rows:
+        seen = f"{row['tokens_per_s']:>9,.0f} tokens/s" if row["tokens_per_s"] else f"{row['status']:>18}"
+        lines.append(f"  measured  {seen}  (planned {row['planned_tokens_per_s']:,.0f})  {row['what']}{row['error']}")
+    if rows and rows[0]["tokens_per_s"]:
+        lines += ["", f"to train with it: {rows[0]['command']}"]
+    return "\n".join([*lines, ""]) if lines else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bigtrain.plan.flat import flat_group, heaviest_rank, split_groups, touched_elems
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.states import LAYOUTS
+from bigtrain.plan.streamed import hold_buffers
 from bigtrain.plan.tape import Tape
 
 
@@ -27,12 +27,25 @@ def build_whole(plan: PlanInput, tape: Tape) -> None:
         tape.drop(("drawn", i))
 
 
+# Elements of gradients that a split optimizer gathers at once (optim/split.py GATHER_ELEMS).
+GATHER_ELEMS = 2**25
+
+
+def update_temporaries(plan: PlanInput, tape: Tape, elems: int) -> None:
+    """What torch's AdamW makes on a CPU, where it has no fused kernel in use: sqrt(v), and that divided, of a whole group.
+
+    Source: torch/optim/adam.py `_single_tensor_adam`: `(exp_avg_sq.sqrt() / bias_correction2_sqrt).add_(eps)`.
+    """
+    if plan.device == "cpu" and plan.optimizer == "adamw":
+        tape.touch(8 * elems, "update in passing")
+
+
 class FlatSharding:
     """Device memory of one rank under stage 1 or 2."""
 
     def __init__(self, plan: PlanInput, tape: Tape):
-        self.plan, self.tape, self.zero = plan, tape, plan.settings
-        self.items, self.layout = plan.parameters.items, LAYOUTS[plan.optimizer]
+        self.plan, self.tape, self.zero = plan, tape, plan.told
+        self.items, self.layout = plan.parameters.items, plan.device_layout
         world = plan.world_size
         members = split_groups(self.items, plan.decay_groups, plan.trains)
         self.groups = [flat_group(self.items, m, world) for m in members]
@@ -40,6 +53,8 @@ class FlatSharding:
         self.place = {i: (g, at) for g, group in enumerate(self.groups) for at, i in enumerate(group.members)}
         self.touched = sum(touched_elems(self.items, g, self.rank) for g in self.groups)
         self.compact = self.zero.grad_bytes == 4
+        # One rank at stage 2 leaves bf16 gradients where autograd puts them (bigtrain/reduction.py `_nobody_to_reduce_with`).
+        self.alone = world == 1 and self.zero.stage == 2 and not self.zero.offload_optimizer and not self.compact
         self.bucket: list[int] = []
         self.filled = 0
         # Without overlap_comm, stage 1 reduces after backward; so does every micro step before the last.
@@ -67,6 +82,7 @@ class FlatSharding:
         for g, group in enumerate(self.groups):
             tape.hold(("zeros", g), self.layout.step_grad * group.partition, "gradient, zeros at start-up")
         tape.drop(*(("zeros", g) for g in range(len(self.groups))))
+        hold_buffers(self.plan, tape)
 
     # Forward: the weights are all there.
 
@@ -93,6 +109,12 @@ class FlatSharding:
 
     def grad(self, i: int) -> None:
         """Autograd delivers the gradient of parameter `i`, 2 n bytes."""
+        if self.alone:
+            self.tape.hold(("fresh", i), 2 * self.items[i].elems, "gradients, fresh from autograd")
+            self.tape.drop(("fresh", i))
+            if not self.tape.holds(("own", i)):
+                self.tape.hold(("own", i), 2 * self.items[i].elems, "gradients, kept")
+            return
         if not self.tape.holds(("bucket", 0)):
             self._open_buckets()
         if self.zero.stage == 1 and (not self.zero.overlap_comm or not self.last):
@@ -180,30 +202,38 @@ class FlatSharding:
             self.tape.drop("compact")
             return
         self.tape.phase("norm")
-        largest = max(g.owned(at, self.items[i].elems, self.rank) for g in self.groups for at, i in enumerate(g.members))
-        self.tape.touch(8 * largest, "gradient norm in fp64")
+        if self.plan.device == "cpu":  # on a GPU each gradient is summed up without a copy (bigtrain/reduction.py)
+            largest = max(g.owned(at, self.items[i].elems, self.rank) for g in self.groups for at, i in enumerate(g.members))
+            self.tape.touch(8 * largest, "gradient norm in fp64")
         self.tape.phase("optimizer step")
         for g, group in enumerate(self.groups):
             self._update(g, group.partition, first, last=g == len(self.groups) - 1)
 
     def _update(self, g: int, partition: int, first: bool, last: bool) -> None:
         tape, layout = self.tape, self.layout
-        if not self.compact:
+        if not layout.flat_step:
+            tape.touch(2 * min(partition, GATHER_ELEMS), "gradients, flat for the step")
+        elif not self.compact:
             tape.hold("flat grad", 2 * partition, "gradients, flat for the step")
             if layout.step_grad == 4:
                 tape.hold("cast", 4 * partition, "gradients, fp32 for the step")
                 tape.drop("flat grad")
         elif layout.step_grad == 2:
             tape.hold("cast", 2 * partition, "gradients, flat for the step")
-        if last and not self.compact:
-            tape.drop(("kept grads", 0), ("kept grads", 1))
+        if last and not self.compact and layout.flat_step:
+            self._forget()
         if first:
             tape.hold(("moments", g), self._moment_bytes(g, partition), "moments")
+        update_temporaries(self.plan, tape, partition)
         if self.plan.optimizer == "muon":
             tape.touch(4 * partition, "muon staging")
         tape.drop("cast", "flat grad")
         if last:
+            self._forget()
             tape.drop("compact")
+
+    def _forget(self) -> None:
+        self.tape.drop(("kept grads", 0), ("kept grads", 1), *(("own", i) for i in range(len(self.items))))
 
     def _moment_bytes(self, g: int, partition: int) -> float:
         group, layout = self.groups[g], self.layout

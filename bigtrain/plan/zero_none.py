@@ -10,7 +10,7 @@ from bigtrain.plan.flat import flat_group, split_groups
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
-from bigtrain.plan.zero_flat import build_whole
+from bigtrain.plan.zero_flat import build_whole, update_temporaries
 
 
 class WholeSharding:
@@ -60,6 +60,7 @@ class WholeSharding:
                 self.tape.hold("cast", 4 * group.partition, "gradients, fp32 for the step")
             if first:
                 self.tape.hold(("moments", g), self.plan.moment_bytes * group.partition, "moments")
+            update_temporaries(self.plan, self.tape, group.partition)
             self.tape.drop("cast")
 
     def all_gather(self) -> None:

@@ -5,11 +5,12 @@ Follows deepspeed 0.19.8 runtime/zero/stage3.py, partition_parameters.py and par
 
 from __future__ import annotations
 
-from bigtrain.plan.constants import WINDOW_BYTES
+from bigtrain.plan.constants import MALLOC_MMAP_BYTES, WINDOW_BYTES
 from bigtrain.plan.flat import slice_elems, split_groups, sub_groups
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.states import LAYOUTS
+from bigtrain.plan.streamed import hold_buffers
 from bigtrain.plan.tape import Tape
+from bigtrain.plan.zero_flat import GATHER_ELEMS, update_temporaries
 
 # 'reduce_and_partition' keeps at most this many buckets in flight ('max_param_reduce_events').
 _REDUCES_IN_FLIGHT = 1
@@ -21,8 +22,8 @@ class SlicedSharding:
     """Device memory of one rank under stage 3."""
 
     def __init__(self, plan: PlanInput, tape: Tape):
-        self.plan, self.tape, self.zero = plan, tape, plan.settings
-        self.items, self.layout, self.world = plan.parameters.items, LAYOUTS[plan.optimizer], plan.world_size
+        self.plan, self.tape, self.zero = plan, tape, plan.told
+        self.items, self.layout, self.world = plan.parameters.items, plan.device_layout, plan.world_size
         self.local = [slice_elems(p.elems, self.world) for p in self.items]
         self.total = sum(self.local)
         self.gathered = sum(p.elems for p in self.items if p.elems > self.zero.persistence_elems)
@@ -106,6 +107,7 @@ class SlicedSharding:
         if self.plan.device == "cpu":  # pages that nothing was written to take no memory
             bucket = min(bucket, self.plan.trained_elems)
         tape.hold("bucket", 2 * bucket, "reduce buckets")
+        hold_buffers(self.plan, tape)
         if not self.zero.offload_optimizer:
             tape.hold("grads", self.zero.grad_bytes * sum(self.subs), "gradients, kept")
         if self.world > 1:
@@ -126,7 +128,9 @@ class SlicedSharding:
         if not whole:
             return
         self.steady = steady
-        self.tape.drop(("stays", key[1:]))  # what forward left in place is what backward needs
+        self.tape.drop(
+            ("stays", key[1:]), *(("hole", key[1:], i) for i in members)
+        )  # what forward left in place is what backward needs
         row = "weights, gathered" if self.world > 1 else "weights, copied to the GPU"
         size = sum(whole) if backward else max(whole)
         self.tape.hold(("window", key), 2 * size, row, self.gather)
@@ -136,6 +140,15 @@ class SlicedSharding:
             live = sum(whole) + self.staying
             ahead = max(0, min(self.zero.prefetch_elems, self.zero.max_live_elems - live, self.gathered - live))
             self.tape.hold(("ahead", key), (4 if self.world > 1 else 2) * ahead, row, self.gather)
+
+    def _holes(self, block: str) -> None:
+        """On CPUs weights are gathered flat and copied apart one after the other in malloc's heap: where the flat buffer was,
+        a hole as large stays beside each weight that is kept. Measured: plan_host.md; gone with a fixed mmap threshold."""
+        if self.plan.device != "cpu" or self.world == 1:
+            return
+        for i, p in enumerate(self.items):
+            if str(p.block) == block and self.zero.persistence_elems < p.elems < MALLOC_MMAP_BYTES // 2:
+                self.tape.hold(("hole", block, i), 2 * p.elems, "holes in the heap")
 
     def _gloo(self, elems: int) -> None:
         """On CPUs gloo gathers into, and reduces in, a buffer of its own (torch ProcessGroupGloo.cpp; measured)."""
@@ -149,6 +162,7 @@ class SlicedSharding:
         if key[0] == "f" and self.steady and self.reuse.get(block, self.zero.max_reuse_elems) < self.zero.max_reuse_elems:
             row = "weights, gathered" if self.world > 1 else "weights, copied to the GPU"
             self.tape.hold(("stays", block), 2 * self.block_elems[block], row, self.gather)
+            self._holes(block)
             self.staying += self.block_elems[block]
         elif key[0] == "b" and self.reuse.get(block, self.zero.max_reuse_elems) < self.zero.max_reuse_elems:
             self.staying = max(0, self.staying - self.block_elems[block])
@@ -205,13 +219,16 @@ class SlicedSharding:
             self.tape.touch(8 * largest, "gradient norm in fp64")
         self.tape.phase("optimizer step")
         for s, size in enumerate(self.on_gpu):
-            if not self.zero.offload_optimizer:
+            if not self.layout.flat_step:
+                self.tape.touch(2 * min(size, GATHER_ELEMS), "gradients, flat for the step")
+            elif not self.zero.offload_optimizer:
                 self.tape.hold("flat grad", self.zero.grad_bytes * size, "gradients, flat for the step")
                 if self.layout.step_grad != self.zero.grad_bytes:
                     self.tape.hold("cast", self.layout.step_grad * size, "gradients, fp32 for the step")
                     self.tape.drop("flat grad")
             if first:
                 self.tape.hold(("moments", s), self.plan.moment_bytes * size, "moments")
+            update_temporaries(self.plan, self.tape, size)
             self.tape.drop("cast", "flat grad")
 
     def all_gather(self) -> None:

@@ -8,6 +8,7 @@ unpickler, file by file, memory-mapped).
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,12 @@ from typing import Any
 from bigtrain.errors import WeightsError
 from bigtrain.weights.header import TensorInfo, read_header
 
-SAFE_NAMES = ("model.safetensors.index.json", "model.safetensors")
-PICKLE_NAMES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+# The first that exists is taken, as in `from_pretrained`: a single file comes before an index (transformers 5.24,
+# `modeling_utils.py: _get_resolved_checkpoint_files`).
+SAFE_NAMES = ("model.safetensors", "model.safetensors.index.json")
+PICKLE_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -55,13 +60,7 @@ def open_folder(path: str | Path) -> Folder:
     if not os.path.isdir(path):
         raise WeightsError(f"{path}: no such folder. Give the folder that holds config.json and the weights.", file=path)
     config = _read_config(path)
-    found = next((name for name in (*SAFE_NAMES, *PICKLE_NAMES) if os.path.exists(os.path.join(path, name))), None)
-    if found is None:
-        raise WeightsError(
-            f"{path}: holds none of {', '.join((*SAFE_NAMES, *PICKLE_NAMES))}; it holds: {_listing(path)}. "
-            "Download the weights, or name the folder that has them.",
-            file=path,
-        )
+    found = _chosen(path)
     weight_map = read_index(os.path.join(path, found)) if found.endswith(".index.json") else None
     names = sorted(set(weight_map.values())) if weight_map is not None else [found]
     folder = Folder(path, {}, [os.path.join(path, name) for name in names], config, pickled=found in PICKLE_NAMES)
@@ -81,6 +80,32 @@ def open_folder(path: str | Path) -> Folder:
     return folder
 
 
+def _chosen(path: str) -> str:
+    """The file or index that the weights are taken from."""
+    known = (*SAFE_NAMES, *PICKLE_NAMES)
+    present = [name for name in known if os.path.isfile(os.path.join(path, name))]
+    if not present:
+        broken = next((name for name in known if os.path.lexists(os.path.join(path, name))), None)
+        why = f"; {broken} is {_instead(os.path.join(path, broken))}" if broken else ""
+        raise WeightsError(
+            f"{path}: holds none of {', '.join(known)}; it holds: {_listing(path)}{why}. "
+            "Download the weights, or name the folder that has them.",
+            file=os.path.join(path, broken) if broken else path,
+        )
+    if present[0] in SAFE_NAMES and present[1:2] == [SAFE_NAMES[1]]:
+        logger.warning(
+            "%s holds both %s and %s: the weights are taken from %s, as from_pretrained does", path, *present[:2], present[0]
+        )
+    return present[0]
+
+
+def _instead(file: str) -> str:
+    """What stands in the place of a file."""
+    if os.path.islink(file) and not os.path.exists(file):
+        return f"a link to {os.readlink(file)}, which does not exist (an incomplete download?)"
+    return "a folder" if os.path.isdir(file) else "no plain file" if os.path.exists(file) else "not there"
+
+
 def _listing(path: str) -> str:
     names = sorted(os.listdir(path))
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing"
@@ -93,6 +118,8 @@ def _read_config(path: str) -> dict[str, Any]:
     try:
         with open(file, encoding="utf-8") as handle:
             config = json.load(handle)
+    except OSError as error:
+        raise WeightsError(f"{file}: cannot be read: {error.strerror}.", file=file) from error
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"{file}: not valid JSON ({error}).", file=file) from error
     if not isinstance(config, dict):
@@ -111,6 +138,8 @@ def read_index(file: str) -> dict[str, str]:
     try:
         with open(file, encoding="utf-8") as handle:
             index = json.load(handle, object_pairs_hook=unique)
+    except OSError as error:
+        raise WeightsError(f"{file}: cannot be read: {error.strerror}: copy the file again.", file=file) from error
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"{file}: not valid JSON ({error}): copy the file again.", file=file) from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -125,10 +154,12 @@ def read_index(file: str) -> dict[str, str]:
 def _refuse_absent_files(folder: Folder, index: str) -> None:
     absent = [os.path.basename(file) for file in folder.files if not os.path.isfile(file)]
     if absent:
+        first = os.path.join(folder.path, absent[0])
+        link = f" ({absent[0]} is {_instead(first)})" if os.path.lexists(first) else ""
         raise WeightsError(
             f"{folder.path}: {index} lists {len(folder.files)} files, {len(absent)} are missing: {', '.join(absent[:5])}"
-            f"{' ...' if len(absent) > 5 else ''}. The folder holds: {_listing(folder.path)}. Download the missing files.",
-            file=os.path.join(folder.path, absent[0]),
+            f"{' ...' if len(absent) > 5 else ''}{link}. The folder holds: {_listing(folder.path)}. Download the missing files.",
+            file=first,
         )
 
 

@@ -27,7 +27,7 @@ def read(file: str) -> dict[str, torch.Tensor]:
             table = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise WeightsError(
-            f"{file}: not readable as a pickle of tensors alone: {type(error).__name__}: {str(error).splitlines()[0]}. "
+            f"{file}: not readable as a pickle of tensors alone: {type(error).__name__}: {(str(error) or 'it is empty').splitlines()[0]}. "
             "Damaged, or it holds other objects, which are not loaded because unpickling them can run code.",
             file=file,
         ) from error
@@ -37,6 +37,11 @@ def read(file: str) -> dict[str, torch.Tensor]:
     wrong = [key or value for key, value in pairs if not isinstance(value, torch.Tensor)]
     if wrong:
         raise WeightsError(f"{file}: expected tensors by name, found {str(wrong[0])[:60]}.", file=file)
+    odd = {name: value for name, value in pairs if value.layout != torch.strided or value.is_meta}
+    if odd:
+        name, value = next(iter(odd.items()))
+        what = "has no values (meta device)" if value.is_meta else f"is {str(value.layout).removeprefix('torch.')}"
+        raise WeightsError(f"{file}: tensor {name} {what}: save it dense.", file=file, tensor=name)
     return dict(table)
 
 

@@ -102,7 +102,7 @@ def refuse_quantised(folder: Folder) -> None:
     Raises:
         WeightsError: names the method.
     """
-    configs = [folder.config, folder.config.get("text_config") or {}]
+    configs = [c for c in (folder.config, folder.config.get("text_config")) if isinstance(c, dict)]
     quantisation = next((c["quantization_config"] for c in configs if c.get("quantization_config")), None)
     if quantisation:
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else str(quantisation)
@@ -185,8 +185,9 @@ def _refuse_unmatched(
     raise WeightsError("\n".join(text), file=info.file if info else folder.path, tensor=name)
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def _matches(name: str, patterns: str | Iterable[str]) -> bool:
+    # one pattern given as text is not a sequence of its letters, of which "*" would allow everything
+    return any(fnmatchcase(name, pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns))
 
 
 def _common_pattern(names: Sequence[str]) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import mmap
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +18,10 @@ import torch
 from bigtrain.errors import WeightsError
 
 BLOCK_BYTES = 16 << 20  # one request; larger ones are no faster on page cache or NVMe
-ADVISE_BYTES = 1 << 20  # smaller reads are not worth a system call more
+ADVISE_GAP_BYTES = 64 << 10  # reads this close are asked for in one: the disk is as fast, and it saves system calls
+POPULATE_BYTES = 1 << 20  # less fresh memory is not worth a system call more
 CONVERT_BYTES = 4 << 20  # staging of a dtype conversion: stays in the CPU's cache
+_MADV_POPULATE_WRITE = 23  # linux/mman.h
 
 
 @dataclass(slots=True)
@@ -70,11 +76,13 @@ class Reader:
         forget = sum(op.nbytes for op in ops) * _ranks_here() > available_bytes() // 2
 
         def run(index: int) -> int:
-            for op in batches[index + self.threads] if index + self.threads < len(batches) else ():
-                self._advise(op, os.POSIX_FADV_WILLNEED)  # the disk works on the next block while this one is copied
+            if index < self.threads:  # nobody has asked for it: small reads one by one would each wait for the disk
+                self._advise(batches[index], os.POSIX_FADV_WILLNEED, ADVISE_GAP_BYTES)
+            if index + self.threads < len(batches):  # the disk works on the next block while this one is copied
+                self._advise(batches[index + self.threads], os.POSIX_FADV_WILLNEED, ADVISE_GAP_BYTES)
             count = self._batch(batches[index])
-            for op in batches[index] if forget else ():
-                self._advise(op, os.POSIX_FADV_DONTNEED)  # a file as large as the memory would push everything else out
+            if forget:  # a file as large as the memory would push everything else out
+                self._advise(batches[index], os.POSIX_FADV_DONTNEED, 0)
             return count
 
         if self.threads == 1 or len(batches) < 2:
@@ -92,9 +100,9 @@ class Reader:
         self._progress(nbytes)
         return nbytes
 
-    def _advise(self, op: ReadOp, advice: int) -> None:
-        if op.mapped is None and op.nbytes >= ADVISE_BYTES:
-            os.posix_fadvise(self._open(op.file), op.begin, op.nbytes, advice)
+    def _advise(self, ops: Sequence[ReadOp], advice: int, gap_bytes: int) -> None:
+        for file, begin, end in _spans(ops, gap_bytes):
+            os.posix_fadvise(self._open(file), begin, end - begin, advice)
 
     def _read(self, op: ReadOp) -> None:
         if op.mapped is not None:
@@ -102,6 +110,7 @@ class Reader:
         elif op.dest.is_cuda:
             self._through_pinned(op)
         elif op.dtype == op.dest.dtype:
+            populate(op.dest)
             self._fill(op.file, op.begin, as_bytes(op.dest))
         else:
             self._converting(op)
@@ -200,6 +209,24 @@ def on_device(device: torch.device | None) -> None:
         torch.cuda.set_device(device)
 
 
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int]:
+    call = ctypes.CDLL(None, use_errno=True).madvise
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return call
+
+
+def populate(flat: torch.Tensor) -> None:
+    """Have the kernel back fresh CPU memory with pages in one call, not one fault per page: an eighth less time for a read.
+
+    Advice only: a kernel before Linux 5.14, or one short of memory, refuses, and the pages come one by one.
+    """
+    begin = -(-flat.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (flat.data_ptr() + flat.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    if length >= POPULATE_BYTES and sys.platform == "linux":
+        _madvise()(begin, length, _MADV_POPULATE_WRITE)
+
+
 def as_bytes(flat: torch.Tensor) -> memoryview:
     """The memory of a flat contiguous CPU tensor."""
     return memoryview(flat.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -218,6 +245,21 @@ def _batches(ops: Sequence[ReadOp]) -> Iterator[list[ReadOp]]:
                 batch, size = [], 0
     if batch:
         yield batch
+
+
+def _spans(ops: Sequence[ReadOp], gap_bytes: int) -> Iterator[tuple[str, int, int]]:
+    """`(file, begin, end)` of what `ops`, in the order of their bytes, read; those at most `gap_bytes` apart as one."""
+    file, begin, end = "", 0, 0
+    for op in ops:
+        if op.mapped is not None:
+            continue
+        if op.file != file or not end <= op.begin <= end + gap_bytes:
+            if file:
+                yield file, begin, end
+            file, begin = op.file, op.begin
+        end = op.begin + op.nbytes
+    if file:
+        yield file, begin, end
 
 
 def _cut(op: ReadOp) -> Iterator[ReadOp]:

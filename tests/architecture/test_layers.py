@@ -25,6 +25,7 @@ ROWS: list[set[str]] = [
     {"engine"},
     {"arguments", "auto", "runfolder", "shortage"},
     {"hosts", "job", "preflight"},
+    {"capacity"},
     {"train"},
     {"cli", "bench"},
 ]

@@ -10,6 +10,9 @@ SMALL = dict(
     hidden_size=36, intermediate_size=58, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=3, vocab_size=131,
     max_position_embeddings=64, head_dim=12, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
+ODD = SMALL | dict(
+    hidden_size=35, intermediate_size=57, num_attention_heads=5, num_key_value_heads=5
+)  # with padding on 2, 3, 4 ranks
 MOE = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=22, decoder_sparse_step=1)
 VISION = dict(
     hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8,
@@ -52,6 +55,8 @@ def _ernie_vl_moe() -> Any:
 FAMILIES: dict[str, Any] = {
     "llama": lambda t: t.LlamaForCausalLM(t.LlamaConfig(**SMALL, tie_word_embeddings=True)),
     "llama_untied": lambda t: t.LlamaForCausalLM(t.LlamaConfig(**{**SMALL, "num_key_value_heads": 1})),
+    "llama_odd": lambda t: t.LlamaForCausalLM(t.LlamaConfig(**ODD)),
+    "mixtral_odd": lambda t: t.MixtralForCausalLM(t.MixtralConfig(**ODD, num_local_experts=3)),
     "qwen2": lambda t: t.Qwen2ForCausalLM(t.Qwen2Config(**SMALL)),
     "qwen3": lambda t: t.Qwen3ForCausalLM(t.Qwen3Config(**SMALL)),
     "qwen3_moe": lambda t: t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**SMALL, **MOE)),
@@ -89,7 +94,20 @@ FAMILIES: dict[str, Any] = {
         t.ResNetConfig(embedding_size=9, hidden_sizes=[9, 15], depths=[1, 1], layer_type="basic", num_labels=5)
     ),
 }  # fmt: skip
-LANGUAGE = tuple(name for name in FAMILIES if name not in ("qwen2_vl", "llava", "ernie_vl_moe", "vit", "resnet", "t5"))
+# A parameter without dimensions, which deepspeed.zero.Init itself does not take: build_model only.
+WITH_SCALARS: dict[str, Any] = {
+    "clip": lambda t: t.CLIPModel(
+        t.CLIPConfig(
+            text_config={k: SMALL[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
+            | {"num_attention_heads": 3},
+            vision_config=VISION,
+            projection_dim=24,
+        )
+    ),
+}
+LANGUAGE = tuple(
+    name for name in FAMILIES if name not in ("mixtral_odd", "qwen2_vl", "llava", "ernie_vl_moe", "vit", "resnet", "t5")
+)
 
 
 def make(family: str, seed: int = 7, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -97,7 +115,7 @@ def make(family: str, seed: int = 7, dtype: torch.dtype = torch.bfloat16) -> Any
     import transformers
 
     torch.manual_seed(seed)
-    model = FAMILIES[family](transformers)
+    model = (FAMILIES | WITH_SCALARS)[family](transformers)
     with torch.no_grad():
         for tensor in {id(value): value for value in model.state_dict(keep_vars=True).values()}.values():
             if tensor.is_floating_point():  # buffers outside the state dict stay in fp32, as from_pretrained has them

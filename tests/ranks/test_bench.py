@@ -118,3 +118,21 @@ def _of_this_sweep(process, out):
         return MARK.encode() in environment and str(out).encode() in environment
     except OSError:
         return False
+
+
+def test_measure_runs_the_best_candidates_and_puts_the_fastest_first(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    words = (
+        "plan --model preset:llama-tiny --device cpu --seq_len 32 --micro_batch 1 --accumulation 2 --auto --measure 2 --json"
+    )
+    command = [sys.executable, "-m", "bigtrain", *words.split()]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    measured = said["measured"]
+    assert sorted(row["candidate"] for row in measured) == [0, 1] and {row["status"] for row in measured} == {"ok"}, measured
+    assert measured[0]["tokens_per_s"] >= measured[1]["tokens_per_s"] > 0
+    best = said["fitting"][measured[0]["candidate"]]
+    assert measured[0]["ds_config"]["zero_optimization"]["stage"] == best["stage"]
+    assert f"--per_device_train_batch_size {best['micro_batch']}" in measured[0]["command"]

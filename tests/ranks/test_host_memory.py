@@ -59,6 +59,7 @@ def test_a_host_that_cannot_hold_the_run_is_refused_before_building(tmp_path):
 
 def test_the_run_stops_with_a_table_before_the_host_is_full(tmp_path):
     root = container(tmp_path / "host", 8 * GIB, GIB)
+    log = tmp_path / "rank0.log"
     current, metrics = root / "sys/fs/cgroup/job/memory.current", tmp_path / "out" / "metrics.jsonl"
 
     def told():
@@ -67,7 +68,7 @@ def test_the_run_stops_with_a_table_before_the_host_is_full(tmp_path):
     def fill():
         # Slowly, as a leak would: one jump to the warning's mark would be answered at once.
         for used, ready in ((7.3, lambda: told().count("\n") >= 1), (7.5, lambda: time.sleep(1) is None),
-                            (7.9, lambda: '"host_memory_warning": true' in told())):  # fmt: skip
+                            (7.9, lambda: '"host_memory_warning": true' in told() and "nearest that fit" in log.read_text())):  # fmt: skip
             while not ready():
                 time.sleep(0.1)
             current.write_text(str(int(used * GIB)))

@@ -23,7 +23,7 @@ def _can_unshare() -> bool:
     return bool(tried) and tried.returncode == 0
 
 
-def pair(code, tmp_path, ranks=(0, 1), limit_s=100):
+def pair(code, tmp_path, ranks=(0, 1), limit_s=100, words=("", "")):
     """Run `code` on host-a and host-b, one rank each: [(exit code, output)] of the ranks that were started."""
     port = free_port()
     started = []
@@ -33,17 +33,9 @@ def pair(code, tmp_path, ranks=(0, 1), limit_s=100):
             **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path(),
         }  # fmt: skip
-        command = [
-            *UNSHARE,
-            "sh",
-            "-c",
-            'hostname "$1"; exec "$2" -c "$3" "$4"',
-            "sh",
-            name,
-            sys.executable,
-            code,
-            str(tmp_path),
-        ]
+        script = 'hostname "$1"; shift; exec "$@"'
+        command = [*UNSHARE, "sh", "-c", script, "sh", name, sys.executable, "-c", code, str(tmp_path)]
+        command += filter(None, [words[rank]])
         started.append(
             subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
@@ -71,6 +63,26 @@ if rank == 1:
     hosts.tell(errors.ConfigError("ds_config.json: no such file"), limit_s=60)
     sys.exit(2)
 attempt(lambda: hosts.roll_call(60))
+"""
+)
+AGAIN = (
+    MEET
+    + """
+import datetime
+from bigtrain.hosts import rollcall
+# torchrun's store outlives the ranks: what those of the first attempt left there must not be taken for the second one's.
+store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0, datetime.timedelta(seconds=60), wait_for_workers=False)
+rollcall._store = lambda limit_s: store
+for attempt_number in range(3):
+    rollcall._called = False
+    if rank == attempt_number % 2:
+        import time; time.sleep(1.0)
+    met = hosts.roll_call(60)
+    met.set(f"mine/{rank}", str(attempt_number))
+    met.wait([f"mine/{1 - rank}"])
+    print("MET", attempt_number, met.get(f"mine/{1 - rank}").decode())
+store.add("done", 1)
+while store.add("done", 0) < 2: time.sleep(0.05)
 """
 )
 ALONE = MEET + "attempt(lambda: hosts.roll_call(1.0))"
@@ -118,6 +130,16 @@ class TestTwoHostNames:
         ((_, said),) = pair(ALONE, tmp_path, ranks=(1,))
         assert "rank 1 on host-b could not meet the others at 127.0.0.1:" in said and "nc -vz" in said
 
+    def test_ranks_that_are_restarted_meet_anew_in_a_store_that_remembers(self, tmp_path):
+        for code, said in pair(AGAIN, tmp_path):
+            assert code == 0 and said.split("MET")[1:] == [" 0 0\n", " 1 1\n", " 2 2\n"], said
+
+    def test_a_port_that_another_job_has_is_not_joined(self, tmp_path):
+        results = pair(MEET + "attempt(lambda: hosts.roll_call(60))", tmp_path, words=("--seed=1", "--seed=2"))
+        for _, said in results:
+            assert "met a rank with another command line at 127.0.0.1:" in said and "another job has that port" in said
+            assert "--seed=1" in said and "--seed=2" in said
+
     def test_what_differs_is_refused_with_the_hosts_names(self, tmp_path):
         (tmp_path / "shared.jsonl").write_text("x\n")
         for name in ("disk", "disk0", "disk1", "shared-out"):
@@ -129,7 +151,7 @@ class TestTwoHostNames:
             (disk / "w.jsonl").write_text("equal copies\n")
         (tmp_path / "disk0" / "out").mkdir()
         results = pair(SAME, tmp_path)
-        assert [code for code, _ in results] == [0, 0], results
+        assert [code for code, _ in results] == [0, 0], "\n".join(said for _, said in results)
         for _, said in results:
             parts = ["REFUSED" + p if i else p for i, p in enumerate(said.split("REFUSED"))]
             assert parts[0].strip().endswith("PASSED")  # one file on a shared disk

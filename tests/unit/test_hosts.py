@@ -7,7 +7,7 @@ import pytest
 
 from bigtrain.hosts.restart import restarts
 from bigtrain.hosts.rollcall import roll_call, tell
-from bigtrain.hosts.sameness import _data_files, _flat, _model_files, differences, digest, installed
+from bigtrain.hosts.sameness import _data_files, _flat, _model_files, differences, digest, installed, settings
 from bigtrain.network import choose_interface, interface_to, several
 from bigtrain.ranks import _only_differences
 
@@ -81,6 +81,11 @@ def test_files_of_a_run(tmp_path):
     same = tmp_path / "copy"
     same.write_text("config.json")
     assert digest(same) == digest(tmp_path / "config.json") != digest(tmp_path / "model.safetensors")
+
+
+def test_settings_that_should_be_equal():
+    env = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "eth7", "BIGTRAIN_CONTROL_TIMEOUT_S": "60", "HOME": "/root"}
+    assert settings(env) == {"NCCL_IB_DISABLE": "1", "BIGTRAIN_CONTROL_TIMEOUT_S": "60"}
 
 
 def test_installed_names_what_decides_results():

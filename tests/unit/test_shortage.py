@@ -56,3 +56,16 @@ def test_an_out_of_memory_error_prints_the_table_and_goes_on(capsys):
 
 def test_without_a_plan_there_is_still_what_is_held():
     assert "-" in table(dict.fromkeys(CATEGORIES, GIB), None)[1] and Explained(None, None, None).text("step 3")
+
+
+def test_the_table_of_a_host_that_fills_up():
+    from bigtrain.plan.room import Room
+
+    limit = 16 * GIB
+    explained = Explained(planned(), 80 * GIB, limit)
+    said = explained.host_text(Room(int(0.98 * limit), limit, "container limit"))
+    assert "host memory is nearly full, 15.68 GiB of 16.00 GiB (container limit) are in use, 98%" in said
+    assert all(name in said for name in CATEGORIES) and "other processes share this memory" in said
+    assert "filled too fast" in said
+    explained._look_for_others(Room(int(0.93 * limit), limit, "container limit"))
+    assert "nearest that fit:" in explained.host_text(Room(int(0.98 * limit), limit, "container limit"))

@@ -1,22 +1,16 @@
-"""Measured rates, stored for the planner: `bigtrain plan --calibration FILE`."""
+"""Measured rates, stored for the planner, which uses them without being told to."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bigtrain.diagnostics.doctor.comm import Attempt, places_found
 from bigtrain.diagnostics.doctor.finding import Finding, ok, warning
 from bigtrain.diagnostics.doctor.native import Probed
-from bigtrain.plan.roofline import rates_from
-
-
-def default_file(env: Mapping[str, str] = os.environ) -> Path:
-    """In this user's cache folder."""
-    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache", "bigtrain", "machine.json")
+from bigtrain.plan.roofline import rates_file, rates_from
 
 
 def rates_found(probed: Probed | None, attempt: Attempt | None) -> dict[str, float]:
@@ -49,7 +43,8 @@ def save(rates: dict[str, float], file: Path) -> Finding:
     except OSError as error:
         remedy = "bigtrain doctor --save FILE, in a folder that you can write to"
         return warning(name, f"rates could not be stored: {error.strerror}", file, "a file", remedy)
-    return ok(name, f"{len(rates)} rates stored", file, "", f"bigtrain plan --calibration {file} ...")
+    used = "bigtrain plan uses them" if file == rates_file() else f"bigtrain plan --calibration {file} ..."
+    return ok(name, f"{len(rates)} rates stored", file, "", used)
 
 
 def _earlier(file: Path) -> dict[str, Any]:

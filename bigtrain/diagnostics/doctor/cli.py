@@ -28,8 +28,9 @@ def add_parsers(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine, print, and say by the exit code how it went."""
-    from bigtrain.diagnostics.doctor import calibration, examine, show
+    from bigtrain.diagnostics.doctor import examine, show
     from bigtrain.diagnostics.doctor.finding import exit_code
+    from bigtrain.plan.roofline import rates_file
 
     if args.world_size is not None and args.world_size < 1:
         raise UsageError(f"--world_size {args.world_size}: at least 1 rank")
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--limit_s {args.limit_s:g}: a positive number of seconds")
     request = examine.Request(
         world_size=args.world_size, quick=args.quick, build=args.build, folder=args.dir, limit_s=args.limit_s,
-        save=Path(args.save) if args.save else calibration.default_file(), ladder=not args.no_ladder,
+        save=Path(args.save) if args.save else rates_file(), ladder=not args.no_ladder,
     )  # fmt: skip
     findings, seconds = examine.timed(examine.examine(request))
     code = exit_code(findings)

@@ -123,3 +123,19 @@ def test_slices_join_to_the_whole_and_padding_is_zero(numel, world):
     slices = [_own_slice(data, r, world, data.device) for r in range(world)]
     joined = torch.cat(slices)
     assert len({s.numel() for s in slices}) == 1 and torch.equal(joined[:numel], data) and not joined[numel:].any()
+
+
+@pytest.mark.parametrize("draw", [True, False])
+def test_a_parameter_without_dimensions(draw):
+    """CLIP's logit_scale."""
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.5))
+            self.other = nn.Linear(4, 4)
+
+    window, module, _ = _built(0, Scale, draw=draw)
+    assert module.scale.shape == () and "_bigtrain_parked" in module.scale.__dict__
+    parked = window.close(module.scale)
+    assert parked.shape == () and (parked.shard.tolist() == [2.5] if draw else parked.shard is None)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bigtrain.errors import UsageError
-from bigtrain.optim import arithmetic, cpu_kernel, split
+from bigtrain.optim import arithmetic, cpu_kernel, pieces, split
 from bigtrain.optim.split import AdamWSplit
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -154,12 +154,12 @@ def test_resuming_from_a_state_dict_changes_nothing(moments):
 def test_chunks_start_on_blocks_and_avoid_copies():
     buffer = torch.arange(5000.0)
     views = [buffer[:100], buffer[100:4000].view(39, 100), buffer[4000:]]
-    (start, (chunk,)), *rest = split.cut(views, 1 << 20)
+    (start, (chunk,)), *rest = pieces.cut(views, 1 << 20)
     assert start == 0 and chunk.data_ptr() == buffer.data_ptr() and not rest
     apart = [buffer[:100].clone(), buffer[100:4000].clone(), buffer[4000:].clone()]
-    found = list(split.cut(apart, 512))
+    found = list(pieces.cut(apart, 512))
     assert [s for s, _ in found] == list(range(0, 5000, 512))
-    assert torch.equal(torch.cat([split.joined(c) for _, c in found]), buffer)
+    assert torch.equal(torch.cat([pieces.joined(c) for _, c in found]), buffer)
 
 
 def test_fp32_parameters_are_refused():

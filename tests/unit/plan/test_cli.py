@@ -155,3 +155,48 @@ def test_host_default_is_this_machine(capsys):
     assert memory is not None and 0 < memory.usable_bytes <= memory.machine_bytes
     run("--model", "preset:llama-tiny", "--device", "cpu", "--json")
     assert json.loads(capsys.readouterr().out)["host_memory_bytes"] == memory.usable_bytes
+
+
+def test_rates_that_doctor_stored_are_used(tmp_path, monkeypatch, capsys):
+    from bigtrain.plan.roofline import Rates, rates_file, stored_rates
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert stored_rates() is None and rates_file() == tmp_path / "bigtrain/machine.json"
+    rates_file().parent.mkdir()
+    rates_file().write_text('{"host_bytes_s": 1e9}')
+    assert stored_rates() is None  # measured where there is no card: a login node
+    assert stored_rates("cpu").host_bytes_s == 1e9
+    rates_file().write_text('{"matmul_flops": 1e13, "host_bytes_s": 1e9}')
+    assert stored_rates() == Rates(matmul_flops=1e13, host_bytes_s=1e9)
+    seconds = {}
+    for name in ("stored", "none"):
+        run("--model", "preset:llama-1b", *LIMITS, *(["--calibration", "none"] if name == "none" else []))
+        said = capsys.readouterr().out
+        seconds[name] = float(said.split("speed (roofline): ")[1].split(" s a step")[0])
+    assert seconds["stored"] > 5 * seconds["none"]
+    rates_file().write_text("{broken")
+    assert stored_rates() is None
+
+
+def test_measure_goes_with_auto_and_a_model():
+    with pytest.raises(UsageError, match="--measure goes with --auto"):
+        run("--model", "preset:llama-1b", "--measure", "3", *LIMITS)
+
+
+def test_the_fastest_that_was_measured_is_chosen(capsys):
+    parser = argparse.ArgumentParser()
+    cli.add_parsers(parser.add_subparsers())
+    words = ["plan", "--model", "preset:llama-1b", *LIMITS, "--auto", "--measure", "2", "--optimizers", "adamw"]
+    args = parser.parse_args(words)
+    seen = []
+
+    def measurer(model, candidates):
+        seen.extend(candidates)
+        rows = [{"candidate": at, "what": c.describe(), "status": "ok", "error": "", "tokens_per_s": speed, "command": "train",
+                 "planned_tokens_per_s": c.time.tokens_per_s} for at, (c, speed) in enumerate(zip(candidates, (10.0, 20.0)))]  # fmt: skip
+        return rows[::-1]
+
+    args.measurer = measurer
+    assert args.run(args) == 0
+    said = capsys.readouterr().out
+    assert len(seen) == 2 and f"chosen: {seen[1].describe()}" in said and "to train with it: train" in said

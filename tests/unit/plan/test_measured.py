@@ -97,12 +97,26 @@ def test_activations_of_a_real_run_without_zero(kernels, peak):
 
 # Two gloo ranks on CPUs, 165 M parameters (llama-360m with 12 layers), 256 tokens, checkpointing, optimizer offloaded,
 # buckets of 5e7: peak PSS of ranks 0 and 1 in bytes, over three steps (transformers 5.24, torch 2.13, DeepSpeed 0.19.8).
-@pytest.mark.parametrize("stage, peaks", [(2, (2997729280, 2876738560)), (3, (3036409856, 3100347392))])
+# Stage 3 of that time is not comparable: since then the heap is trimmed after start-up; its rows are in docs/results/plan_host.md.
+@pytest.mark.parametrize("stage, peaks", [(2, (2997729280, 2876738560))])
 def test_host_peak_of_two_cpu_ranks(stage, peaks):
     config = {**shapes.config_dict("llama-360m"), "num_hidden_layers": 12}
     zero = ZeroSettings(stage=stage, offload_optimizer=True, reduce_bucket_elems=50_000_000)
     plan = plan_input(config, settings=zero, world_size=2, seq_len=256, decay_groups=False, device="cpu")
     phases = predict(plan).host.by_phase
     trained = max(size for phase, size in phases.items() if phase not in ("checkpoint save", "export"))
-    # The host holds both ranks; seen: -2 % at stage 2, -5 % at stage 3 (one rank by itself: 0 to -6 %).
     assert abs(off(2 * trained, sum(peaks))) <= HOST
+
+
+# The same by launch/train.py on presets of 135 M and 360 M parameters, 512 tokens: peak of a rank's VmHWM less what it shares.
+@pytest.mark.parametrize("name, ds_config, peak", [
+    ("llama-360m", "zero3_offload_all", 5_746_700_000), ("llama-135m", "zero3", 2_742_800_000),
+])  # fmt: skip
+def test_host_peak_of_a_rank_of_the_training_program(name, ds_config, peak):
+    from bigtrain.bench import grid, prediction
+
+    values = {"model": f"preset:{name}", "ds_config": ds_config, "num_gpus": 2, "seq_len": 512, "gradient_checkpointing": True,
+              "micro_batch": 1, "accumulation": 1}  # fmt: skip
+    machine = prediction.Machine(device="cpu", card="CPU", gpu_bytes=None, host_bytes=None)
+    said = prediction.prediction(grid.expand(values)[0], machine)["host_bytes"]
+    assert abs(off(said, peak)) <= HOST

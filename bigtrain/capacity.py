@@ -1,0 +1,129 @@
+"""Does a run fit, and which configuration would: its plan against the memory of the smallest card and host of all."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from bigtrain import plan, ranks
+from bigtrain.arguments import TrainArguments
+from bigtrain.auto import pick
+from bigtrain.errors import DoesNotFitError, UsageError
+from bigtrain.job import Job, choose_seq_len, device_type, fused_kernels, load_model_config, run_values
+from bigtrain.plan.machine import host_memory
+from bigtrain.plan.roofline import stored_rates
+from bigtrain.plan.show import plan_text
+from bigtrain.plan.states import layout_name
+
+logger = logging.getLogger(__name__)
+
+
+def plan_of(job: Job) -> plan.Plan | None:
+    """The bytes of the run, the same on every rank; None for a model that has no formulas."""
+    run, args = job.resolved.run, job.args
+    try:
+        return plan.predict(
+            plan.plan_input(
+                job.model_config.to_dict(),
+                ds_config=job.resolved.engine_config(),
+                world_size=ranks.world_size(),
+                gpus_per_node=ranks_per_host(),
+                seq_len=job.seq_len,
+                micro_batch=job.steps.micro_batch,
+                accumulation=job.steps.accumulation,
+                optimizer=layout_name(run.optim or "adamw"),
+                checkpointing="full" if run.gradient_checkpointing else "none",
+                kernels="liger" if fused_kernels(args) and torch.cuda.is_available() else "hf",
+                device=device_type(),
+                frozen=tuple(args.freeze),
+                drawn=args.model_name_or_path.startswith("preset:"),
+            )
+        )
+    except UsageError as error:
+        logger.info("no memory plan: %s", error)
+    except Exception as error:
+        if not args.no_plan:  # with it, the plan is only there to explain an out-of-memory error
+            raise
+        logger.warning("no memory plan: %r", error)
+    return None
+
+
+def check_fit(layout: plan.Plan | None, gpu: int | None, host: int | None) -> dict[str, Any] | None:
+    """Refuse what cannot fit the smallest card and host of all; returns the plan's numbers, None without a plan.
+
+    Raises:
+        DoesNotFitError: with the plan, row by row.
+    """
+    if layout is None:
+        return None
+    if not layout.fits(gpu, host):
+        raise DoesNotFitError(
+            f"{plan_text(layout, gpu, host)}\n\nNothing was built. Try --gradient_checkpointing, a smaller micro batch or "
+            "seq_len, --optim adamw_8bit, the next ds_config down the ladder, --ds_config auto, or `bigtrain plan --auto`. "
+            "--no_plan starts the run all the same."
+        )
+    return {k: v for k, v in layout.to_json().items() if k != "trees"}
+
+
+def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
+    """(arguments, ds_config) of `--ds_config auto`. Collective; every rank chooses the same, from the least memory of all.
+
+    Raises:
+        DoesNotFitError: nothing fits. UsageError: the model has no formulas.
+    """
+    with ranks.together("reading the model's config"):
+        model_config = load_model_config(args)
+    gpu, host = memory_limits(args.gpu_memory_cap)
+    picked = pick(
+        model_config.to_dict(),
+        run_values(args, None),
+        world_size=ranks.world_size(),
+        ranks_per_node=ranks_per_host(),
+        seq_len=choose_seq_len(args, model_config),
+        gpu_memory_bytes=gpu,
+        host_memory_bytes=host,
+        device=device_type(),
+        kernels="liger" if fused_kernels(args) and torch.cuda.is_available() else "hf",
+        frozen=tuple(args.freeze),
+        rates=ranks.main_decides(lambda: stored_rates(device_type()), "reading the rates that bigtrain doctor stored"),
+    )
+    logger.info("%s", picked.text())
+    run = picked.run
+    chosen: dict[str, Any] = {
+        "per_device_train_batch_size": run.micro_batch,
+        "gradient_accumulation_steps": run.accumulation,
+        "optim": run.optim,
+        "gradient_checkpointing": run.gradient_checkpointing,
+    }
+    return replace(args, **chosen), picked.config
+
+
+def ranks_per_host() -> int:
+    """Ranks that share this host, as the launcher said."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return ranks.world_size()
+
+
+def cap_gpu_memory(cap_gib: float | None) -> None:
+    """Let this process allocate at most `cap_gib` GiB of its card: a larger card stands in for a smaller one."""
+    if cap_gib is not None and torch.cuda.is_available():
+        index = torch.cuda.current_device()
+        total = torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / total), index)
+
+
+def memory_limits(cap_gib: float | None = None) -> tuple[int | None, int | None]:
+    """(bytes of the smallest card, or the cap if lower; bytes of the smallest host) over all ranks; None where unknown."""
+    found = host_memory()
+    card = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if torch.cuda.is_available() else 0
+    if card and cap_gib is not None:
+        card = min(card, int(cap_gib * 2**30))
+    mine = (card, found.usable_bytes if found else 0)
+    everyone = ranks.all_gather_object(mine)
+    return min(row[0] for row in everyone) or None, min(row[1] for row in everyone) or None

@@ -1,0 +1,146 @@
+"""Where streamed work runs: named lanes in which work is done in order, and marks by which one lane waits for another.
+
+On a CUDA device a lane is a stream and a mark an event. On a CPU there is one thread, and everything is done when it is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+log = logging.getLogger(__name__)
+UP, UPDATE, DOWN, COMPUTE = "up", "update", "down", "compute"
+
+
+class Lanes(Protocol):
+    """What a schedule needs. COMPUTE is the lane of forward and backward; the others belong to the schedule."""
+
+    def run(self, lane: str, work: Callable[[], None]) -> None:
+        """Do `work` in `lane`, after everything asked of it before."""
+
+    def mark(self, lane: str) -> Any:
+        """A mark that is reached when everything asked of `lane` so far is done."""
+
+    def wait(self, lane: str, mark: Any) -> None:
+        """Let `lane` go on only when `mark` is reached."""
+
+    def keep(self, tensor: torch.Tensor, lane: str) -> None:
+        """Memory of `tensor`, which belongs to COMPUTE, is used in `lane`: not to be given to others before it is done there."""
+
+    def finish(self) -> None:
+        """Return when everything asked of every lane is done."""
+
+
+class InPlace:
+    """One thread: whatever is asked for is done at once."""
+
+    def run(self, lane: str, work: Callable[[], None]) -> None:
+        work()
+
+    def mark(self, lane: str) -> None:
+        return None
+
+    def wait(self, lane: str, mark: None) -> None:
+        return None
+
+    def keep(self, tensor: torch.Tensor, lane: str) -> None:
+        return None
+
+    def finish(self) -> None:
+        return None
+
+
+class Streams:
+    """CUDA streams: one for each direction of the bus, one for the update, the current one for forward and backward."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._streams = {lane: torch.cuda.Stream(device) for lane in (UP, UPDATE, DOWN)}
+
+    def _stream(self, lane: str) -> Any:
+        return self._streams[lane] if lane in self._streams else torch.cuda.current_stream(self._device)
+
+    def run(self, lane: str, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._stream(lane)) if lane in self._streams else contextlib.nullcontext():
+            work()
+
+    def mark(self, lane: str) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream(lane))
+        return event
+
+    def wait(self, lane: str, mark: torch.cuda.Event) -> None:
+        self._stream(lane).wait_event(mark)
+
+    def keep(self, tensor: torch.Tensor, lane: str) -> None:
+        if tensor.is_cuda:
+            tensor.record_stream(self._stream(lane))
+
+    def finish(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+        torch.cuda.current_stream(self._device).synchronize()
+
+
+def lanes_for(device: torch.device) -> Lanes:
+    """The lanes of a device."""
+    return Streams(device) if device.type == "cuda" else InPlace()
+
+
+class HostMemory:
+    """Zeroed host memory of exactly the size asked for, page-locked if wanted and possible.
+
+    torch's own pinned allocator rounds every block up to a power of two and gives nothing back (c10 CachingHostAllocator): up
+    to twice the bytes. Here pages are mapped, touched by all threads, and registered with the driver.
+
+    Args:
+        layout: length and dtype of each tensor.
+        pin: page-lock it, where there is a CUDA device.
+
+    Attributes:
+        tensors: by the names of `layout`.
+        pinned: whether it is page-locked.
+    """
+
+    def __init__(self, layout: dict[str, tuple[int, torch.dtype]], pin: bool):
+        sizes = {name: n * dtype.itemsize for name, (n, dtype) in layout.items()}
+        self._size = sum(_page(size) for size in sizes.values())
+        self._map = mmap.mmap(-1, max(self._size, mmap.PAGESIZE))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._address = whole.data_ptr()
+        self.tensors, at = {}, 0
+        for name, (_, dtype) in layout.items():
+            self.tensors[name] = whole[at : at + sizes[name]].view(dtype)
+            at += _page(sizes[name])
+        self.pinned = False
+        if pin and torch.cuda.is_available():
+            whole.zero_()
+            self.pinned = self._register()
+
+    def _register(self) -> bool:
+        error = int(torch.cuda.cudart().cudaHostRegister(self._address, self._size, 0))
+        if error:
+            log.warning(
+                "cannot page-lock %.1f GiB of host memory (CUDA error %d): copies of optimizer state will be slow. Raise the limit "
+                "(`ulimit -l unlimited`), or write pin_memory false to say that this is wanted.",
+                self._size / 2**30,
+                error,
+            )
+        return error == 0
+
+    def __del__(self) -> None:
+        if getattr(self, "pinned", False):
+            with contextlib.suppress(Exception):
+                torch.cuda.cudart().cudaHostUnregister(self._address)
+
+
+def _page(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

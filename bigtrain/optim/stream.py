@@ -1,0 +1,354 @@
+"""Optimizer state that lives in host memory and passes through the GPU in chunks, while forward and backward go on.
+
+A step of chunk k is: its state comes up, the update runs, its state goes down. Uploads, updates and downloads have a lane each, so that
+both directions of the bus and the update are busy at once; a few buffers of fixed size lie between them. The update is exact:
+it starts only when the norm of the whole gradient is known (the clipping factor is read on the device), and whatever reads a
+weight waits for the chunk that it lies in. Chunks go in the order in which forward will need them, so the next forward starts
+on the first layers while the last are still being updated; the first chunks come up during backward already.
+
+What waits: modules, by forward hooks (`wait_in_forward`); everything else through `finish` (weights are final for COMPUTE) or
+`synchronize` (weights are final and all state is in host memory, for whoever reads or writes it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bigtrain.optim.lanes import COMPUTE, DOWN, UP, UPDATE, HostMemory, Lanes
+from bigtrain.optim.pieces import GATHER_ELEMS, cut, joined
+from bigtrain.optim.table import BLOCK_ELEMS
+
+# A chunk's state: large enough that a copy runs at the bus's full rate (53 GB/s on PCIe gen 5: 2.5 ms), four of them in flight.
+CHUNK_BYTES = 128 << 20
+BUFFERS = 4
+
+State = dict[str, torch.Tensor]
+# Updates one chunk of a flat parameter in place: weight, gradient, state, where the chunk begins in the parameter.
+Update = Callable[[torch.Tensor, torch.Tensor, State, int], None]
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Elements `start` to `end` of one flat parameter.
+
+    Attributes:
+        kept: its state stays on the device between steps.
+        done: mark of its last update.
+        stored: mark of its last download: host memory holds its state.
+    """
+
+    param: torch.Tensor
+    start: int
+    end: int
+    kept: bool = False
+    done: Any = None
+    stored: Any = None
+
+
+@dataclass(eq=False)
+class Buffer:
+    """State of one chunk on the device; `free` marks the end of its last use."""
+
+    tensors: State
+    free: Any = None
+
+
+@dataclass
+class Job:
+    """One parameter's update: the gradient in pieces that cover it, the function that updates a chunk, and what else it reads."""
+
+    pieces: Sequence[torch.Tensor]
+    update: Update
+    reads: Sequence[torch.Tensor] = ()
+
+
+@dataclass(eq=False)
+class Plan:
+    """The chunks that are updated together, in order, and how far COMPUTE has waited (as an index, from 0)."""
+
+    chunks: list[Chunk]
+    begun: bool = False
+    waited: int = -1
+    uploaded: dict[Chunk, Buffer] = field(default_factory=dict)
+
+
+class Stream:
+    """Streams the state of an `AdamWSplit`.
+
+    Args:
+        layout: names, lengths and dtypes of the state of a parameter of n elements (`AdamWSplit.layout`).
+        lanes: where the work runs.
+        device: where the parameters are.
+        ratio: share of the state that leaves the device between steps.
+        pin: page-lock host memory.
+        chunk_bytes, buffers: size and number of chunks on the device at a time: a bound on its memory, and on what is
+            brought up before the update may start.
+
+    Attributes:
+        deferred: the update starts at `begin()`, not inside the optimizer's step: for when nothing between the two reads weights.
+    """
+
+    def __init__(
+        self,
+        layout: Callable[[int], dict[str, tuple[int, torch.dtype]]],
+        lanes: Lanes,
+        device: torch.device,
+        *,
+        ratio: float = 1.0,
+        pin: bool = True,
+        chunk_bytes: int = CHUNK_BYTES,
+        buffers: int = BUFFERS,
+    ):
+        self._layout, self._lanes, self._device = layout, lanes, device
+        self._ratio, self._pin = ratio, pin
+        block_bytes = sum(n * dtype.itemsize for n, dtype in layout(BLOCK_ELEMS).values())
+        self.chunk_elems = min(GATHER_ELEMS, max(1, chunk_bytes // block_bytes) * BLOCK_ELEMS)
+        self.deferred = False
+        self._buffers = buffers
+        self._pool: list[Buffer] = []
+        self._memory: dict[torch.Tensor, HostMemory] = {}
+        self._kept: dict[Chunk, State] = {}
+        self._jobs: dict[torch.Tensor, Job] = {}
+        self._plans: dict[torch.Tensor, Plan] = {}
+        self._first: Plan | None = None
+
+    # ------------------------------------------------------------ what there is
+
+    def plan(self, params: Sequence[torch.Tensor], need: Callable[[torch.Tensor, int, int], int] | None = None) -> Plan:
+        """Cut parameters into chunks that are updated together.
+
+        Args:
+            params: flat parameters.
+            need: when elements `start` to `end` of a parameter are needed: chunks are updated in this order; None for that of
+                the parameters.
+        """
+        chunks = [
+            Chunk(p, at, min(at + self.chunk_elems, p.numel())) for p in params for at in range(0, p.numel(), self.chunk_elems)
+        ]
+        if need is not None:
+            chunks.sort(key=lambda c: need(c.param, c.start, c.end))
+        left = (1.0 - self._ratio) * sum(c.end - c.start for c in chunks)
+        for chunk in chunks:
+            left -= chunk.end - chunk.start
+            chunk.kept = left >= 0
+        plan = Plan(chunks)
+        self._plans.update(dict.fromkeys(params, plan))
+        self._first = self._first or plan
+        return plan
+
+    def home(self, param: torch.Tensor, state: dict[str, Any]) -> None:
+        """Put the state tensors of `param` into host memory of their own; those that do not exist yet are zero there."""
+        if param not in self._memory:
+            self._memory[param] = HostMemory(self._layout(param.numel()), self._pin)
+        for name, tensor in self._memory[param].tensors.items():
+            if name in state and state[name] is not tensor:  # loaded from a checkpoint
+                tensor.copy_(state[name].view(-1))
+            state[name] = tensor
+
+    # ------------------------------------------------------------ a step
+
+    def add(
+        self,
+        param: torch.Tensor,
+        state: dict[str, Any],
+        pieces: Sequence[torch.Tensor],
+        update: Update,
+        reads: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Note one parameter's update for `begin`; `reads`: tensors of COMPUTE that the update reads beside the gradient."""
+        self.home(param, state)
+        if param not in self._plans:
+            self.plan([param])
+        self._jobs[param] = Job(pieces, update, reads)
+
+    def prefetch(self) -> None:
+        """Bring up the first chunks of the next update, as many as there are buffers; call when backward begins."""
+        plan = self._first
+        if plan is None or plan.uploaded or any(c.param not in self._memory for c in plan.chunks):
+            return
+        for chunk in [c for c in plan.chunks if not c.kept][: self._buffers]:
+            plan.uploaded[chunk] = self._upload(chunk)
+
+    def begin(self) -> None:
+        """Start the updates that were added; returns at once. Gradients and factor must be final in COMPUTE's order."""
+        jobs, self._jobs = self._jobs, {}
+        while jobs:
+            plan = self._plans[next(iter(jobs))]
+            self._start(plan, {p: jobs.pop(p) for p in list(jobs) if self._plans[p] is plan})
+
+    def _start(self, plan: Plan, jobs: Mapping[torch.Tensor, Job]) -> None:
+        self._lanes.wait(UPDATE, self._lanes.mark(COMPUTE))
+        grads = {p: dict(cut(job.pieces, self.chunk_elems)) for p, job in jobs.items()}
+        for tensor in (t for job in jobs.values() for t in job.reads):
+            self._lanes.keep(tensor, UPDATE)
+        plan.begun, plan.waited = True, -1
+        for chunk in plan.chunks:
+            if chunk.param not in jobs:  # nothing to do for it in this step; a mark all the same, so that marks stay in order
+                plan.uploaded.pop(chunk, None)
+                chunk.done = self._lanes.mark(UPDATE)
+                continue
+            self._update(chunk, plan.uploaded.pop(chunk, None), jobs[chunk.param].update, grads[chunk.param][chunk.start])
+
+    def _update(self, chunk: Chunk, buffer: Buffer | None, update: Update, grads: list[torch.Tensor]) -> None:
+        lanes = self._lanes
+        buffer = buffer or self._upload(chunk)
+        weight = chunk.param.detach().view(-1)[chunk.start : chunk.end]
+        parts = self._narrow(buffer.tensors, chunk, 0)
+        for grad in grads:
+            lanes.keep(grad, UPDATE)
+
+        def work() -> None:
+            update(weight, joined(grads), parts, chunk.start)
+
+        lanes.run(UPDATE, work)
+        chunk.done = lanes.mark(UPDATE)
+        if chunk.kept:
+            return
+        lanes.wait(DOWN, chunk.done)
+        lanes.run(DOWN, lambda: _copy(self._on_host(chunk), parts))
+        chunk.stored = buffer.free = lanes.mark(DOWN)
+
+    def _upload(self, chunk: Chunk) -> Buffer:
+        """The chunk's state on the device, with UPDATE waiting for it."""
+        lanes = self._lanes
+        if chunk.kept and chunk in self._kept:
+            return Buffer(self._kept[chunk])
+        buffer = Buffer(self._room(chunk.end - chunk.start)) if chunk.kept else self._next_buffer()
+        if chunk.kept:
+            self._kept[chunk] = buffer.tensors
+            lanes.wait(UP, lanes.mark(COMPUTE))  # its memory was COMPUTE's until now
+        for mark in (buffer.free, chunk.stored):
+            if mark is not None:
+                lanes.wait(UP, mark)
+        lanes.run(UP, lambda: _copy(self._narrow(buffer.tensors, chunk, 0), self._on_host(chunk)))
+        lanes.wait(UPDATE, lanes.mark(UP))
+        return buffer
+
+    def _next_buffer(self) -> Buffer:
+        if len(self._pool) < self._buffers:
+            buffer = Buffer(self._room(self.chunk_elems), self._lanes.mark(COMPUTE))
+        else:
+            buffer = self._pool.pop(0)
+        self._pool.append(buffer)
+        return buffer
+
+    def _room(self, n: int) -> State:
+        return {name: torch.empty(size, dtype=dtype, device=self._device) for name, (size, dtype) in self._layout(n).items()}
+
+    def _on_host(self, chunk: Chunk) -> State:
+        return self._narrow(self._memory[chunk.param].tensors, chunk, chunk.start)
+
+    def _narrow(self, tensors: State, chunk: Chunk, at: int) -> State:
+        sizes = {name: size for name, (size, _) in self._layout(chunk.end - chunk.start).items()}
+        starts = {name: size for name, (size, _) in self._layout(at).items()}  # chunks start at whole blocks
+        return {name: t[starts[name] : starts[name] + sizes[name]] for name, t in tensors.items()}
+
+    # ------------------------------------------------------------ waiting
+
+    def wait_for(self, plan: Plan, position: int) -> None:
+        """COMPUTE goes on only when chunk number `position` of the plan, and with it all before, is updated."""
+        if plan.begun and position > plan.waited:
+            self._lanes.wait(COMPUTE, plan.chunks[position].done)
+            plan.waited = position
+            plan.begun = position + 1 < len(plan.chunks)
+
+    def finish(self) -> None:
+        """What COMPUTE does from now on sees every weight updated."""
+        self.begin()
+        for plan in dict.fromkeys(self._plans.values()):
+            self.wait_for(plan, len(plan.chunks) - 1)
+
+    def synchronize(self) -> None:
+        """Return when every weight is updated and host memory holds all state; it may then be read, and changed."""
+        if not self._plans:
+            return
+        self.finish()
+        for chunk, tensors in self._kept.items():
+            self._lanes.wait(DOWN, chunk.done)
+            self._lanes.run(DOWN, lambda c=chunk, t=tensors: _copy(self._on_host(c), t))  # type: ignore[misc]
+        self._lanes.finish()
+        self._kept.clear()
+        for plan in self._plans.values():
+            plan.uploaded.clear()
+
+    def wait_in_forward(self, module: torch.nn.Module, plan: Plan, last: Mapping[int, int]) -> None:
+        """Let the modules of `module` wait for their own weights as they are called.
+
+        Args:
+            module: the model.
+            plan: whose chunks hold the weights.
+            last: for id(parameter) the number of the last chunk that holds a part of it.
+        """
+        for waiting, params in who_waits(module):
+            position = max((last[id(p)] for p in params if id(p) in last), default=-1)
+            if position >= 0:
+                waiting.register_forward_pre_hook(self._waiter(plan, position))
+
+    def _waiter(self, plan: Plan, position: int) -> Callable[..., None]:
+        @torch.compiler.disable  # a compiled block waits before its graph
+        def wait(*_: Any) -> None:
+            self.wait_for(plan, position)
+
+        return wait
+
+    def attach(
+        self, module: torch.nn.Module, places: Mapping[torch.Tensor, Sequence[tuple[torch.nn.Parameter, int, int]]]
+    ) -> None:
+        """Update all partitions as one plan that starts at `begin()`, in the order of the model; forward waits by itself.
+
+        Args:
+            module: the model.
+            places: for each flat partition, the model's parameters in it with their first and last element + 1 there.
+        """
+        order = {id(p): i for i, p in enumerate(module.parameters())}
+
+        def held(flat: torch.Tensor, start: int, end: int) -> list[torch.nn.Parameter]:
+            return [p for p, first, last in places[flat] if first < end and start < last]
+
+        def need(flat: torch.Tensor, start: int, end: int) -> int:
+            return min((order[id(p)] for p in held(flat, start, end)), default=len(order))
+
+        self.deferred = True
+        plan = self.plan(list(places), need)
+        last = {id(p): i for i, c in enumerate(plan.chunks) for p in held(c.param, c.start, c.end)}
+        self.wait_in_forward(module, plan, last)
+
+
+def who_waits(module: torch.nn.Module) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
+    """Which module waits for which parameters when it is called.
+
+    A block (a child of an outermost ModuleList) waits for all inside it; a module outside of blocks for its own. Some weights are
+    read without a call of the module that owns them (fused kernels read the head's): so the model itself waits for what it
+    registered before its first block, and the last block of each list for whatever outside was registered after it began.
+    Without blocks the model waits for everything.
+    """
+    lists = _outermost_lists(module)
+    inside = {id(p) for blocks in lists for b in blocks for p in b.parameters()}
+    within = {id(m) for blocks in lists for b in blocks for m in b.modules()}
+    named = list(module.parameters())
+    place = {id(p): i for i, p in enumerate(named)}
+    outside = [p for p in named if id(p) not in inside]
+    first = min((place[i] for i in inside), default=len(named))
+    found = [(m, list(m.parameters(recurse=False))) for m in module.modules() if id(m) not in within]
+    found.append((module, [p for p in outside if place[id(p)] < first]))
+    for blocks in lists:
+        found += [(b, list(b.parameters())) for b in blocks]
+        begin = min((place[id(p)] for b in blocks for p in b.parameters()), default=len(named))
+        found.append((blocks[-1], [p for p in outside if place[id(p)] > begin]))
+    return [(m, params) for m, params in found if params]
+
+
+def _outermost_lists(module: torch.nn.Module) -> list[list[torch.nn.Module]]:
+    """The children of each ModuleList that lies in no other, in the order of registration."""
+    if isinstance(module, torch.nn.ModuleList):
+        return [list(module)] if len(module) else []
+    return [found for child in module.children() for found in _outermost_lists(child)]
+
+
+def _copy(to: State, source: State) -> None:
+    for name, tensor in to.items():
+        tensor.copy_(source[name], non_blocking=True)

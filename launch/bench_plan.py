@@ -1,0 +1,140 @@
+#!/usr/bin/env python
+"""Figures of the planner, as Markdown on standard output; docs/results/plan_*.md are made by it.
+
+python launch/bench_plan.py cli                              seconds and imports of `bigtrain plan`
+python launch/bench_plan.py ladder                           the public 8.36 B case at 47.4 GiB on 1, 2 and 8 cards
+python launch/bench_plan.py accuracy OUT/rows.jsonl...       errors on one half of a sweep's cells, constants fitted on the other
+python launch/bench_plan.py choice OUT/rows.jsonl...         --auto against brute force over the sweep's rows, at three caps
+python launch/bench_plan.py host OUT/rows.jsonl              the planner's host figures on CPUs against measured PSS
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bigtrain.bench import accuracy, grid, prediction
+from bigtrain.bench.sweep import read_jsonl
+
+MODELS = ("llama-405b", "llama-70b", "llama-8b", "qwen2.5-7b", "mixtral-8x7b", "qwen2.5-vl-7b")
+CAPS_GIB = (24, 47.4, 80)
+REPEATS = 5
+_TIMED = (
+    "import sys, time; from bigtrain.cli import main; code = main(sys.argv[1:]); "
+    "print(code, time.process_time(), 'torch' in sys.modules, file=sys.stderr)"
+)
+
+
+def cli() -> str:
+    """Seconds of the whole process for each named model on 64 cards of 80 GB."""
+    words = ["--gpus", "64", "--gpus_per_node", "8", "--gpu_memory", "80GB", "--host_memory", "1TiB", "--json"]
+    lines = [f"`bigtrain plan --model preset:NAME {' '.join(words)}`, whole process with the start of Python, {REPEATS} times; {where()}.",
+             "", "| model | parameters | wall s, median | worst | CPU s | torch in sys.modules |", "|---|---|---|---|---|---|"]  # fmt: skip
+    for name in MODELS:
+        command = [sys.executable, "-c", _TIMED, "plan", "--model", f"preset:{name}", *words]
+        walls, cpus, torch_there, plan = [], [], set(), {}
+        for _ in range(REPEATS):
+            begin = time.perf_counter()
+            done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+            walls.append(time.perf_counter() - begin)
+            _, cpu, loaded = done.stderr.split()[-3:]
+            cpus.append(float(cpu))
+            torch_there.add(loaded)
+            plan = json.loads(done.stdout)
+        lines.append(f"| {name} | {plan['model']['parameters']:,} | {statistics.median(walls):.2f} | {max(walls):.2f} | "
+                     f"{statistics.median(cpus):.2f} | {'yes' if 'True' in torch_there else 'no'} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def ladder() -> str:
+    """What `bigtrain plan --auto` says of the 8.36 B shape on cards of 47.4 GiB."""
+    parts = []
+    for cards, host in ((1, "126GiB"), (2, "252GiB"), (8, "1008GiB")):
+        words = ["plan", "--model", "preset:llama-8.36b", "--gpus", str(cards), "--gpu_memory", "47.4GiB", "--host_memory", host,
+                 "--seq_len", "4096", "--auto", "--kernels", "liger", "--calibration", "none"]  # fmt: skip
+        done = subprocess.run([sys.executable, "-m", "bigtrain", *words], capture_output=True, text=True, cwd=ROOT, check=False)
+        said = done.stdout.split("\nchosen:")
+        chosen = f"\nchosen:{said[1]}" if len(said) > 1 else ""
+        parts.append(f"## {cards} card(s) of 47.4 GiB, {host} of host memory\n\n    bigtrain {' '.join(words)}\n\nexit code "
+                     f"{done.returncode}\n\n```\n{(said[0] + chosen).strip()}\n```")  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def host(files: list[str]) -> str:
+    """Predictions of this code for the sweep's cells, beside what they took; the most of the phases that a cell goes through."""
+    rows = [r for r in read(files) if r["status"] == "ok" and r["runner"] == "bigtrain"]
+    lines = [f"Two ranks, {rows[0]['card']}, {platform.machine()}; measured: peak PSS of the fuller rank, by smaps_rollup from outside, "
+             "and the most of both together. Predicted: one rank's.", "",
+             "| model | ds_config | tokens of a row | accumulation | predicted GiB | measured GiB | error | both ranks | error |",
+             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    errors = []
+    for row in rows:
+        cell = cell_again(row)
+        machine = prediction.Machine(device="cpu", card=row["card"], gpu_bytes=None, host_bytes=None)
+        said, seen, node = prediction.prediction(cell, machine)["host_bytes"], row["host_pss_bytes"], row["host_node_pss_bytes"]
+        errors.append(abs(said * cell.num_gpus / node - 1))
+        s = row["settings"]
+        lines.append(f"| {row['model'].removeprefix('preset:')} | {s['ds_config']} | {s['seq_len']} | {s['gradient_accumulation_steps']} | "
+                     f"{said / 2**30:.2f} | {seen / 2**30:.2f} | {said / seen - 1:+.1%} | {node / 2**30:.2f} | "
+                     f"{said * cell.num_gpus / node - 1:+.1%} |")  # fmt: skip
+    lines += [
+        "",
+        f"Both ranks together: mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%} over {len(errors)} cells.",
+    ]
+    return "\n".join(lines)
+
+
+def cell_again(row: dict[str, Any]) -> grid.Cell:
+    """The cell that a row was measured for."""
+    own = {"runner", "num_gpus", "ds_config", "steps", "warmup", "env"}
+    arguments = {k: v for k, v in row["settings"].items() if k not in own}
+    return grid.Cell(
+        num_gpus=row["num_gpus"], ds_config=row["ds_config"], ds_name=row["settings"]["ds_config"], arguments=arguments
+    )
+
+
+def read(files: list[str]) -> list[dict[str, Any]]:
+    """The last row of every cell of these files."""
+    return list({row["cell"]: row for file in files for row in read_jsonl(Path(file))}.values())
+
+
+def where() -> str:
+    """This machine in a few words."""
+    return f"Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}"
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> int:
+    """Print what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["cli", "ladder", "accuracy", "choice", "host"])
+    parser.add_argument("rows", nargs="*", help="rows.jsonl of a sweep")
+    args = parser.parse_args()
+    if args.what == "cli":
+        print(cli())
+    elif args.what == "ladder":
+        print(ladder())
+    elif args.what == "host":
+        print(host(args.rows))
+    elif args.what == "accuracy":
+        print(accuracy.accuracy_text(read(args.rows)))
+    else:
+        found = accuracy.choices(read(args.rows), [int(cap * 2**30) for cap in CAPS_GIB])
+        print(accuracy.choices_text(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

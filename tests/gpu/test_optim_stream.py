@@ -1,0 +1,164 @@
+"""Optimizer state streamed through a real GPU: the bits of the unstreamed update, exact pinned memory, and overlap."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bigtrain.optim.lanes import HostMemory, Streams
+from bigtrain.optim.split import AdamWSplit
+from bigtrain.optim.stream import Stream
+from tests import python_path
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def _cuda():
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _busy(matrix, times=20):
+    """Keep the compute stream behind, so that whatever does not wait for it is early."""
+    for _ in range(times):
+        matrix = matrix @ matrix * 1e-3
+    return matrix
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+def test_streams_change_no_bit(moments, ratio):
+    """Deferred, brought up early, beside matmuls, with gradients and factor made at the last moment and weights read at once."""
+    sizes = (3_000_000, 700_000, 5_000_001)
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    starts = [(torch.randn(n, device="cuda", generator=generator) * 0.02).bfloat16() for n in sizes]
+    plain, streamed = ([torch.nn.Parameter(s.clone()) for s in starts] for _ in range(2))
+    one, two = (AdamWSplit(p, moments=moments, **SETTINGS) for p in (plain, streamed))
+    two.stream = Stream(two.layout, Streams(_cuda()), _cuda(), ratio=ratio, chunk_bytes=4 << 20)
+    two.stream.deferred = True
+    plan = two.stream.plan(streamed)
+    last = {id(p): max(i for i, c in enumerate(plan.chunks) if c.param is p) for p in streamed}
+    matrix = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    for step in range(5):
+        reads = []
+        for a, b in zip(plain, streamed):
+            two.stream.wait_for(plan, last[id(b)])
+            reads.append((a.detach().double().sum(), b.detach().double().sum()))
+        two.stream.prefetch()
+        _busy(matrix)
+        grads = [torch.randn(n, device="cuda", generator=generator).bfloat16() for n in sizes]
+        factor = torch.rand((), device="cuda", generator=generator)
+        for optimizer, params in ((one, plain), (two, streamed)):
+            optimizer.grad_factor = factor
+            for param, grad in zip(params, grads):
+                optimizer.hand_over(param, [grad[:1000].clone(), grad[1000:].clone()])
+            optimizer.step()
+        two.stream.begin()
+        del grads, factor
+        torch.cuda.empty_cache() if step == 2 else None
+        junk = [
+            torch.full((n,), 7.0, device="cuda", dtype=torch.bfloat16) for n in sizes
+        ]  # takes memory that was freed too soon
+        del junk
+        assert all(x == y for x, y in reads), step
+        if step == 3:
+            two.synchronize()
+    two.synchronize()
+    for a, b in zip(plain, streamed):
+        assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+        for name, value in one.state[a].items():
+            if name != "step":
+                theirs = two.state[b][name]
+                assert theirs.device.type == "cpu" and torch.equal(value.cpu().view(-1), theirs), name
+
+
+def test_pinned_memory_is_of_exact_size_and_copies_run_asynchronously():
+    n = 100_000_001
+    memory = HostMemory({"a": (n, torch.uint8)}, pin=True)
+    assert memory.pinned and memory._size == -(-n // 4096) * 4096
+    tensor = memory.tensors["a"]
+    assert tensor.is_pinned()
+    there = torch.empty(n, dtype=torch.uint8, device="cuda")
+    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    _busy(matrix, 50)  # tens of milliseconds
+    done = torch.cuda.Event()
+    there.copy_(tensor, non_blocking=True)
+    done.record()
+    assert not done.query()  # the call came back before the copy, which waits behind the matmuls
+    done.synchronize()
+
+
+def _seconds(work, repeats=3):
+    work()
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 / repeats
+
+
+def test_both_directions_of_the_bus_are_used_at_once():
+    n = 1 << 28
+    param = torch.nn.Parameter(torch.zeros(n, dtype=torch.bfloat16, device="cuda"))
+    grad = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    optimizer = AdamWSplit([param], moments="8bit", **SETTINGS)
+    optimizer.stream = Stream(optimizer.layout, Streams(_cuda()), _cuda())
+
+    def step():
+        optimizer.hand_over(param, [grad])
+        optimizer.step()
+
+    whole = _seconds(step)
+    host = next(iter(optimizer.stream._memory.values())).tensors["low"]
+    device = torch.empty_like(host, device="cuda")
+    up = _seconds(lambda: device.copy_(host, non_blocking=True)) * 2  # low is half of the bytes
+    down = _seconds(lambda: host.copy_(device, non_blocking=True)) * 2
+    print(f"step {whole:.3f} s, up alone {up:.3f} s, down alone {down:.3f} s")
+    assert whole < 0.8 * (up + down)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("optimizer", ["adamw_split", "adamw_split_bf16", "adamw_split_8bit"])
+def test_an_engine_with_offload_trains_as_without(tmp_path, optimizer, stage):
+    code = "import json, sys; from tests.gpu.test_optim_stream import train; print(json.dumps(train(*json.loads(sys.argv[1]))))"
+    found = []
+    for offload in (False, True):
+        what = json.dumps([str(tmp_path / str(offload)), optimizer, stage, offload])
+        env = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "0"}
+        done = subprocess.run([sys.executable, "-c", code, what], env=env, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(json.loads(done.stdout.strip().splitlines()[-1]))
+    plain, host = found
+    assert plain[:2] == host[:2]
+    assert plain[2] == ["cuda"] and host[2] == ["cpu"]
+
+
+def train(root, optimizer, stage, offload):
+    """Losses of a short story with a save, a load and an evaluation; sums of the masters; where the state lies."""
+    from bigtrain.engine import Engine
+    from bigtrain.models import build_model
+    from tests.ranks.tiny import TinyLM, config, rows
+
+    cfg = config(stage, bf16=True, micro=1, accumulation=1)
+    if offload:
+        cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    model = build_model(lambda: TinyLM(width=512, blocks=6), ds_config=cfg, seed=1)
+    engine = Engine(model, ds_config=cfg, optimizer=optimizer, learning_rate=1e-3, max_grad_norm=0.5, hang_s=None)
+    seen = [engine.train_step(rows(s, 4)).loss for s in range(3)]
+    engine.save_checkpoint(root)
+    seen += [engine.train_step(rows(s, 4)).loss for s in range(3, 5)]
+    engine.load_checkpoint(root)
+    seen += [engine.train_step(rows(s, 4)).loss for s in range(3, 5)]
+    seen.append(engine.evaluate(rows(9, 4)).loss)
+    inner = engine.deepspeed.basic_optimizer
+    places = sorted({t.device.type for s in inner.state.values() for t in s.values() if isinstance(t, torch.Tensor)})
+    masters = [float(inner.master(p).double().sum()) for p in inner.state]
+    engine.close()
+    return seen, masters, places

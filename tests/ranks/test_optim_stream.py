@@ -1,0 +1,189 @@
+"""Streamed updates inside the engine: late work is waited for by forward, evaluation, checkpoints, exports and gathered access.
+
+`Late` does nothing until somebody waits for it: whoever reads a weight without waiting sees an old one. On a GPU the same code runs
+on streams (tests/gpu/test_optim_stream.py).
+"""
+
+import pytest
+import torch
+
+from bigtrain import flat, zero
+from bigtrain.engine import Engine
+from bigtrain.models import build_model
+from bigtrain.optim.lanes import COMPUTE, DOWN, UP, UPDATE
+from bigtrain.optim.stream import Stream
+from tests.ranks.tiny import TinyLM, config, rows
+
+SAMPLES = 6
+
+
+class Late:
+    """Lanes whose work is put off until COMPUTE, or the program, waits for it; COMPUTE itself is the program."""
+
+    def __init__(self):
+        self.queues = {lane: [] for lane in (UP, UPDATE, DOWN)}
+        self.reached, self.marks, self.waits = set(), 0, 0
+
+    def run(self, lane, work):
+        self.queues[lane].append(("run", work))
+
+    def mark(self, lane):
+        self.marks += 1
+        if lane == COMPUTE:
+            self.reached.add(self.marks)
+        else:
+            self.queues[lane].append(("mark", self.marks))
+        return self.marks
+
+    def wait(self, lane, mark):
+        if lane != COMPUTE:
+            self.queues[lane].append(("wait", mark))
+            return
+        self.waits += 1
+        while mark not in self.reached:
+            assert self._one(), "waits for a mark that nothing reaches"
+
+    def keep(self, tensor, lane):
+        pass
+
+    def finish(self):
+        while self._one():
+            pass
+
+    def _one(self):
+        for queue in self.queues.values():
+            if queue and (queue[0][0] != "wait" or queue[0][1] in self.reached):
+                kind, thing = queue.pop(0)
+                if kind == "run":
+                    thing()
+                elif kind == "mark":
+                    self.reached.add(thing)
+                return True
+        return False
+
+
+def _engine(stage, optimizer, late, seed=1):
+    cfg = config(stage, bf16=True, micro=1, accumulation=1)
+    cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    model = build_model(lambda: TinyLM(width=34), ds_config=cfg, seed=seed)
+    engine = Engine(model, ds_config=cfg, optimizer=optimizer, learning_rate=1e-2, max_grad_norm=0.5, hang_s=None)
+    if late:
+        ds = engine.deepspeed
+        inner = ds.basic_optimizer
+        inner.stream = Stream(inner.layout, late, torch.device("cpu"), ratio=0.7, chunk_bytes=20_000, buffers=2)
+        flat.stream_updates(inner.stream, ds.module, ds.optimizer, flat.partition_layouts(ds.optimizer))
+        engine._reduction.stream = inner.stream
+    return engine
+
+
+def _whole(engine):
+    """Weights as anybody might read them."""
+    params = list(engine._ds.module.parameters())
+    with zero.gathered(params):
+        return torch.cat([p.detach().clone().flatten() for p in params])
+
+
+def _story(root, stage, optimizer, late):
+    """Train, evaluate, read, save, train, load, train; everything seen on the way."""
+    engine = _engine(stage, optimizer, late)
+    seen = []
+
+    def step(number):
+        result = engine.train_step(rows(number, SAMPLES)[engine.rank :: engine.world_size])
+        seen.append((result.loss, result.grad_norm))
+
+    step(0)
+    pending = engine._reduction.stream is not None and any(p.begun for p in engine._reduction.stream._plans.values())
+    step(1)
+    seen.append(engine.evaluate(rows(50, SAMPLES)[engine.rank :: engine.world_size]).loss)
+    step(2)
+    seen.append(_whole(engine).double().sum().item())
+    step(3)
+    engine.save_checkpoint(root)
+    step(4)
+    engine.save_checkpoint(root, wait=False)
+    step(5)
+    engine.load_checkpoint(root, 4)
+    step(4)
+    step(5)
+    engine.export(f"{root}/model-{late is not None}")
+    inner = engine.deepspeed.basic_optimizer
+    masters = [inner.master(p) for p in inner.state]
+    states = [t.clone() for s in inner.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    waits = late.waits if late else 0
+    engine.close()
+    return seen, masters, states, pending, waits
+
+
+def _both(root, stage, optimizer):
+    plain, late = _story(f"{root}/plain", stage, optimizer, None), _story(f"{root}/late", stage, optimizer, Late())
+    same = [torch.equal(a, b) for i in (1, 2) for a, b in zip(plain[i], late[i], strict=True)]
+    return plain[0], late[0], all(same), late[3], late[4]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_split", "adamw_split_8bit"])
+@pytest.mark.parametrize("world, stage", [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3)])
+def test_nothing_is_read_before_its_update(rank_pool, tmp_path, world, stage, optimizer):
+    for plain, late, same, pending, waits in rank_pool(world).run(_both, str(tmp_path), stage, optimizer):
+        assert plain == late and same
+        assert pending == (world == 1 and stage < 3)  # elsewhere the step itself waits
+        assert waits > 0
+
+
+def _reshard(root, stage, optimizer):
+    """Load into a fresh engine, at another size; its state lies in the stream's own host memory at once."""
+    engine = _engine(stage, optimizer, Late(), seed=99)
+    engine.load_checkpoint(root)
+    inner = engine.deepspeed.basic_optimizer
+    homes = inner.stream._memory
+    at_home = [inner.state[p]["low"] is homes[p].tensors["low"] for p in inner.state]
+    loss = engine.train_step(rows(3, SAMPLES)[engine.rank :: engine.world_size]).loss
+    masters = sum(float(inner.master(p).double().sum()) for p in inner.state)
+    engine.close()
+    return all(at_home) and len(at_home) > 0, loss, masters
+
+
+def _begin(root, stage, optimizer):
+    engine = _engine(stage, optimizer, None)
+    for step in range(3):
+        engine.train_step(rows(step, SAMPLES)[engine.rank :: engine.world_size])
+    engine.save_checkpoint(root)
+    engine.close()
+
+
+def _plain(root, stage, optimizer):
+    engine = _engine(stage, optimizer, None, seed=99)
+    engine.load_checkpoint(root)
+    loss = engine.train_step(rows(3, SAMPLES)[engine.rank :: engine.world_size]).loss
+    inner = engine.deepspeed.basic_optimizer
+    masters = sum(float(inner.master(p).double().sum()) for p in inner.state)
+    engine.close()
+    return loss, masters
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_split", "adamw_split_8bit"])
+def test_a_checkpoint_of_another_size_fills_host_memory_in_place(rank_pool, tmp_path, optimizer):
+    rank_pool(2).run(_begin, str(tmp_path), 3, optimizer)
+    want = rank_pool(1).run(_plain, str(tmp_path), 2, optimizer)[0]
+    for at_home, loss, masters in rank_pool(1).run(_reshard, str(tmp_path), 2, optimizer):
+        assert at_home and (loss, masters) == want
+
+
+def _overlap():
+    """How far the update had got as each block was called after a step: only as far as that block needs."""
+    late = Late()
+    engine = _engine(2, "adamw_split", late)
+    engine.train_step(rows(0, SAMPLES))
+    plan = engine._reduction.stream._first
+    seen = []
+    module = engine._ds.module
+    for child in (module.embed, *module.blocks, module.head):
+        child.register_forward_pre_hook(lambda *_: seen.append(sum(c.done in late.reached for c in plan.chunks)))
+    engine.train_step(rows(1, SAMPLES))
+    engine.close()
+    return seen, len(plan.chunks)
+
+
+def test_forward_begins_while_later_layers_are_still_to_be_updated(rank_pool):
+    ((seen, total),) = rank_pool(1).run(_overlap)
+    assert seen == sorted(seen) and 0 < seen[0] < seen[1] < total and seen[-1] == total

@@ -1,0 +1,92 @@
+"""One memory for a CPU run: both tapes in the order of time, and what malloc's heap keeps."""
+
+import pytest
+
+from bigtrain import shapes
+from bigtrain.plan import ZeroSettings, plan_input, predict
+from bigtrain.plan.constants import MALLOC_MMAP_BYTES, process_bytes
+from bigtrain.plan.resident import KEPT_ROW, one_memory
+from bigtrain.plan.tape import Tape
+
+SMALL, LARGE = 4096, MALLOC_MMAP_BYTES
+
+
+def tapes(device_events, host_events=()):
+    device, host = Tape(), Tape()
+    for tape, events in ((device, device_events), (host, host_events)):
+        for event in events:
+            getattr(tape, event[0])(*event[1:])
+    return one_memory(device, host).ledger()
+
+
+def test_small_blocks_stay_and_serve_small_ones_large_ones_go():
+    ledger = tapes([
+        ("phase", "steady forward"), ("hold", "a", 3 * SMALL, "x"), ("hold", "big", LARGE, "y"), ("drop", "a", "big"),
+        ("phase", "loss"), ("hold", "b", SMALL, "x"), ("phase", "backward"), ("hold", "c", 4 * SMALL, "x"),
+    ])  # fmt: skip
+    # The heap: 3 units, then 1 of them in use, then 5 units wanted; the large block went back when it was freed.
+    assert ledger.by_phase == {"steady forward": 3 * SMALL + LARGE, "loss": 3 * SMALL, "backward": 5 * SMALL}
+    assert ledger.final_bytes == 5 * SMALL
+
+
+def test_the_heap_goes_back_after_build_and_start_up_only():
+    ledger = tapes([
+        ("phase", "build"), ("touch", 8 * SMALL, "x"), ("phase", "start-up"), ("touch", SMALL, "x"),
+        ("phase", "backward"), ("touch", 2 * SMALL, "x"), ("phase", "optimizer step"), ("hold", "m", LARGE, "moments"),
+    ])  # fmt: skip
+    assert ledger.by_phase["start-up"] == SMALL and ledger.by_phase["backward"] == 2 * SMALL
+    assert ledger.rows == {"moments": LARGE, KEPT_ROW: 2 * SMALL}
+
+
+def test_the_host_acts_at_the_end_of_the_device_phase_of_its_name_once_each_time():
+    host = [("phase", "build"), ("hold", "process", LARGE, "process"), ("phase", "optimizer step"), ("touch", LARGE, "copy"),
+            ("phase", "optimizer step")]  # fmt: skip
+    device = [("phase", "build"), ("phase", "optimizer step"), ("hold", "cast", LARGE, "cast"), ("drop", "cast"),
+              ("phase", "optimizer step")]  # fmt: skip
+    ledger = tapes(device, host)
+    assert ledger.by_phase == {"build": LARGE, "optimizer step": 2 * LARGE}  # the copy comes when the cast is gone
+
+
+def cpu(stage, world=2, **values):
+    settings = ZeroSettings(stage=stage, reduce_bucket_elems=10_000_000, **values.pop("zero", {}))
+    given = {"world_size": world, "seq_len": 128, "decay_groups": False, "device": "cpu", **values}
+    return plan_input(shapes.config_dict("llama-50m"), settings=settings, **given)
+
+
+def test_ranks_of_a_host_share_library_code():
+    one, two = process_bytes("cpu", 1), process_bytes("cpu", 2)
+    assert two < one < 2 * two and process_bytes("cuda", 8) == process_bytes("cuda", 1)
+    assert predict(cpu(2)).host_node_bytes == 2 * predict(cpu(2)).host.bytes
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_plain_adamw_on_a_cpu_makes_two_copies_in_passing(stage):
+    plan = cpu(stage)
+    assert (
+        predict(plan).host.by_phase["optimizer step"]
+        - predict(plan.but(optimizer="adamw_8bit")).host.by_phase["optimizer step"]
+        > 8 * plan.trained_elems / 2 * 0.9
+    )
+
+
+@pytest.mark.parametrize("stage, zero", [(2, {}), (3, {}), (3, {"offload_optimizer": True, "offload_param": True})])
+def test_drawn_weights_are_fp32_while_they_are_built(stage, zero):
+    read, drawn = (predict(cpu(stage, zero=zero, drawn=d)).host.by_phase for d in (False, True))
+    total = cpu(stage).parameters.elems
+    assert drawn["build"] - read["build"] > total  # what is read goes through a buffer instead
+    assert {k: v for k, v in drawn.items() if k not in ("build", "start-up")} == {
+        k: v for k, v in read.items() if k not in ("build", "start-up")
+    }
+
+
+def test_one_rank_at_stage_2_keeps_gradients_where_they_are():
+    def gpu(**values):
+        zero = ZeroSettings(stage=2, overlap_comm=True, reduce_bucket_elems=200_000_000)
+        return plan_input(shapes.config_dict("llama-1b"), settings=zero, **values)
+
+    alone, two = predict(gpu()), predict(gpu(world_size=2))
+    assert not any(row.name == "reduce buckets" for row in alone.gpu.rows)
+    assert alone.gpu.by_phase["bucket flush"] < two.gpu.by_phase["bucket flush"] + 8 * gpu().parameters.elems
+    split = predict(gpu(optimizer="adamw_split"))
+    # Weights, remainder, moments and gradients: nothing is laid out flat once more.
+    assert split.gpu.by_phase["optimizer step"] < (2 + 2 + 8 + 2) * 1.02 * gpu().parameters.elems + 2**26
