@@ -7,6 +7,7 @@ communication    an all-reduce, all-gather and reduce-scatter on the run's own r
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
 import time
@@ -158,7 +159,10 @@ COLLECTIVES: dict[str, Callable[[float], None]] = {
 
 
 def _finish(work: Any, limit_s: float) -> None:
-    """Wait without blocking in the backend: NCCL's own wait returns before the work is done."""
+    """Wait, with a limit: gloo's own wait has one; NCCL's returns before the work is done, so it is asked again and again."""
+    if dist.get_backend() != "nccl":
+        work.wait(datetime.timedelta(seconds=limit_s))  # of a reduce-scatter, gloo says `is_completed` only after this
+        return
     end = time.monotonic() + limit_s
     while not work.is_completed():
         if time.monotonic() > end:
