@@ -1,8 +1,8 @@
 // The split AdamW update on a CPU: one pass over memory. The arithmetic and its order are those of arithmetic.py; it is compiled
 // with -ffp-contract=off, so that every operation rounds on its own and fused multiply-adds stand only where they are written.
 //
-// A thread works on pieces of PIECE elements, whose fp32 temporaries stay in its second-level cache. The square root of such a
-// piece is torch's own (at::sqrt_), because on x86 it is MKL's, one unit off in 0.6 % of the numbers: only so are the bits those of
+// A thread works on pieces of PIECE elements, whose fp32 temporaries stay in its first-level cache. The square root of such a
+// piece is torch's own, because on x86 it is MKL's, one unit off in 0.6 % of the numbers: only so are the bits those of
 // torch.optim.AdamW. With `exact` it is the correctly rounded one, as on a GPU.
 
 #include <ATen/Functions.h>
@@ -56,7 +56,7 @@ inline float divide(float x, float d, float inverse) {
 #endif
 }
 
-// Ask for `n` values from `p` on, into the second-level cache.
+// Ask for `n` values from `p` on, into the first-level cache.
 template <class T>
 inline void fetch(const T* p, int64_t n) {
   for (int64_t i = 0; i < n; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(p + i, 0, 2);
