@@ -93,8 +93,9 @@ def judge(ranks: Sequence[Known], limit_s: float, silent_limit_s: float) -> Verd
     left = [k for k in ranks if k.ended == "left"]
     if left and waited_s >= LEFT_S:
         return _verdict(left, _left(left, waiting), ranks)
-    stopped = [k for k in here if k.stopped and k.silent_s >= STOPPED_S]
-    if stopped and waited_s >= STOPPED_S:
+    stopped_s = min(STOPPED_S, limit_s)
+    stopped = [k for k in here if k.stopped and k.idle_s >= stopped_s]
+    if stopped and waited_s >= stopped_s:
         return _verdict(stopped, f"{_names(stopped)}: the process is stopped (SIGSTOP, a suspended job, Ctrl-Z)", ranks)
     silent = [k for k in here if k.silent_s >= silent_limit_s]
     if silent and waited_s >= min(limit_s, silent_limit_s):

@@ -62,8 +62,10 @@ def test_a_rank_that_has_left_is_no_fault_until_another_waits_for_it():
 def test_stopped_and_silent():
     assert verdict(at(0, idle_s=5), at(1, stopped=True, silent_s=5)) is None
     assert verdict(at(0, waiting=False, idle_s=50), at(1, stopped=True, silent_s=50)) is None
-    found = verdict(at(0, idle_s=13), at(1, stopped=True, silent_s=13))
+    found = verdict(at(0, idle_s=13), at(1, stopped=True, silent_s=13, idle_s=13))
     assert found.behind == (1,) and "SIGSTOP" in found.text
+    short = judge([at(0, idle_s=8), at(1, stopped=True, silent_s=8, idle_s=8, step=4)], 8.0, SILENT)
+    assert "SIGSTOP" in short.text  # with a short limit too, and not taken for a rank with fewer steps
     assert verdict(at(0, idle_s=19), at(1, silent_s=19)) is None
     assert "unreachable" in verdict(at(0, idle_s=21), at(1, silent_s=21)).text
 
