@@ -4,7 +4,7 @@ Imports nothing of DeepSpeed; uses these internal attributes of 0.19.8's ZeRO op
     fp32_partitioned_groups_flat, fp16_partitioned_groups_flat, fp16_partitioned_groups, fp16_groups,
     _get_sub_group_process_group, single_partition_of_fp32_groups, parallel_partitioned_bit16_groups, round_robin_bit16_groups,
     round_robin_bit16_offsets, fp32_groups_flat_partition, bf16_groups, real_dp_process_group, update_lp_params, unflatten,
-    persistent_parameters, averaged_gradients, loss_scale, clip_grad, unscale_and_clip_grads, _link_all_hp_params,
+    persistent_parameters, bf16_partitioned_groups, averaged_gradients, loss_scale, clip_grad, unscale_and_clip_grads, _link_all_hp_params,
     _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition; of a parameter: partition_numel, all_gather
 A test in tests/architecture checks that DeepSpeed has each of them.
 """
@@ -98,9 +98,21 @@ def _layout_stage3(params: Sequence[torch.nn.Parameter], group: Any) -> Partitio
 
 
 @torch.no_grad()
-def refresh_weights(ds_optimizer: Any) -> None:
-    """Make the model's weights from the masters, after these were changed from outside; all ranks call it."""
+def refresh_weights(ds_optimizer: Any, own_only: bool = False) -> None:
+    """Make the model's weights from the masters, after these were changed from outside; all ranks call it.
+
+    Args:
+        ds_optimizer: of a DeepSpeed engine.
+        own_only: at stages 1 and 2, nothing but this rank's partitions: the caller has filled in those of other ranks.
+    """
     kind = zero.optimizer_kind(ds_optimizer)
+    if kind in ("zero12", "bf16") and own_only:
+        flat16 = "parallel_partitioned_bit16_groups" if kind == "zero12" else "bf16_partitioned_groups"
+        masters = "single_partition_of_fp32_groups" if kind == "zero12" else "fp32_groups_flat_partition"
+        groups = zip(getattr(ds_optimizer, flat16), getattr(ds_optimizer, masters), ds_optimizer.real_dp_process_group)
+        for parts, master, group in groups:
+            parts[dist.get_rank(group=group)].data.copy_(master.data)
+        return
     if kind in ("zero12", "bf16"):
         ds_optimizer.update_lp_params()
         return

@@ -90,7 +90,11 @@ class RunFolder:
                 logger.warning("%s", line)
             return None if opened is None else opened.folder
         path = Path(asked).expanduser().resolve()
-        return path if (path / "COMPLETE").is_file() else store.find(path).folder  # COMPLETE: DeepSpeed's own layout
+        if (path / "COMMIT").is_file() or store.steps(path):
+            return store.find(path).folder
+        from bigtrain.checkpoint.deepspeed_import import foreign_in
+
+        return foreign_in(path, None) or store.find(path).folder
 
     def read_run(self) -> dict[str, Any]:
         """run.json as it is, empty if there is none."""

@@ -12,6 +12,7 @@ into the running engine, with the files in the page cache and without. Medians o
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shutil
 import statistics
@@ -136,7 +137,9 @@ def measure(engine: Engine, root: Path) -> dict[str, float]:
     """One repeat of everything."""
     row: dict[str, float] = {}
     ours, deepspeed, copy = root / "ours", root / "deepspeed", root / f"dd-{ranks.rank()}"
-    row["step"] = timed(lambda: train_step(engine))
+    seconds: list[float] = []
+    row["grown_alone"] = grown(lambda: seconds.append(timed(lambda: train_step(engine))))
+    row["step"] = seconds[0]
     row["blocked_step"], row["step_beside"], row["grown_step"] = save_beside(engine, ours, step_between=True)
     clean(ours)
     row["blocked_worst"], _, row["grown_worst"] = save_beside(engine, ours, step_between=False)
@@ -178,9 +181,16 @@ def lines(stage: int, rows: list[dict[str, float]]) -> list[str]:
         row("the same against dd with oflag=direct", f"{m['write']:.2f} s", f"dd: {m['dd_direct']:.2f} s", f"{m['dd_direct'] / m['write']:.0%} of dd's speed"),
         row("load, files in the page cache", f"{m['warm']:.2f} s", f"{m['deepspeed_warm']:.2f} s", f"{m['deepspeed_warm'] / m['warm']:.1f} x faster"),
         row("load, files on disk only", f"{m['cold']:.2f} s", f"{m['deepspeed_cold']:.2f} s", f"{m['deepspeed_cold'] / m['cold']:.1f} x faster"),
-        row("resident memory above before, both ranks, one step between", f"{m['grown_step'] / 2**30:.2f} GiB (activations and gradients of the step included)", "", ""),
+        row("resident memory above before, both ranks, one step between", f"{m['grown_step'] / 2**30:.2f} GiB ({m['grown_alone'] / 2**30:.2f} by such a step without a save)", "", ""),
         row("the same, next update at once", f"{first['grown_worst'] / 2**30:.2f} GiB the first time, {m['grown_worst'] / 2**30:.2f} later", "", f"{first['grown_worst'] / m['bytes']:.2f} snapshots"),
     ]  # fmt: skip
+
+
+def show(text: list[str], table: Path | None) -> None:
+    """Print the table, and write it if asked for."""
+    print("\n".join(text), flush=True)
+    if table:
+        table.write_text("\n".join(text) + "\n")
 
 
 def main() -> None:
@@ -201,18 +211,16 @@ def main() -> None:
         rows = []
         for _ in range(args.repeats):
             rows.append(measure(engine, root))
-            train_step(engine)
-        clean(root)
-        numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+            if ranks.is_main():  # after each repeat: a run that is stopped has shown something
+                print(rows[-1], flush=True)
+                show([*text, *lines(stage, rows), f"\n{len(rows)} repeats at stage {stage}."], args.table)
         text += lines(stage, rows)
+        clean(root)
         engine.close()
         del engine
-        if ranks.is_main():
-            print(f"{numel / 1e9:.2f}e9 parameters", rows, flush=True)
+        gc.collect()
     if ranks.is_main():
-        print("\n".join(text))
-        if args.table:
-            args.table.write_text("\n".join(text) + "\n")
+        show([*text, f"\nMedians of {args.repeats} repeats."], args.table)
     torch.distributed.destroy_process_group()
 
 

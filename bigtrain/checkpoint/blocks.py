@@ -59,10 +59,21 @@ class Reblock:
         self.state[scale_kind].view(-1).copy_(scale)
 
 
-def in_place(index: Index, own_name: str, pieces: Iterable[Piece]) -> bool:
-    """True if this flat tensor is cut as the saver's of that name, so that its codes and scales can be read as they are."""
+def in_place(index: Index, own_name: str, pieces: Iterable[Piece], exact: bool) -> bool:
+    """True if the saved moments of this flat tensor can be read as they are.
+
+    Args:
+        index: what the checkpoint holds.
+        own_name: of the flat tensor.
+        pieces: as for `reblock`.
+        exact: the optimizer keeps fp32 moments for a tensor of this size.
+
+    Returns:
+        Whether they are of the kind that the optimizer keeps here, and, if codes, cut as the saver's of that name.
+    """
     return all(
-        read.saved.flat in (None, (own_name, offset + read.target_start - read.source_start))
+        (read.saved.dtype == "F32") == exact
+        and read.saved.flat in (None, (own_name, offset + read.target_start - read.source_start))
         for kind in MOMENTS
         for (name, shape, start, offset, count) in pieces
         for read in _reads(index, kind, name, shape, start, count)

@@ -15,11 +15,12 @@ import mmap
 import os
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -34,6 +35,7 @@ PAGE_BYTES = 4096  # alignment that direct I/O needs on every disk in use
 BLOCKS = 3  # one fills, one is on its way to the disk, one waits
 SAMPLES = 16  # places at which a file is asked whether it is in the page cache
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_Work: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]"
 
 
 class DiskThread:
@@ -41,8 +43,9 @@ class DiskThread:
     may still be in flight, no new thread can be started."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="checkpoint-disk", daemon=True).start()
+        self._work: _Work = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._work,), name="checkpoint-disk", daemon=True).start()
+        weakref.finalize(self, self._work.put, None)
 
     def submit(self, action: Callable[..., Any], *args: Any) -> Future[Any]:
         """Do `action(*args)` when what came before is done."""
@@ -50,14 +53,15 @@ class DiskThread:
         self._work.put((future, action, args))
         return future
 
-    def _run(self) -> None:
-        while True:
-            future, action, args = self._work.get()
-            try:
-                future.set_result(action(*args))
-            except BaseException as error:
-                future.set_exception(error)
-            del future, action, args
+
+def _serve(work: _Work) -> None:
+    while (job := work.get()) is not None:
+        future, action, args = job
+        try:
+            future.set_result(action(*args))
+        except BaseException as error:
+            future.set_exception(error)
+        del job, future, action, args
 
 
 class DataFile:

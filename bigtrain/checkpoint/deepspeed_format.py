@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bigtrain import __version__, ranks, zero
-from bigtrain.checkpoint import live
+from bigtrain.checkpoint import deepspeed_import, live
 from bigtrain.checkpoint.rng import random_state, set_random_state
 from bigtrain.errors import CheckpointError
 from bigtrain.meeting import Point, meet
@@ -140,8 +140,11 @@ def _missing_partitions(folder: Path, stage: int, world: int) -> list[str]:
 def load(engine: Engine, directory: str | Path, tag: str | None, trust: bool) -> dict[str, Any]:
     """Go on exactly where a checkpoint stopped; every rank calls it, on a freshly built engine.
 
+    A folder of another number of ranks or stage, or one that DeepSpeed wrote without bigtrain, is read by `deepspeed_import`:
+    all that it holds comes back, random state and checks of sizes are not in it.
+
     Args:
-        engine: built with the same model, stage and number of ranks.
+        engine: built with the same model.
         directory: as given to `save`.
         tag: which one; the one `latest` names by default.
         trust: allow files whose pickles name classes outside of the allow-list; such a file can run any code.
@@ -150,20 +153,22 @@ def load(engine: Engine, directory: str | Path, tag: str | None, trust: bool) ->
         The `state` given to `save`.
 
     Raises:
-        CheckpointError: if there is none, it is incomplete, or it belongs to another number of ranks or stage.
+        CheckpointError: if there is none, it is incomplete, or it does not fit the model or the optimizer.
     """
     meet(Point.LOAD, engine.global_step, 0, limit_s=MEET_S)
     root = Path(directory).absolute()
     ranks.agree((str(root), tag), "the checkpoint's folder and tag")
-    tag = ranks.main_decides(lambda: choose(root, tag), f"choosing a checkpoint in {root}")
-    folder = root / tag
+    folder = Path(ranks.main_decides(lambda: str(_folder(root, tag)), f"choosing a checkpoint in {root}"))
     with ranks.together(f"checking {folder}"):
-        run = check(folder, engine.world_size, engine.stage)
+        run = check(folder, engine.world_size, engine.stage) if (folder / COMPLETE).is_file() else None
+    if run is None or (run["world_size"], run["stage"]) != (engine.world_size, engine.stage):
+        return deepspeed_import.load(engine, folder)
+    with ranks.together(f"checking {folder}"):
         own = json.loads((folder / f"rank_{engine.rank}.json").read_text())
         if not trust:
             scan(folder, engine.rank)
     with _restricted(engine.deepspeed, trust):
-        loaded, _ = engine.deepspeed.load_checkpoint(str(root), tag=tag, load_lr_scheduler_states=False)
+        loaded, _ = engine.deepspeed.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
     if loaded is None or engine.deepspeed.global_steps != run["deepspeed_steps"]:
         raise CheckpointError(
             f"DeepSpeed loaded step {engine.deepspeed.global_steps} from {loaded}, but {folder} was saved at "
@@ -176,6 +181,17 @@ def load(engine: Engine, directory: str | Path, tag: str | None, trust: bool) ->
     return run["state"]
 
 
+def _folder(root: Path, tag: str | None) -> Path:
+    """The folder to load: one that bigtrain completed, else one that DeepSpeed wrote by itself."""
+    complete = tag in _complete(root) if tag is not None else bool(_complete(root))
+    foreign = None if complete else deepspeed_import.foreign_in(root, tag)
+    return foreign or root / choose(root, tag)
+
+
+def _complete(root: Path) -> list[str]:
+    return sorted((p.parent.name for p in root.glob(f"*/{COMPLETE}")), key=_age(root))
+
+
 def choose(root: Path, tag: str | None) -> str:
     """The tag to load.
 
@@ -184,7 +200,7 @@ def choose(root: Path, tag: str | None) -> str:
     """
     if not root.is_dir():
         raise CheckpointError(f"{root} does not exist: nothing to resume from.", str(root))
-    tags = sorted((p.parent.name for p in root.glob(f"*/{COMPLETE}")), key=_age(root))
+    tags = _complete(root)
     partial = sorted(p.name for p in root.iterdir() if p.is_dir() and p.name not in tags and list(p.glob("*.pt")))
     known = f"Complete checkpoints here: {', '.join(tags) or 'none'}." + (
         f" Incomplete: {', '.join(partial)}." if partial else ""
@@ -226,13 +242,12 @@ def check(folder: Path, world: int, stage: int) -> dict[str, Any]:
             wrong.append(f"{name} ({'missing' if actual is None else f'{actual} bytes'}, expected {size})")
     if wrong:
         raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong[:4])}. Use an earlier checkpoint.", str(folder))
-    for what, saved, now in (("ranks", run["world_size"], world), ("ZeRO stage", run["stage"], stage)):
-        if saved != now:
-            raise CheckpointError(
-                f"{folder} was saved with {what} {saved}, this run has {now}. Ways out: start with {what} {saved}; or export "
-                f"the weights from a run with {what} {saved} and start from the exported model (optimizer state is then new).",
-                str(folder),
-            )
+    if run["stage"] == 0 and (run["world_size"], run["stage"]) != (world, stage):
+        raise CheckpointError(
+            f"{folder} was saved with {run['world_size']} ranks at ZeRO stage 0, this run has {world} at stage {stage}. DeepSpeed's "
+            "layout of stage 0 fits the same run only: start it so, or save with save_checkpoint, which fits any.",
+            str(folder),
+        )
     return run
 
 

@@ -7,6 +7,8 @@ that tests can kill the process, or let the disk fail, at each single point.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -76,6 +78,36 @@ class Disk:
         """Delete a folder; what is already gone is no error."""
         with self.doing("remove", path):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def claim(folder: Path) -> int:
+    """Keep other processes from writing checkpoints into `folder`, until `release`, or until this process ends.
+
+    Returns:
+        For `release`; -1 on a file system that cannot lock a folder.
+
+    Raises:
+        CheckpointError: another process has it.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return -1
+        raise CheckpointError(
+            f"another run is writing a checkpoint into {folder}: two runs in one folder would delete each other's. Stop one of "
+            "them, or give this one another --output_dir.",
+            str(folder),
+        ) from error
+    return handle
+
+
+def release(handle: int) -> None:
+    """Give up what `claim` returned."""
+    if handle >= 0:
+        os.close(handle)
 
 
 def aligned(offset: int) -> int:

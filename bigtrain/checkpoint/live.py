@@ -19,7 +19,11 @@ from bigtrain.errors import CheckpointError
 from bigtrain.flat import partition_layouts
 from bigtrain.optim import OPTIMIZERS
 
+READING_RANKS = 4  # up to so many CPU ranks, each reads all masters
 SCALAR_TYPES = (int, float)
+SETTINGS = (
+    "learning_rate", "eps", "weight_decay", "scheduler", "warmup_steps", "total_steps", "scheduler_kwargs", "max_grad_norm",
+)  # fmt: skip
 COUNTERS = ("global_step", "updates", "tokens", "data_position", "seed")
 Piece = tuple[str, tuple[int, ...], int, int, int]
 
@@ -93,7 +97,7 @@ def slices_to_fill(engine: Any, index: Index) -> tuple[list[LocalSlice], list[Re
     again: list[Reblock] = []
     for flat in flat_tensors(engine.deepspeed, names):
         _make_on_host(engine.deepspeed.basic_optimizer, flat, index)
-        moved = not in_place(index, flat.own_name, flat.pieces)
+        moved = not in_place(index, flat.own_name, flat.pieces, flat.tensor.numel() < below)
         _make_state(flat, index, leave=(*MOMENTS, *SCALES) if moved else ())
         if not moved:
             out += [*_elementwise_slices(flat), *_blockwise(flat)]
@@ -103,6 +107,31 @@ def slices_to_fill(engine: Any, index: Index) -> tuple[list[LocalSlice], list[Re
         out += _elementwise_slices(flat)
         again += reblock(flat.state, flat.tensor.view(flat.shape), flat.pieces, index, below)
     return out + _outside_optimizer(engine) + [s for r in again for s in r.slices], again
+
+
+def weights_of_others(engine: Any) -> list[LocalSlice] | None:
+    """Stages 1 and 2 on a few CPU ranks: the parts of the weights whose masters other ranks own, to be read too.
+
+    Every rank holds all weights. Reading the others' masters and rounding them costs a fifth of what gathering the weights
+    through gloo does (docs/log.md); on GPUs, and on many ranks, gathering is cheaper: None then, on all ranks alike.
+    """
+    if engine.stage not in (1, 2) or engine.device.type != "cpu" or not 1 < engine.world_size <= READING_RANKS:
+        return None
+    names = {id(p): n for n, p in engine.module.named_parameters()}
+    out: list[LocalSlice] = []
+    for master, layout in partition_layouts(engine.deepspeed.optimizer).items():
+        kind = "master" if master.dtype == torch.float32 else "weight"
+        for placed in layout.matrices:
+            weight = placed.param.detach().view(-1)
+            for rank, (start, count) in enumerate(placed.spans):
+                if rank != layout.rank and count:
+                    out.append(
+                        LocalSlice(
+                            param=names[id(placed.param)], kind=kind, shape=tuple(placed.shape), start=start,
+                            tensor=weight[start : start + count], rounded=kind == "master",
+                        )
+                    )  # fmt: skip
+    return out
 
 
 def _outside_optimizer(engine: Any) -> list[LocalSlice]:
@@ -184,8 +213,22 @@ def run_state(engine: Any) -> dict[str, Any]:
     counters = {name: getattr(engine, name) for name in COUNTERS}
     skips = {"skipped": skipped.total, "skipped_in_a_row": skipped.in_a_row}
     run = {"world_size": engine.world_size, "stage": s.stage, "config": s.config}
-    names = {"optimizer": s.optimizer, "schedule": s.scheduler, "bf16": s.bf16}
+    names = {"optimizer": s.optimizer, "schedule": s.scheduler, "bf16": s.bf16, "settings": settings_of(engine)}
     return {**counters, **skips, **run, **names, "deepspeed_steps": engine.deepspeed.global_steps}
+
+
+def settings_of(engine: Any) -> dict[str, Any]:
+    """What a user chose that decides how training goes on; JSON."""
+    s = engine.settings
+    chosen = {name: getattr(s, name) for name in SETTINGS}
+    return {**chosen, "betas": list(s.betas), "global_batch": s.micro_batch * s.accumulation * engine.world_size}
+
+
+def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One line for each setting that differs from the checkpoint's; none for those it does not tell."""
+    told = {**saved.get("settings", {}), "seed": saved.get("seed")}
+    mine = {**now["settings"], "seed": now["seed"]}
+    return [f"{k}: {told[k]!r} in the checkpoint, {v!r} in this run" for k, v in mine.items() if k in told and told[k] != v]
 
 
 def set_run_state(engine: Any, run: dict[str, Any]) -> None:

@@ -45,6 +45,12 @@ class _Part:
         """Bytes to read."""
         return self.end - self.begin
 
+    @property
+    def direct(self) -> bool:
+        """True if its bytes are those of the target, all of them."""
+        same = self.target.dtype == DTYPES[self.saved.dtype] and self.target.nbytes == self.size
+        return same and not self.target.is_cuda
+
     def check(self, found: str, path: Path) -> None:
         """Compare with the hash that was written."""
         files.check_hash(self.saved, self.chunk, self.begin, self.size, found, path)
@@ -94,7 +100,7 @@ def readers() -> int:
 def _check_dtypes(reads: Sequence[Read], slices: Sequence[LocalSlice]) -> None:
     for read in reads:
         have, want = DTYPES[read.saved.dtype], slices[read.wanted].tensor.dtype
-        if have != want:
+        if have != want and not slices[read.wanted].rounded:
             raise CheckpointError(
                 f"{read.saved.kind} of {read.saved.param} is {have} in the checkpoint and {want} in this run. "
                 "Resume with the same optimizer and precision settings."
@@ -143,7 +149,7 @@ def _read(stretch: _Stretch, sources: _Sources) -> int:
 
 
 def _read_cached(part: _Part, source: DataSource) -> None:
-    whole = not part.target.is_cuda and part.target.nbytes == part.size
+    whole = part.direct
     buffer = raw(part.target) if whole else memoryview(bytearray(part.size))
     part.check(source.read_hashed(buffer, part.position), source.path)
     if not whole:
@@ -151,15 +157,17 @@ def _read_cached(part: _Part, source: DataSource) -> None:
 
 
 def _take(part: _Part, content: memoryview, path: Path) -> None:
-    whole = not part.target.is_cuda and part.target.nbytes == part.size
+    whole = part.direct
     part.check(take_hashed(content, raw(part.target) if whole else None), path)
     if not whole:
         _copy_elements(part, content)
 
 
 def _copy_elements(part: _Part, content: memoryview) -> None:
-    wanted = torch.frombuffer(content, dtype=torch.uint8)[part.skip_bytes : part.skip_bytes + part.target.nbytes]
-    part.target.copy_(wanted.clone().view(part.target.dtype))
+    end = part.skip_bytes + part.target.numel() * part.saved.item_bytes
+    wanted = torch.frombuffer(content, dtype=torch.uint8)[part.skip_bytes : end]
+    aligned = wanted if wanted.data_ptr() % part.saved.item_bytes == 0 else wanted.clone()
+    part.target.copy_(aligned.view(DTYPES[part.saved.dtype]))
 
 
 class _Sources(contextlib.AbstractContextManager["_Sources"]):

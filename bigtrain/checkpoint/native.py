@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain import __version__, ranks
-from bigtrain.checkpoint import deepspeed_format, live, reshard, rng, store
+from bigtrain.checkpoint import deepspeed_format, deepspeed_import, live, reshard, rng, store
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
 from bigtrain.errors import CheckpointError
-from bigtrain.flat import refresh_weights, regather_persistent
+from bigtrain.flat import refresh_weights
 from bigtrain.meeting import Point, meet, naming_the_lost
 from bigtrain.weights.companions import companion_files
 from bigtrain.whereabouts import HERE
@@ -137,18 +137,22 @@ class Checkpoints:
             opened = store.open_checkpoint(Path(folder))
             index = reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
             live.check_layout(opened.run["layout"], self._layout(), index)
+            changed = live.changed_settings(opened.run["state"], live.run_state(engine))
             slices, again = live.slices_to_fill(engine, index)
-        load_slices(opened, slices, index=index)
+            others = live.weights_of_others(engine)
+        load_slices(opened, slices + (others or []), index=index)
         for moment in again:
             moment.finish()
-        self._restore(opened)
+        if changed and ranks.is_main():
+            lines = "".join(f"\n  {line}" for line in changed)
+            log.warning("%s was written with other settings; training goes on with this run's:%s", folder, lines)
+        self._restore(opened, all_weights_read=others is not None)
         return opened.run["state"]["user"]
 
-    def _restore(self, opened: store.Opened) -> None:
+    def _restore(self, opened: store.Opened, all_weights_read: bool) -> None:
         engine, run = self._engine, opened.run["state"]
         live.set_scalars(engine, run["scalars"])
-        refresh_weights(engine.deepspeed.optimizer)
-        regather_persistent(engine.deepspeed.optimizer)
+        refresh_weights(engine.deepspeed.optimizer, own_only=all_weights_read)
         live.set_run_state(engine, run)
         engine.deepspeed.global_steps = run["deepspeed_steps"]
         if opened.commit.world_size == engine.world_size:
@@ -195,9 +199,11 @@ def choose(directory: Path, tag: str | int | None) -> Path:
 
 def is_native(directory: Path, tag: str | int | None) -> bool:
     """True if the checkpoint meant is in this format; False for DeepSpeed's. Where there is neither, True: its errors are shown."""
-    deepspeeds = (directory / "latest").is_file() or any(directory.glob("*/COMPLETE"))
+    pointers = (directory / "latest", directory / "latest_universal")
+    deepspeeds = any(p.is_file() for p in pointers) or any(directory.glob("*/COMPLETE"))
     if tag is None:
-        return (directory / "COMMIT").is_file() or bool(store.steps(directory)) or not deepspeeds
+        own = (directory / "COMMIT").is_file() or bool(store.steps(directory))
+        return own or not (deepspeeds or deepspeed_import.is_foreign(directory))
     name = str(tag)
     folder = directory / (f"checkpoint-{name}" if name.isdecimal() else name)
-    return (folder / "COMMIT").is_file() or not deepspeeds
+    return (folder / "COMMIT").is_file() or not (deepspeeds or deepspeed_import.is_foreign(folder))

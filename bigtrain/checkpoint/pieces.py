@@ -47,6 +47,7 @@ class Job:
     model_files: Mapping[str, bytes]
     hashes: list[list[str]]
     ready: torch.cuda.Event | None = None
+    claim: int = -1  # of the root, see files.claim
 
     def manifest(self, data_name: str) -> RankManifest:
         """What was written, once it was."""

@@ -69,8 +69,12 @@ class Saver:
         self._disk_thread = DiskThread()
         self._host, self._pinned = HostMemory(pinned=False), HostMemory(pinned=True)
         with ranks.together(f"preparing {self.root}"):
-            if ranks.is_main():
-                store.restore_moved_aside(self._disk, self.root)
+            if ranks.is_main() and self.root.is_dir():
+                claim = files.claim(self.root)
+                try:
+                    store.restore_moved_aside(self._disk, self.root)
+                finally:
+                    files.release(claim)
 
     # ------------------------------------------------------------ the training thread
 
@@ -117,8 +121,16 @@ class Saver:
         small = model_files or {}
         body["model_files"] = {n: {"bytes": len(raw), "xxh3": files.digest(raw)} for n, raw in small.items()}
         job = plan(mine, step, scratch, final, rank_state, json.dumps(body, indent=1).encode(), small)
-        with ranks.together(f"creating {scratch}"):
-            self._disk.make_folder(scratch)
+        try:
+            with ranks.together(f"creating {scratch}"):
+                self._disk.make_folder(scratch)
+                if ranks.is_main():
+                    job.claim = files.claim(self.root)
+        except BaseException:
+            files.release(job.claim)
+            if ranks.is_main():
+                Disk().remove_tree(scratch)
+            raise
         for unit, s in ((u, mine[u.slice_index]) for u in job.units):
             if s.volatile:
                 self._copy(unit)
@@ -206,6 +218,12 @@ class Saver:
 
     def _run(self, job: Job) -> None:
         """Write, let all ranks confirm, let rank 0 commit. A failure is told to every rank and leaves no checkpoint."""
+        try:
+            self._finish(job)
+        finally:
+            files.release(job.claim)
+
+    def _finish(self, job: Job) -> None:
         failure: Exception | None = None
         entry: tuple[str, int, str] | None = None
         try:

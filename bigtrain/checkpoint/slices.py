@@ -24,6 +24,7 @@ class LocalSlice:
         shape: of the whole logical tensor.
         replicated: every rank holds the same elements, so that ranks share the writing.
         flat: (name of the flat tensor, position in it) of the first element, where other state is kept by blocks of that tensor.
+        rounded: of another dtype than what is saved; loading rounds. Never saved.
         volatile: may change before the next optimizer update (buffers); is copied when a save starts.
     """
 
@@ -34,6 +35,7 @@ class LocalSlice:
     tensor: torch.Tensor
     replicated: bool = False
     volatile: bool = False
+    rounded: bool = False
     flat: tuple[str, int] | None = None
 
     @property

@@ -122,6 +122,7 @@ class DeepSpeedFolder:
         pieces: name -> where its values lie, as flat memory-mapped tensors. Trained weights are the fp32 masters.
         moments: the optimizer's states of the trained weights, such as exp_avg and exp_avg_sq: kind -> name -> pieces.
         steps: updates that the optimizer has made.
+        counters: what the model states count: global_steps, skipped_steps, global_samples.
     """
 
     path: str
@@ -132,6 +133,7 @@ class DeepSpeedFolder:
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     moments: dict[str, dict[str, list[Piece]]] = field(default_factory=dict)
     steps: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
 
     def whole(self, name: str) -> torch.Tensor:
         """All values of one weight in the type in which they are stored."""
@@ -166,7 +168,7 @@ def open_deepspeed(path: str | Path, tag: str | None = None) -> DeepSpeedFolder:
     """
     root = os.path.join(str(path), tag) if tag else str(path)
     root = root if glob.glob(os.path.join(glob.escape(root), "*_model_states.pt")) else (_latest(root) or root)
-    models = _numbered(root, "*_model_states.pt")
+    models = model_files(root)
     optims = _numbered(root, "*_optim_states.pt")
     if not models or not optims:
         raise WeightsError(
@@ -188,13 +190,14 @@ def open_deepspeed(path: str | Path, tag: str | None = None) -> DeepSpeedFolder:
         )
     folder = DeepSpeedFolder(root, stage, world)
     _find_trained(folder, first, shards)
-    _find_frozen(folder, [first] + [unpickle(file) for file in (models[1:] if stage == 3 else [])])
-    _find_whole(folder, first)
+    find_frozen(folder, [first] + [unpickle(file) for file in (models[1:] if stage == 3 else [])])
+    find_whole(folder, first)
+    folder.counters = counters_of(first)
     folder.tied = {new: old for new, old in dict(first.get("shared_params") or {}).items() if old in folder.shapes}
     return folder
 
 
-def _find_whole(folder: DeepSpeedFolder, first: dict[str, Any]) -> None:
+def find_whole(folder: DeepSpeedFolder, first: dict[str, Any]) -> None:
     """Buffers, and at stages 1 and 2 the frozen parameters, which the module's own state dict holds whole."""
     module = first.get("module") or {}
     buffers, tied = set(first.get("buffer_names") or ()), dict(first.get("shared_params") or {})
@@ -211,6 +214,24 @@ def _numbered(root: str, pattern: str) -> list[str]:
     return sorted(glob.glob(os.path.join(glob.escape(root), pattern)), key=key)
 
 
+def model_files(root: str) -> list[str]:
+    """The files of model states in the folder of a tag, by rank."""
+    return _numbered(root, "*_model_states.pt")
+
+
+def counters_of(first: dict[str, Any]) -> dict[str, int]:
+    """The counters in a file of model states."""
+    return {name: int(first.get(name) or 0) for name in ("global_steps", "skipped_steps", "global_samples")}
+
+
+def steps_in(held: Any) -> int:
+    """Updates that a torch optimizer's state dict tells; DeepSpeed's fused Adam counts them in its groups. 0 if it does not say."""
+    table = held.get("state", {}) if isinstance(held, dict) else {}
+    groups = held.get("param_groups", ()) if isinstance(held, dict) else ()
+    told = [entry for entry in (*table.values(), *groups) if isinstance(entry, dict)]
+    return max((int(entry["step"]) for entry in told if "step" in entry), default=0)
+
+
 def _refuse_model_parallel(root: str, models: list[str]) -> None:
     others = [file for file in models if not re.search(r"mp_rank_00_model_states\.pt$", file)]
     if others or glob.glob(os.path.join(glob.escape(root), "layer_*")):
@@ -221,6 +242,10 @@ def _optimizer(file: str) -> dict[str, Any]:
     if os.path.getsize(file) == 0:
         raise WeightsError(f"{file}: 0 bytes: the save was interrupted. Use an older tag.", file=file)
     state = unpickle(file).get("optimizer_state_dict")
+    if (
+        isinstance(state, dict) and "group_paddings" in state
+    ):  # bf16_optimizer.py: stage 1 with fp32 accumulation does not say so
+        state.setdefault("zero_stage", 1)
     if not isinstance(state, dict) or "zero_stage" not in state:
         raise WeightsError(f"{file}: has no ZeRO optimizer state: stage 0, or not a DeepSpeed file.", file=file)
     return state
@@ -247,7 +272,8 @@ def _find_trained(folder: DeepSpeedFolder, first: dict[str, Any], shards: list[d
         _add(folder, name, shapes[name], pieces)
     states = [_optimizer_states(shard) for shard in shards]
     kinds = {kind for rank in states for state in rank for kind, value in state.items() if _is_flat(value)}
-    folder.steps = max((int(state["step"]) for rank in states for state in rank if "step" in state), default=0)
+    kinds = {kind for kind in kinds if all(kind in state for rank in states for state in rank)}
+    folder.steps = max(steps_in(_optimizer_dict(shard)) for shard in shards)
     for kind in sorted(kinds):
         buffers = [[state[kind] for state in rank] for rank in states]
         folder.moments[kind] = _located(folder, groups, buffers, gaps)
@@ -259,9 +285,14 @@ def _is_flat(value: Any) -> bool:
 
 def _optimizer_states(shard: dict[str, Any]) -> list[dict[str, Any]]:
     """The optimizer's state of each flat buffer, in the order of the buffers; [] if it was saved in another form."""
-    held = shard.get("optimizer_state_dict") or shard.get("base_optimizer_state") or {}
-    table = held.get("state", {}) if isinstance(held, dict) else {}
+    table = _optimizer_dict(shard).get("state", {})
     return [table[number] for number in sorted(table)]
+
+
+def _optimizer_dict(shard: dict[str, Any]) -> dict[str, Any]:
+    """The state dict of the optimizer inside ZeRO's; {} if it was saved in another form."""
+    held = shard.get("optimizer_state_dict") or shard.get("base_optimizer_state") or {}
+    return held if isinstance(held, dict) else {}
 
 
 def _located(
@@ -308,7 +339,8 @@ def _slices(buffers: list[torch.Tensor], piece: partition.Piece) -> list[Piece]:
     return out
 
 
-def _find_frozen(folder: DeepSpeedFolder, states: list[dict[str, Any]]) -> None:
+def find_frozen(folder: DeepSpeedFolder, states: list[dict[str, Any]]) -> None:
+    """Frozen parameters, of which each rank keeps its part at stage 3."""
     shapes = states[0].get("frozen_param_shapes") or {}
     for name, size in shapes.items():
         shape, numel = tuple(size), math.prod(size)

@@ -1,13 +1,17 @@
-"""Trains a tiny model on two ranks, saves every step, and dies where it is told to: `python -m tests.ranks.crash`.
+"""Trains a tiny model on two ranks, saves every step, and fails where it is told to: `python -m tests.ranks.crash`.
 
-One process imports everything and forks two ranks for each trial, so that a trial costs seconds. In a trial the ranks train and
-save beside training; one of them, or both, are killed with SIGKILL at a numbered disk operation or at a random moment. What is
-left must be a whole checkpoint (or none), and going on from it must end bit for bit where the unbroken run ended.
+One process imports everything and forks two ranks for each trial, so that a trial costs a second of computing; several trials run
+side by side, since most of their time is waiting. In a trial the ranks train and save beside training; one of them, or both, are
+killed with SIGKILL at a numbered disk operation or at a random moment, or the disk of one fails there (full, I/O error, read-only).
+What is left must be a whole checkpoint (or none), going on from it must end bit for bit where the unbroken run ended, and a failed
+disk must not disturb training: the run goes on to the same end, and says on every rank what failed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import gc
 import importlib
 import json
 import os
@@ -15,6 +19,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -28,10 +33,11 @@ import torch
 import xxhash
 
 from bigtrain import ranks, zero
-from bigtrain.checkpoint import live, store
+from bigtrain.checkpoint import live, load, store
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.verify import verify
 from bigtrain.engine import Engine
+from bigtrain.errors import BigtrainError
 from bigtrain.models import build_model
 from tests.ranks.tiny import TinyLM, config, rows
 
@@ -39,33 +45,51 @@ WORLD, STEPS, KEEP, SAMPLES = 2, 5, 2, 4
 SURVIVOR_S = 30.0  # a rank whose peer died must have ended by then
 
 
+LOADING = "SIGKILL while loading"
+DISK_FAULTS = {
+    "full disk": (errno.ENOSPC, True),
+    "I/O error": (errno.EIO, False),
+    "read-only disk": (errno.EROFS, True),
+}  # name -> (code, whether the operations after it fail too)
+
+
 @dataclass
-class Kill:
-    """Where to die: before disk operation `operation` of rank `rank` (counted from 0), or `delay_s` after the start."""
+class Fault:
+    """What goes wrong, before disk operation `operation` of rank `rank` (counted from 0), or `delay_s` after the start.
+
+    `kind` is "SIGKILL" (of `both` ranks or one), `LOADING` (killed while it reads a checkpoint) or a key of `DISK_FAULTS`.
+    """
 
     rank: int
     both: bool = False
     operation: int | None = None
     delay_s: float | None = None
     where: str = "random moment"
+    kind: str = "SIGKILL"
 
 
-class DeadlyDisk(Disk):
-    """Counts and logs the disk operations, and kills at one of them."""
+class FaultyDisk(Disk):
+    """Counts and logs the disk operations; kills or fails at one of them."""
 
-    def __init__(self, folder: Path, kill: Kill | None):
-        self.kill, self.folder, self.count = kill, folder, 0
+    def __init__(self, folder: Path, fault: Fault | None):
+        self.fault, self.folder, self.count = fault, folder, 0
         self.log = open(folder / f"operations.{ranks.rank()}", "w")  # noqa: SIM115
 
     def step(self, operation: str, path: Path) -> None:
-        kill = self.kill
-        if kill and kill.rank == ranks.rank() and kill.operation == self.count:
-            if kill.both:
-                os.kill(int((self.folder / f"pid.{1 - kill.rank}").read_text()), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
+        fault, number = self.fault, self.count
         self.count += 1
         self.log.write(f"{operation} {path.name.split('.')[-1] if path.name.startswith('.') else path.name}\n")
         self.log.flush()
+        if fault is None or fault.rank != ranks.rank() or fault.operation is None:
+            return
+        if fault.kind in DISK_FAULTS:
+            code, stays = DISK_FAULTS[fault.kind]
+            if number == fault.operation or (stays and number > fault.operation and operation != "remove"):
+                raise OSError(code, os.strerror(code))
+        elif number == fault.operation:
+            if fault.both:
+                os.kill(int((self.folder / f"pid.{1 - fault.rank}").read_text()), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def state_hash(engine: Engine) -> str:
@@ -77,27 +101,53 @@ def state_hash(engine: Engine) -> str:
     return h.hexdigest()
 
 
-def train(folder: Path, root: Path, stage: int, kill: Kill | None, save: bool) -> None:
-    """From the newest checkpoint in `root`, or from the start, to step STEPS; writes losses and the final state's hash."""
+def train(folder: Path, root: Path, stage: int, fault: Fault | None, save: bool) -> None:
+    """From the newest checkpoint in `root`, or from the start, to step STEPS; writes losses, errors and the final state's hash."""
     cfg = config(stage, bf16=True, micro=1, accumulation=1)
     model = build_model(lambda: TinyLM(width=34, blocks=1, dropout=0.1), ds_config=cfg, seed=1)
     engine = Engine(model, ds_config=cfg, optimizer="adamw_torch", learning_rate=1e-3, total_steps=20, hang_s=None)
-    engine.checkpoints.disk = DeadlyDisk(folder, kill)
+    engine.checkpoints.disk = FaultyDisk(folder, fault)
+    if fault is not None and fault.kind == LOADING and fault.rank == ranks.rank():
+        die_while_reading()
     if store.steps(root):
         engine.load_checkpoint(root)
     first = engine.global_step
     (folder / f"ready.{ranks.rank()}").touch()
-    losses = {}
+    losses, errors = {}, []
+    fails = fault is not None and fault.kind in DISK_FAULTS
     while engine.global_step < STEPS:
         result = engine.train_step(rows(engine.global_step, SAMPLES)[engine.rank :: WORLD])
         losses[result.step] = result.loss
         if save:
-            engine.save_checkpoint(root, keep_last=KEEP, wait=False)
-    engine.checkpoints.wait()
-    done = {"first": first, "losses": losses, "state": state_hash(engine), "rng": torch.get_rng_state().tolist()[:64]}
+            with told(errors, fails):
+                engine.save_checkpoint(root, keep_last=KEEP, wait=False)
+    with told(errors, fails):
+        engine.checkpoints.wait()
+    done = {"first": first, "losses": losses, "state": state_hash(engine), "errors": errors}
+    done["rng"] = torch.get_rng_state().tolist()[:64]
     (folder / f"done.{ranks.rank()}").write_text(json.dumps(done))
     (folder / "modules").write_text("\n".join(sorted(sys.modules)))
     engine.close()
+
+
+def die_while_reading() -> None:
+    """Be killed in the first thread that reads."""
+
+    def read(*_args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    load._read = read
+
+
+@contextlib.contextmanager
+def told(errors: list[str], fails: bool):
+    """Where the disk is to fail, note what is said and go on."""
+    try:
+        yield
+    except BigtrainError as error:
+        if not fails:
+            raise
+        errors.append(str(error))
 
 
 def rank_process(rank: int, folder: Path, *args) -> None:
@@ -127,21 +177,19 @@ def rank_process(rank: int, folder: Path, *args) -> None:
 
 def wait_for_writer() -> None:
     """As a real interpreter does at its end: threads that are not daemons are joined."""
-    import threading
-
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join()
 
 
-def start(folder: Path, root: Path, stage: int, kill: Kill | None, save: bool) -> dict[int, int]:
+def start(folder: Path, root: Path, stage: int, fault: Fault | None, save: bool) -> dict[int, int]:
     """Fork the ranks; rank -> process id."""
     folder.mkdir(parents=True)
     pids = {}
     for rank in range(WORLD):
         pid = os.fork()
         if pid == 0:
-            rank_process(rank, folder, root, stage, kill, save)
+            rank_process(rank, folder, root, stage, fault, save)
         pids[rank] = pid
     return pids
 
@@ -152,6 +200,8 @@ def import_all(names: list[str]) -> None:
         if name not in sys.modules:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # collecting in a forked rank would touch, and so copy, everything that was imported: two thirds of its time
 
 
 def wait(pids: dict[int, int], limit_s: float) -> dict[int, tuple[int, float]]:
@@ -181,126 +231,204 @@ def run_whole(folder: Path, root: Path, stage: int, save: bool) -> list[dict]:
     return [json.loads((folder / f"done.{r}").read_text()) for r in range(WORLD)]
 
 
-def trial(base: Path, stage: int, kill: Kill, reference: list[dict]) -> dict:
-    """Run, kill, look, go on; what was seen, with `wrong` listing what should not be."""
-    root, folder, wrong = base / "saved", base / "killed", []
-    pids = start(folder, root, stage, kill, True)
+def trial(base: Path, stage: int, fault: Fault, reference: list[dict]) -> dict:
+    """Run, fail, look, go on; what was seen, with `wrong` listing what should not be."""
+    root, folder, wrong = base / "saved", base / "failed", []
+    if fault.kind == LOADING:
+        shutil.copytree(base.parent / "counted" / f"{stage}-0" / "saved", root)
+    pids = start(folder, root, stage, fault, True)
     began = time.monotonic()
-    if kill.delay_s is not None:
+    if fault.delay_s is not None:
         while not all((folder / f"ready.{r}").exists() for r in range(WORLD)):
             time.sleep(0.002)
-        time.sleep(kill.delay_s)
-        for rank in range(WORLD) if kill.both else (kill.rank,):
+        time.sleep(fault.delay_s)
+        for rank in range(WORLD) if fault.both else (fault.rank,):
             os.kill(pids[rank], signal.SIGKILL)
     ended = wait(pids, SURVIVOR_S)
     times = [at for _, at in ended.values()]
     survivor_s = max(times) - min(times)
-    other = 1 - kill.rank
-    status, said = ended[other][0], (folder / f"said.{other}").read_text()
-    killed = ended[kill.rank][0] == -signal.SIGKILL
-    if not kill.both and killed:
-        if status is None:
-            wrong.append(f"the survivor did not end within {SURVIVOR_S:.0f} s")
-        elif status == 1 and f"rank {kill.rank}" not in said:
-            wrong.append(f"the survivor does not name rank {kill.rank}: {said[-300:]}")
-        elif status == 0 and STEPS not in store.steps(root):  # else the kill came when all was done
-            wrong.append("the survivor ended as if all were well")
-    if kill.operation is not None and not killed:
-        wrong.append("never reached")
+    if fault.kind in DISK_FAULTS:
+        wrong += after_error(folder, fault, ended, reference)
+    else:
+        wrong += after_kill(folder, root, fault, ended)
     known = store.steps(root)
+    if not known and fault.kind in DISK_FAULTS:
+        wrong.append("no checkpoint is left")
     for step in known:
         wrong += verify(store.folder_for(root, step))[1]
     again = run_whole(base / "resumed", root, stage, True)
     for mine, whole in zip(again, reference):
         if mine["first"] != max(known, default=0):
             wrong.append(f"went on from step {mine['first']}, the newest is {known}")
-        if any(loss != whole["losses"][step] for step, loss in mine["losses"].items()) or mine["state"] != whole["state"]:
-            wrong.append("the resumed run differs from the unbroken one")
-        if mine["losses"] and mine["rng"] != whole["rng"]:
-            wrong.append("random state differs")
+        wrong += different(mine, whole, "the resumed run")
     names = sorted(p.name for p in root.iterdir())
-    if names != sorted(f"checkpoint-{s}" for s in (STEPS - 1, STEPS)):
-        wrong.append(f"left over: {names}")
+    if any(mine["losses"] for mine in again):  # it saved: the next saver clears what a dead one left half deleted
+        expected = sorted(f"checkpoint-{s}" for s in (STEPS - 1, STEPS))
+        hidden = any(name.startswith(".") for name in names)
+        if hidden or (names != expected and fault.kind not in DISK_FAULTS):
+            wrong.append(f"left over: {names}")
     return {
-        **asdict(kill), "stage": stage, "newest": max(known, default=None), "survivor_s": survivor_s,
+        **asdict(fault), "stage": stage, "newest": max(known, default=None), "survivor_s": survivor_s,
         "seconds": time.monotonic() - began, "wrong": wrong,
     }  # fmt: skip
 
 
-def points(operations: list[list[str]], full: bool, seed: int, moments: int, duration_s: float) -> list[Kill]:
-    """The disk operations to die at, and random moments. Of the many writes of tensors only some, unless `full`."""
+def different(mine: dict, whole: dict, what: str) -> list[str]:
+    """How a run differs from the unbroken one."""
+    wrong = []
+    if any(loss != whole["losses"][step] for step, loss in mine["losses"].items()) or mine["state"] != whole["state"]:
+        wrong.append(f"{what} differs from the unbroken one")
+    if mine["losses"] and mine["rng"] != whole["rng"]:
+        wrong.append(f"{what}: random state differs")
+    return wrong
+
+
+def after_kill(folder: Path, root: Path, fault: Fault, ended: dict) -> list[str]:
+    """What is wrong with the end of the rank that was not killed."""
+    other, wrong = 1 - fault.rank, []
+    status, said = ended[other][0], (folder / f"said.{other}").read_text()
+    killed = ended[fault.rank][0] == -signal.SIGKILL
+    if not fault.both and killed:
+        if status is None:
+            wrong.append(f"the survivor did not end within {SURVIVOR_S:.0f} s")
+        elif status == 1 and f"rank {fault.rank}" not in said:
+            wrong.append(f"the survivor does not name rank {fault.rank}: {said[-300:]}")
+        elif status == 0 and (STEPS not in store.steps(root) or fault.kind == LOADING):  # else it came when all was done
+            wrong.append("the survivor ended as if all were well")
+    if (fault.operation is not None or fault.kind == LOADING) and not killed:
+        wrong.append("never reached")
+    return wrong
+
+
+def after_error(folder: Path, fault: Fault, ended: dict, reference: list[dict]) -> list[str]:
+    """What is wrong with a run whose disk failed: it must go on to the end, undisturbed, and say on every rank what failed."""
+    if any(status != 0 for status, _ in ended.values()):
+        return [
+            f"rank {r} ended with {s}: {(folder / f'said.{r}').read_text()[-400:]}" for r, (s, _) in ended.items() if s != 0
+        ]
+    wrong, text = [], os.strerror(DISK_FAULTS[fault.kind][0])
+    whole_already = "is saved, but afterwards" in (folder / "said.0").read_text()  # it failed after the rename
+    for rank, whole in enumerate(reference):
+        mine = json.loads((folder / f"done.{rank}").read_text())
+        wrong += different(mine, whole, "the run with the failed disk")
+        named = [e for e in mine["errors"] if text in e and (rank == fault.rank or f"rank {fault.rank}" in e)]
+        if not whole_already and not named:
+            wrong.append(f"rank {rank} does not say that rank {fault.rank} met {text!r}: {mine['errors']}")
+    return wrong
+
+
+def points(operations: list[list[str]], full: bool, seed: int, moments: int, duration_s: float) -> list[Fault]:
+    """Every disk operation of one save (the third) and of the first, on either rank, and random moments."""
     picked = []
     for rank, names in enumerate(operations):
-        seen: Counter[str] = Counter()
+        seen: Counter[tuple[int, str]] = Counter()
         starts = [i for i, n in enumerate(names) if n.startswith("create") and n.endswith("writing")]
         for i, name in enumerate(names):
-            seen[name] += 1
             number = sum(s <= i for s in starts)
-            data_write = name.startswith("write") and name.endswith("safetensors")
-            if data_write and seen[name] % (16 if full else 29) != 1:
-                continue
-            if (full and number in (1, 3)) or (
-                number == 3 and (i % 4 == rank or name.startswith(("rename", "remove")) or "COMMIT" in name)
-            ):
-                where = f"save {number}, {name}"
-                picked += [Kill(rank, both, i, where=where) for both in ((False, True) if full else (bool(i % 2),))]
+            seen[number, name] += 1
+            where = f"save {number}, {name}" + (f" ({seen[number, name]})" if seen[number, name] > 1 else "")
+            if full and number in (1, 3):
+                picked += [Fault(rank, both, i, where=where) for both in (False, True)]
+            if full and number == 3:
+                picked += [Fault(rank, operation=i, where=where, kind=kind) for kind in DISK_FAULTS]
+            if not full and number == 3 and (i % 4 == rank or name.startswith(("rename", "remove")) or "COMMIT" in name):
+                kinds = ["SIGKILL", "SIGKILL", *DISK_FAULTS]
+                picked.append(Fault(rank, i % 5 == 1, i, where=where, kind=kinds[i % 5]))
+    picked += [Fault(rank, where="load, the first read", kind=LOADING) for rank in range(WORLD)]
     chance = random.Random(seed)
     for i in range(moments):
-        picked.append(Kill(i % 2, i % 3 == 2, delay_s=chance.uniform(0, duration_s)))
+        picked.append(Fault(i % 2, i % 3 == 2, delay_s=chance.uniform(0, duration_s)))
     return picked
 
 
 def table(answers: list[dict], planned: int) -> str:
     """Markdown: one row for each kind of point; `planned` says how many trials there are."""
-    groups: dict[tuple[str, str], list[dict]] = {}
+    groups: dict[tuple[str, str, str], list[dict]] = {}
     for a in answers:
         who = "both ranks" if a["both"] else f"rank {a['rank']}"
         where = a["where"].split(", ", 1)[-1].replace("writing", "the unfinished folder").replace("saved", "the root")
-        groups.setdefault(
-            (where.replace("checkpoint-3", "checkpoint-N").replace("checkpoint-1", "checkpoint-N"), who), []
-        ).append(a)
-    whole = sum(not a["wrong"] for a in answers)
-    slowest = max((a["survivor_s"] for a in answers if not a["both"]), default=0.0)
+        for step in (1, 3):
+            where = where.replace(f"checkpoint-{step}", "checkpoint-N")
+        groups.setdefault((a["kind"], where, who), []).append(a)
+    kills = [a for a in answers if a["kind"] not in DISK_FAULTS]
+    slowest = max((a["survivor_s"] for a in kills if not a["both"]), default=0.0)
     lines = [
-        f"SIGKILL on {WORLD} ranks that save every step beside training (`python -m tests.ranks.crash DIR --full --moments 60`):",
-        f"{len(answers)} kills, drawn from {planned}; in {whole} of them the newest visible checkpoint was whole and the resumed run ended bit for bit where",
-        f"the unbroken one did (losses, state, random numbers). The surviving rank ended after {slowest:.1f} s at most and named the other.",
+        f"Two ranks save every step beside training (`python -m tests.ranks.crash DIR --full --moments 200`): {len(answers)} trials of",
+        f"{planned}, {len(kills)} of them kills, {sum(a['delay_s'] is not None for a in kills)} at random moments. In",
+        f"{sum(not a['wrong'] for a in answers)} the newest visible checkpoint was whole and the resumed run ended bit for bit where the unbroken one did (losses,",
+        f"state, random numbers). A surviving rank ended after {slowest:.1f} s at most and named the other. Where a disk failed, training",
+        "went on undisturbed to the same end, and every rank said what failed.",
         "",
-        "| killed before | who | kills | whole and bit-exact | survivor ended after (s, most) |",
-        "|---|---|---|---|---|",
+        "| what | before | on | trials | whole and bit-exact | survivor ended after (s, most) |",
+        "|---|---|---|---|---|---|",
     ]  # fmt: skip
-    for (where, who), rows_ in sorted(groups.items()):
+    for (kind, where, who), rows_ in sorted(groups.items()):
         good = sum(not a["wrong"] for a in rows_)
-        longest = "" if who == "both ranks" else f"{max(a['survivor_s'] for a in rows_):.2f}"
-        lines.append(f"| {where} | {who} | {len(rows_)} | {good} of {len(rows_)} | {longest} |")
+        alone = kind not in DISK_FAULTS and who != "both ranks"
+        longest = f"{max(a['survivor_s'] for a in rows_):.2f}" if alone else ""
+        lines.append(f"| {kind} | {where} | {who} | {len(rows_)} | {good} of {len(rows_)} | {longest} |")
     return "\n".join(lines)
 
 
-def main(base: Path, full: bool, moments: int, seed: int, limit_s: float) -> tuple[list[dict], int]:
+def side_by_side(base: Path, jobs: list, answer, workers: int, end: float) -> list:
+    """`answer(job)` of every job, by forked workers that take turns; those that did not begin before `end` are left out."""
+    pids = []
+    for worker in range(workers):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                with open(base / f"answers.{worker}", "w") as file:
+                    for job in jobs[worker::workers]:
+                        if time.monotonic() < end:
+                            file.write(json.dumps(answer(job)) + "\n")
+                            file.flush()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    if any(codes):
+        raise AssertionError(f"workers ended with {codes}")
+    return [json.loads(line) for w in range(workers) for line in (base / f"answers.{w}").read_text().splitlines()]
+
+
+def main(base: Path, full: bool, moments: int, seed: int, limit_s: float, workers: int) -> tuple[list[dict], int]:
     """All trials in a random order, as many as fit into `limit_s`; their answers, and how many trials there are."""
     end = time.monotonic() + limit_s
-    answers = []
-    references, operations, duration = {}, {}, {}
+    references, trials = {}, []
+    import_all([])
     stages = (3, 2) if full else (3,)
     for stage in stages:
         references[stage] = run_whole(base / f"unbroken-{stage}", base / f"unused-{stage}", stage, False)
         import_all((base / f"unbroken-{stage}" / "modules").read_text().splitlines())
-        whole = base / f"counted-{stage}"
-        run_whole(whole, base / "counted" / str(stage) / "saved", stage, True)
-        operations[stage] = [(whole / f"operations.{r}").read_text().splitlines() for r in range(WORLD)]
-        duration[stage] = (whole / "done.0").stat().st_mtime - (whole / "ready.0").stat().st_mtime
-    trials = []
-    for stage in stages:
-        kills = points(operations[stage], full, seed + stage, moments // len(stages), duration[stage])
-        trials += [(stage, kill) for kill in kills if stage == 3 or kill.operation is None]
+
+        def counted(
+            worker: int, stage: int = stage
+        ) -> float:  # as crowded as the trials will be, so that moments fall into the run
+            whole = base / f"counted-{stage}-{worker}"
+            run_whole(whole, base / "counted" / f"{stage}-{worker}" / "saved", stage, True)
+            return (whole / "done.0").stat().st_mtime - (whole / "ready.0").stat().st_mtime
+
+        duration_s = min(side_by_side(base, list(range(workers)), counted, workers, end))
+        operations = [(base / f"counted-{stage}-0" / f"operations.{r}").read_text().splitlines() for r in range(WORLD)]
+        faults = points(operations, full, seed + stage, moments // len(stages), duration_s)
+        trials += [(i, stage, f) for i, f in enumerate(faults) if stage == 3 or f.operation is None]
     random.Random(seed).shuffle(trials)
-    for number, (stage, kill) in enumerate(trials):
-        if time.monotonic() > end:
-            print(f"{len(trials) - number} of {len(trials)} trials were not run: out of time", file=sys.stderr)
-            break
-        answers.append(trial(base / str(number), stage, kill, references[stage]))
-        shutil.rmtree(base / str(number))
-        print(json.dumps(answers[-1]), flush=True)
+
+    def one(job: tuple[int, int, Fault]) -> dict:
+        number, stage, fault = job
+        folder = base / f"{stage}-{number}"
+        answered = trial(folder, stage, fault, references[stage])
+        shutil.rmtree(folder)
+        print(json.dumps(answered), flush=True)
+        return answered
+
+    answers = side_by_side(base, trials, one, workers, end)
+    if len(answers) < len(trials):
+        print(f"{len(trials) - len(answers)} of {len(trials)} trials were not run: out of time", file=sys.stderr)
     return answers, len(trials)
 
 
@@ -313,9 +441,10 @@ if __name__ == "__main__":
     parser.add_argument("--moments", type=int, default=6)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit_s", type=float, default=7200.0, help="begin no trial after so long")
+    parser.add_argument("--workers", type=int, default=4, help="trials side by side")
     parser.add_argument("--table", type=Path, help="write the table here")
     args = parser.parse_args()
-    results, planned = main(args.base, args.full, args.moments, args.seed, args.limit_s)
+    results, planned = main(args.base, args.full, args.moments, args.seed, args.limit_s, args.workers)
     if args.table:
         args.table.write_text(table(results, planned) + "\n")
     sys.exit(any(a["wrong"] for a in results))

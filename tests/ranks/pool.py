@@ -8,9 +8,11 @@ raised and the pool starts anew; a body that takes longer than its limit is a fa
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import queue
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -39,6 +41,15 @@ def _process_settings() -> dict[str, Any]:
     }
 
 
+def _keep_imports(known: int) -> int:
+    """Once many modules were imported: let the garbage collector leave them alone. Each engine built collects four times."""
+    if len(sys.modules) > known + 100:
+        gc.collect()
+        gc.freeze()
+        return len(sys.modules)
+    return known
+
+
 def _serve(rank: int, world: int, folder: str, inbox: Any, outbox: Any) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), LOCAL_SIZE=str(world),
@@ -57,6 +68,7 @@ def _serve(rank: int, world: int, folder: str, inbox: Any, outbox: Any) -> None:
     HERE.folder = folder  # for reports of the watch
     zero.init_distributed()
     ranks.control_group()
+    known = _keep_imports(0)
     outbox.put((rank, "up", None))
     while (job := inbox.get()) is not None:
         function, args, kwargs = job
@@ -68,6 +80,7 @@ def _serve(rank: int, world: int, folder: str, inbox: Any, outbox: Any) -> None:
         except BaseException:
             outbox.put((rank, None, traceback.format_exc()))
         torch.set_num_threads(before["threads"])
+        known = _keep_imports(known)
     torch.distributed.destroy_process_group()
 
 

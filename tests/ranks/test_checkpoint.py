@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 
 from bigtrain import ranks
-from bigtrain.checkpoint import store
+from bigtrain.checkpoint import files, store
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
@@ -130,6 +130,22 @@ def test_B28_full_disk_at_every_point_keeps_the_last_good_checkpoint(rank_pool, 
                 assert f"rank {on}" in said or "No space left" in said, (at, answers)
             else:  # the disk failed after the rename: whole and visible
                 assert (newest, said, on) == (2, "", 0) and at == points, (at, answers)
+
+
+def _save_says(root: str) -> str:
+    try:
+        _save(root, 5)
+    except BigtrainError as error:
+        return str(error)
+    return ""
+
+
+def test_two_runs_in_one_folder_do_not_delete_each_others(rank_pool, tmp_path):
+    rank_pool(2).run(_save, str(tmp_path), 1)
+    held = files.claim(tmp_path)
+    assert all("another run is writing a checkpoint into" in said for said in rank_pool(2).run(_save_says, str(tmp_path)))
+    files.release(held)
+    assert rank_pool(2).run(_save_says, str(tmp_path)) == ["", ""] and store.steps(tmp_path) == [1, 5]
 
 
 def _load_error(folder: str) -> str:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_B28_sigkill_at_disk_operations_and_random_moments(tmp_path):
     table = os.environ.get("BIGTRAIN_CRASH_TABLE")
-    words = ["--full", "--moments", "60", "--table", table] if table else ["--limit_s", "35"]
+    words = ["--full", "--moments", "200", "--table", table] if table else ["--limit_s", "30", "--workers", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.ranks.crash", str(tmp_path / "work"), *words], cwd=ROOT, text=True, capture_output=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=3600 if table else 300, check=False,

@@ -1,0 +1,102 @@
+"""Files past the page cache: what is written is what is read, at any size, offset and file system."""
+
+import random
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from bigtrain.checkpoint import datafile, files
+from bigtrain.checkpoint.datafile import BLOCK_BYTES, DataFile, DataSource, DiskThread, aligned_buffer, take_hashed
+from bigtrain.checkpoint.files import Disk
+from bigtrain.checkpoint.snapshot import BLOCK_BYTES as HOST_BLOCK_BYTES
+from bigtrain.checkpoint.snapshot import HostMemory, copy_host
+from bigtrain.errors import CheckpointError
+
+CHUNK = 1 << 20
+FOLDERS = ["disk", "memory"] if Path("/dev/shm").is_dir() else ["disk"]
+
+
+@pytest.fixture(params=FOLDERS)
+def folder(request, tmp_path):
+    """A disk, and a file system without direct I/O on older kernels."""
+    if request.param == "disk":
+        yield tmp_path
+    else:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+            yield Path(made)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[1], [4096], [5, 0, 70_001, 3], [BLOCK_BYTES], [BLOCK_BYTES + 1, CHUNK * 3 + 77], [3 * BLOCK_BYTES + 4095]]
+)
+def test_pieces_with_gaps_arrive_and_are_hashed(folder, sizes):
+    chance = np.random.default_rng(len(sizes))
+    whole, hashes, position = bytearray(), [], 0
+    file = DataFile(Disk(), folder / "x", DiskThread())
+    for size in sizes:
+        content = chance.bytes(size)
+        whole += b"\0" * (position - len(whole)) + content
+        hashes.append((content, file.write(memoryview(content), position, CHUNK)))
+        position = files.aligned(position + size)
+    file.close()
+    assert (folder / "x").read_bytes() == whole
+    for content, told in hashes:
+        assert told == tuple(xxhash.xxh3_64_hexdigest(content[i : i + CHUNK]) for i in range(0, len(content), CHUNK))
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_any_range_is_read(folder, direct):
+    content = np.random.default_rng(1).bytes(300_001)
+    (folder / "x").write_bytes(content)
+    source = DataSource(folder / "x", len(content))
+    if direct:
+        source.close()
+        source._handle = datafile.open_direct(folder / "x", 0)
+    buffer, chance = memoryview(aligned_buffer()), random.Random(2)
+    for _ in range(50):
+        begin = chance.randrange(len(content))
+        end = chance.choice([len(content), chance.randrange(begin, len(content)) + 1])
+        assert source.read_block(buffer, begin, end) == content[begin:end]
+        into = memoryview(bytearray(end - begin))
+        if not direct:
+            assert (
+                source.read_hashed(into, begin) == xxhash.xxh3_64_hexdigest(content[begin:end]) and into == content[begin:end]
+            )
+    with pytest.raises(CheckpointError, match="too early"):
+        source.read_block(buffer, 299_990, 300_100)
+    source.close()
+
+
+def test_copies_share_blocks_and_blocks_are_used_again():
+    host = HostMemory(pinned=False)
+    tensors = [torch.randn(n) for n in (3, 1_000_001, 17, HOST_BLOCK_BYTES // 4, 5)]
+    copies = []
+    for tensor in tensors:
+        copies.append(host.take(tensor))
+        copy_host(tensor, copies[-1].tensor)
+    assert all(torch.equal(c.tensor, t) for c, t in zip(copies, tensors)) and host.nbytes == 3 * HOST_BLOCK_BYTES
+    for copy in copies:
+        copy.give_back()
+    again = [host.take(tensor) for tensor in tensors]
+    assert host.nbytes == 3 * HOST_BLOCK_BYTES and {c.block for c in again} <= {0, 1, 2}
+    host.settle()
+    assert host.nbytes == 3 * HOST_BLOCK_BYTES  # in use: kept whatever the machine has
+
+
+def test_take_hashed_copies_or_not():
+    content = np.random.default_rng(3).bytes(700_000)
+    into = memoryview(bytearray(len(content)))
+    assert take_hashed(memoryview(content), into) == take_hashed(memoryview(content), None) == xxhash.xxh3_64_hexdigest(content)
+    assert into == content
+
+
+def test_a_folder_belongs_to_one_writer(tmp_path):
+    held = files.claim(tmp_path)
+    with pytest.raises(CheckpointError, match="another run is writing"):
+        files.claim(tmp_path)
+    files.release(held)
+    files.release(files.claim(tmp_path))
