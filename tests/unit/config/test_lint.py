@@ -190,3 +190,9 @@ def test_an_optimizer_that_offloads_its_own_state_may_keep_a_part_at_any_stage(o
     }  # fmt: skip
     about = [p for p in lint(config, world_size=2, run=RunValues(optim=optimizer)) if "ratio" in p.path]
     assert about == []
+
+
+@pytest.mark.parametrize("writer", [{"type": "python"}, {"type": "fast", "decoupled": True}])
+def test_B33_a_writer_whose_files_cannot_be_read_back_is_refused(writer):
+    (problem,) = find(lint({**BASE, "checkpoint": {"writer": writer}}), "checkpoint.writer", "error")
+    assert "cannot be read back" in problem.fix
