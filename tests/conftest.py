@@ -7,6 +7,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+@pytest.fixture(autouse=True)
+def same_environment():
+    """What a test, or the code that it calls, sets (a launcher's LOCAL_RANK, say) does not reach the next test."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 def pytest_collection_modifyitems(items):
     """Tests that need a CUDA device are skipped where there is none."""
     import torch

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import time
 
 import deepspeed
 import pytest
@@ -140,7 +141,12 @@ def _memory(stage):
     engine.backward(engine(torch.randn(4, 33).bfloat16()).float().square().mean())
     engine.step()
     total = sum(zero.full_numel(p) for p in engine.module.parameters())
-    used = (_storages(engine) - before) / (2 * total)
+    used = float("inf")
+    for _ in range(20):  # gloo's thread lets go of the last gradient a moment after its reduction
+        used = min(used, (_storages(engine) - before) / (2 * total))
+        if used < 1.1:
+            break
+        time.sleep(0.1)
     state = sum(t.nbytes for s in engine.basic_optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
     flat = sum(p.numel() for p in engine.basic_optimizer.state)
     engine.destroy()
