@@ -112,8 +112,9 @@ def slices_to_fill(engine: Any, index: Index) -> tuple[list[LocalSlice], list[Re
 def weights_of_others(engine: Any) -> list[LocalSlice] | None:
     """Stages 1 and 2 on a few CPU ranks: the parts of the weights whose masters other ranks own, to be read too.
 
-    Every rank holds all weights. Reading the others' masters and rounding them costs a fifth of what gathering the weights
-    through gloo does (docs/log.md); on GPUs, and on many ranks, gathering is cheaper: None then, on all ranks alike.
+    Every rank holds all weights. From the page cache, reading the others' masters and rounding them is quicker than gathering
+    the weights through gloo; it reads more from a cold disk (docs/results/checkpoint.md). On GPUs, and on many ranks,
+    gathering is cheaper: None then, on all ranks alike.
     """
     if engine.stage not in (1, 2) or engine.device.type != "cpu" or not 1 < engine.world_size <= READING_RANKS:
         return None
