@@ -23,7 +23,7 @@ def test_B28_sigkill_at_disk_operations_and_random_moments(tmp_path):
     words = ["--full", "--moments", "200", "--table", table] if table else ["--limit_s", "30", "--workers", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.ranks.crash", str(tmp_path / "work"), *words], cwd=ROOT, text=True, capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=3600 if table else 300, check=False,
+        env={"BIGTRAIN_CRASH_SURVIVOR_S": "60", **os.environ, "PYTHONPATH": str(ROOT)}, timeout=3600 if table else 300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, (
         "\n".join(line for line in done.stdout.splitlines() if '"wrong": []' not in line) + done.stderr[-2000:]
