@@ -192,10 +192,7 @@ def settle(
     norm = 1.0 if norm is None else float(norm)
     private = _private(config, stage, bf16, micro, accum, world_size, norm, notes)
     _own_offload_only(name, zero)
-    summed_in = (private.get("data_types") or {}).get("grad_accum_dtype")
-    patch = optim.engine_config_patch(name, stage=stage, offload=offload, grad_accum_dtype=summed_in)
-    for key, value in patch.items():
-        private[key] = {**(private.get(key) or {}), **value} if isinstance(value, dict) else value
+    _add_what_the_optimizer_needs(private, name, stage, offload)
     steps = total_steps if total_steps is not None else scheduled.get("total_num_steps")
     return Settings(
         config=private,
@@ -218,6 +215,14 @@ def settle(
         scheduler_kwargs=dict(lr_scheduler_kwargs or {}),
         notes=notes,
     )
+
+
+def _add_what_the_optimizer_needs(private: dict[str, Any], name: str, stage: int, offload: bool) -> None:
+    """Merge the keys that DeepSpeed must find for this optimizer into `private`."""
+    summed_in = (private.get("data_types") or {}).get("grad_accum_dtype")
+    patch = optim.engine_config_patch(name, stage=stage, offload=offload, grad_accum_dtype=summed_in)
+    for key, value in patch.items():
+        private[key] = {**(private.get(key) or {}), **value} if isinstance(value, dict) else value
 
 
 def _own_offload_only(name: str, zero: dict[str, Any]) -> None:
