@@ -148,7 +148,12 @@ def _run_ranks(body, tmp_path, env=None, timeout=240):
         }  # fmt: skip
         processes.append(
             subprocess.Popen(
-                [sys.executable, str(script)], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                [sys.executable, str(script)],
+                env=environ,
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
         )
     try:

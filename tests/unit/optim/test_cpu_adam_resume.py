@@ -57,5 +57,12 @@ def test_without_the_replay_a_step_differs(path):
 
 
 def test_other_optimizers_need_nothing():
-    zero.replay_cpu_adam(torch.optim.AdamW([torch.zeros(1, requires_grad=True)]))
+    param = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.AdamW([param])
+    param.sum().backward()
+    optimizer.step()
+    before, weight = {k: v.clone() for k, v in optimizer.state[param].items()}, param.detach().clone()
+    zero.replay_cpu_adam(optimizer)
     zero.replay_cpu_adam(None)
+    assert all(torch.equal(value, optimizer.state[param][name]) for name, value in before.items())
+    assert torch.equal(param, weight)
