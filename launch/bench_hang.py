@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import ctypes
 import os
-import platform
 import re
 import shutil
 import signal
@@ -32,6 +31,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from hang_table import kept_rows, line, write_table
 from torch import nn
 
 from bigtrain import ranks, zero
@@ -409,45 +409,11 @@ def _fork(case: Case, stage: int, rank: int, trial: Path, port: int) -> int:
 # ---------------------------------------------------------------- the table
 
 
-def line(outcome: Outcome) -> str:
-    """One row."""
-    seconds = " / ".join("never" if s is None else f"{s:.1f}" for s in outcome.seconds)
-    codes = " / ".join(str(c) for c in outcome.codes)
+def row_of(outcome: Outcome) -> str:
+    """The outcome as a row of the table."""
     right = outcome.case.says[outcome.stage] is None
     named = "not needed: the run goes on and is right" if right else "yes" if outcome.named else "NO"
-    return f"| {outcome.case.title} | {outcome.stage} | {seconds} | {codes} | {named} |"
-
-
-def kept_rows(table: str | None) -> dict[tuple[str, str], str]:
-    """Rows of an earlier table, by title and stage: a call that runs some cases replaces theirs."""
-    text = Path(table).read_text() if table and Path(table).exists() else ""
-    cells = {row: [c.strip() for c in row.split("|")] for row in text.splitlines() if row.count("|") == 6}
-    return {(c[1], c[2]): row for row, c in cells.items() if c[2].isdigit()}
-
-
-def in_order(rows: dict[tuple[str, str], str]) -> list[str]:
-    """Rows in the order of the cases."""
-    titles = [case.title for case in CASES.values()]
-    return [rows[key] for key in sorted((k for k in rows if k[0] in titles), key=lambda key: (titles.index(key[0]), key[1]))]
-
-
-HEAD = """# What ends a run in which one rank goes wrong
-
-Written by `launch/bench_hang.py`: two CPU ranks (gloo) without a launcher, hang_s {hang_s:g}, {machine}.
-Seconds from the fault until rank 0 / rank 1 has ended; exit codes of rank 0 / rank 1 (-9: killed by the signal of the case, or,
-where it was stopped, by the watch of the other rank). The last column: the message of a rank that still could speak names the
-rank at fault and the cause.
-
-| fault | stage | seconds | exit codes | rank and cause named |
-|---|---|---|---|---|
-"""
-
-
-def write_table(table: Path, rows: dict[tuple[str, str], str]) -> None:
-    """The page; after each case, so that a run that is cut off has not been for nothing."""
-    machine = f"{os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
-    table.parent.mkdir(parents=True, exist_ok=True)
-    table.write_text(HEAD.format(hang_s=HANG_S, machine=machine) + "\n".join(in_order(rows)) + "\n")
+    return line(outcome.case.title, outcome.stage, outcome.seconds, outcome.codes, named)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -462,11 +428,11 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.cases:
         for stage in args.stages if not CASES[name].needs_mount or can_mount() else ():
             outcome = run(CASES[name], stage)
-            rows[CASES[name].title, str(stage)] = line(outcome)
+            rows[CASES[name].title, str(stage)] = row_of(outcome)
             fine &= outcome.good
             if args.table:
-                write_table(Path(args.table), rows)
-            print(line(outcome), "" if outcome.good else "   <-- not as promised", flush=True)
+                write_table(Path(args.table), rows, [case.title for case in CASES.values()], HANG_S)
+            print(row_of(outcome), "" if outcome.good else "   <-- not as promised", flush=True)
             if args.verbose or not outcome.good:
                 print("\n".join(f"--- rank {r}:\n{text}" for r, text in enumerate(outcome.said)), outcome.summary, flush=True)
     return 0 if fine else 1
