@@ -73,6 +73,8 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     job = jobs.prepare(args, config)
     jobs.check_engine(job)
     layout, limits = capacity.plan_of(job), capacity.memory_limits(args.gpu_memory_cap)
+    if not args.no_plan:
+        job, layout = capacity.use_spare_memory(job, layout, *limits)
     planned = None if args.no_plan else capacity.check_fit(layout, *limits)
     ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
     hosts.refuse_split_output(folder.root, saves=bool(args.save_steps))
