@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from launch import trace_reading as tr
+import trace_reading as tr
 
 Event = dict[str, Any]
 CLOCK = 4_986_408_544_976.0  # microseconds: what a real trace's begin looks like
