@@ -12,9 +12,10 @@ import torch
 from bigtrain import plan, ranks
 from bigtrain.arguments import TrainArguments
 from bigtrain.auto import pick
+from bigtrain.config import Decision
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.job import Job, choose_seq_len, device_type, fused_kernels, load_model_config, run_values
-from bigtrain.plan.machine import host_memory
+from bigtrain.plan.machine import host_memory, show_bytes
 from bigtrain.plan.roofline import stored_rates
 from bigtrain.plan.show import plan_text
 from bigtrain.plan.states import layout_name
@@ -36,7 +37,8 @@ def plan_of(job: Job) -> plan.Plan | None:
                 micro_batch=job.steps.micro_batch,
                 accumulation=job.steps.accumulation,
                 optimizer=layout_name(run.optim or "adamw"),
-                checkpointing="full" if run.gradient_checkpointing else "none",
+                checkpointing=args.checkpointing_policy if run.gradient_checkpointing else "none",
+                checkpoint_blocks=args.recomputed_blocks,
                 kernels="liger" if fused_kernels(args) and torch.cuda.is_available() else "hf",
                 device=device_type(),
                 frozen=tuple(args.freeze),
@@ -52,6 +54,40 @@ def plan_of(job: Job) -> plan.Plan | None:
     return None
 
 
+def settle_blocks(job: Job, gpu: int | None, host: int | None) -> Job:
+    """`--checkpoint_blocks auto` as a number: as few as fit the smallest card and host of all, with the plan's margin.
+
+    All blocks, with a note, where there is no plan to go by. The same on every rank.
+    """
+    if job.args.checkpoint_blocks != "auto":
+        return job
+    layout = plan_of(job)
+    if layout is None or not layout.input.blocks_are_all:
+        logger.warning("checkpoint_blocks auto: there is no plan of this model's blocks, so all of them are recomputed")
+        return _with_blocks(job, None, "all: this model's blocks are not in the plan")
+    total, found = layout.input.block_count, plan.least_blocks(layout.input, gpu, host)
+    if found is None:
+        return _with_blocks(job, None, f"all {total}: even that is planned to need more than there is")
+    blocks = found.input.recomputed_blocks
+    return _with_blocks(job, blocks, f"as few of {total} as fit {_limits(gpu, host)} with the plan's margin")
+
+
+def _limits(gpu: int | None, host: int | None) -> str:
+    return (
+        f"{show_bytes(gpu)} of GPU memory" if gpu is not None else f"{show_bytes(host)} of host memory" if host else "no limit"
+    )
+
+
+def _with_blocks(job: Job, blocks: int | None, reason: str) -> Job:
+    """The job with that many blocks recomputed; 0: none, None: all."""
+    logger.info("checkpoint_blocks auto: %s (%s)", "all" if blocks is None else blocks, reason)
+    decision = Decision("checkpoint_blocks", "all" if blocks is None else blocks, "plan", reason)
+    run = replace(job.resolved.run, gradient_checkpointing=blocks != 0)
+    args = replace(job.args, checkpoint_blocks=str(blocks) if blocks else None, gradient_checkpointing=blocks != 0)
+    resolved = replace(job.resolved, run=run, decisions=[*job.resolved.decisions, decision])
+    return replace(job, args=args, resolved=resolved)
+
+
 def check_fit(layout: plan.Plan | None, gpu: int | None, host: int | None) -> dict[str, Any] | None:
     """Refuse what cannot fit the smallest card and host of all; returns the plan's numbers, None without a plan.
 
@@ -62,7 +98,7 @@ def check_fit(layout: plan.Plan | None, gpu: int | None, host: int | None) -> di
         return None
     if not layout.fits(gpu, host):
         raise DoesNotFitError(
-            f"{plan_text(layout, gpu, host)}\n\nNothing was built. Try --gradient_checkpointing, a smaller micro batch or "
+            f"{plan_text(layout, gpu, host)}\n\nNothing was built. Try --gradient_checkpointing (--checkpoint_blocks auto), a smaller micro batch or "
             "seq_len, --optim adamw_8bit, the next ds_config down the ladder, --ds_config auto, or `bigtrain plan --auto`. "
             "--no_plan starts the run all the same."
         )

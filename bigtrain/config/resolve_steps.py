@@ -10,7 +10,7 @@ from bigtrain.config.rules import Context
 from bigtrain.config.run import DEFAULTS, FLAGS, RunValues
 from bigtrain.config.shape import ModelShape
 
-Source = Literal["file", "flag", "launcher", "model", "device", "default"]
+Source = Literal["file", "flag", "launcher", "model", "device", "plan", "default"]
 AUTO = "auto"
 
 
@@ -21,7 +21,7 @@ class Decision:
     Attributes:
         path: dotted path in the file, or the name of a run value that has no place there.
         value: what it is now.
-        source: who decided: `file`, `flag`, `launcher`, `model`, `device`, or `default`.
+        source: who decided: `file`, `flag`, `launcher`, `model`, `device`, `plan`, or `default`.
         reason: in a few words.
     """
 
