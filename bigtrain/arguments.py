@@ -24,6 +24,7 @@ from typing import Any, Literal
 from bigtrain.errors import UsageError
 
 Packing = Literal["isolated", "concatenate", "none"]
+Policy = Literal["full", "selective", "offload"]
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
@@ -99,6 +100,18 @@ class TrainArguments:
     gradient_checkpointing: bool | None = field(
         default=None, metadata=_say("recompute activations in backward", "activation_checkpointing")
     )
+    checkpoint_blocks: str | None = field(
+        default=None,
+        metadata=_say(
+            "recompute only the first N blocks, the others keep their activations; auto: as few as fit (default: all)"
+        ),
+    )
+    checkpointing_policy: Policy = field(
+        default="full",
+        metadata=_say(
+            "of a recomputed block keep its input (full), matrix products too (selective), or the input in host memory (offload)"
+        ),
+    )
     nonfinite_limit: int = field(default=5, metadata=_say("non-finite steps in a row after which the run stops"))
 
     # ------------------------------------------------------------ when to log, evaluate, save
@@ -139,6 +152,17 @@ class TrainArguments:
     def hang_limit(self) -> Any:
         """`hang_s` in the words of `bigtrain.watch`: seconds, "learned", or None for no watch."""
         return "learned" if self.hang_s is None else self.hang_s or None
+
+    @property
+    def recomputes(self) -> bool | None:
+        """`gradient_checkpointing`, which a number of blocks or a policy implies."""
+        implied = self.checkpoint_blocks is not None or self.checkpointing_policy != "full"
+        return True if self.gradient_checkpointing is None and implied else self.gradient_checkpointing
+
+    @property
+    def recomputed_blocks(self) -> int | None:
+        """`checkpoint_blocks` as a number; None: all blocks, or not decided yet."""
+        return None if self.checkpoint_blocks in (None, "auto") else int(str(self.checkpoint_blocks))
 
     @property
     def scheduler_kwargs(self) -> dict[str, Any]:
@@ -328,6 +352,7 @@ def _refuse_conflicting_spellings(flags: Sequence[str], parser: argparse.Argumen
 def find_problems(args: TrainArguments) -> Iterator[str]:
     """Every value that cannot be, as one line each. Looks at files for reading; the output folder is rank 0's business."""
     yield from _problems_with_numbers(args)
+    yield from _problems_with_recomputing(args)
     yield from _problems_with_files(args)
     if args.eval_data and args.eval_fraction is not None:
         yield "eval_data and eval_fraction are two ways to say one thing: give one of them"
@@ -374,6 +399,19 @@ def _problems_with_numbers(args: TrainArguments) -> Iterator[str]:
         yield f"gpu_memory_cap must be a positive number of GiB, got {args.gpu_memory_cap}"
     if not 0 < args.num_train_epochs < float("inf"):
         yield f"num_train_epochs must be positive, got {args.num_train_epochs}"
+
+
+def _problems_with_recomputing(args: TrainArguments) -> Iterator[str]:
+    blocks = args.checkpoint_blocks
+    if blocks is not None and blocks != "auto" and not (blocks.isdecimal() and int(blocks) > 0):
+        yield f"checkpoint_blocks must be a whole number of at least 1, or auto, got {blocks!r}"
+    if args.gradient_checkpointing is False:
+        for name, said in (
+            ("checkpoint_blocks", blocks is not None),
+            ("checkpointing_policy", args.checkpointing_policy != "full"),
+        ):
+            if said:
+                yield f"{name} {getattr(args, name)} goes with gradient_checkpointing, which is false: leave one of them out"
 
 
 def _is_there(path: str) -> bool:

@@ -17,7 +17,7 @@ from bigtrain.auto import pick
 from bigtrain.config import Decision
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.job import Job, choose_seq_len, device_type, fused_kernels, load_model_config, run_values
-from bigtrain.plan.machine import host_memory
+from bigtrain.plan.machine import host_memory, show_bytes
 from bigtrain.plan.roofline import Rates, forward_s, stored_rates
 from bigtrain.plan.show import plan_text
 from bigtrain.plan.states import layout_name
@@ -42,7 +42,8 @@ def plan_of(job: Job) -> plan.Plan | None:
                 micro_batch=job.steps.micro_batch,
                 accumulation=job.steps.accumulation,
                 optimizer=layout_name(run.optim or "adamw"),
-                checkpointing="full" if run.gradient_checkpointing else "none",
+                checkpointing=args.checkpointing_policy if run.gradient_checkpointing else "none",
+                checkpoint_blocks=args.recomputed_blocks,
                 kernels="liger" if fused_kernels(args) and torch.cuda.is_available() else "hf",
                 device=device_type(),
                 frozen=tuple(args.freeze),
@@ -58,27 +59,29 @@ def plan_of(job: Job) -> plan.Plan | None:
     return None
 
 
-def use_spare_memory(job: Job, layout: plan.Plan | None, gpu: int | None, host: int | None) -> tuple[Job, plan.Plan | None]:
-    """As many buffers for streamed optimizer state as hide its traffic, and as the card holds; the job and its plan with them.
+def use_spare_memory(job: Job, gpu: int | None, host: int | None) -> Job:
+    """As many buffers for streamed optimizer state as hide its traffic, and as the card holds; the job with them.
 
     Only where the ds_config leaves `offload_optimizer.buffer_count` open.
     """
     path = "zero_optimization.offload_optimizer.buffer_count"
     block = (job.resolved.config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-    if layout is None or gpu is None or not layout.input.streams or block.get("buffer_count") is not None:
-        return job, layout
+    if gpu is None or not block or block.get("buffer_count") is not None:
+        return job
+    layout = plan_of(job)
+    if layout is None or not layout.input.streams:
+        return job
     least = layout.input.settings.buffers
     rates = ranks.main_decides(lambda: stored_rates(device_type()), "reading the rates that bigtrain doctor stored") or Rates()
     wanted = buffers_that_help(layout.input, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s(layout.input, rates))
 
     def with_buffers(count: int) -> plan.Plan:
-        assert layout is not None
         return plan.predict(replace(layout.input, settings=replace(layout.input.settings, buffers=count)))
 
     room = int(SPARE_SHARE * gpu)
     count = least + bisect.bisect_left(range(least, wanted), True, key=lambda n: not with_buffers(n + 1).fits(room, host))
     if count == least:
-        return job, layout
+        return job
     config = copy.deepcopy(job.resolved.config)
     config["zero_optimization"]["offload_optimizer"]["buffer_count"] = count
     why = (
@@ -87,7 +90,41 @@ def use_spare_memory(job: Job, layout: plan.Plan | None, gpu: int | None, host: 
         else f"all that fit; {wanted} would hide its traffic"
     )
     decisions = [*job.resolved.decisions, Decision(path, count, "plan", why)]
-    return replace(job, resolved=replace(job.resolved, config=config, decisions=decisions)), with_buffers(count)
+    return replace(job, resolved=replace(job.resolved, config=config, decisions=decisions))
+
+
+def settle_blocks(job: Job, gpu: int | None, host: int | None) -> Job:
+    """`--checkpoint_blocks auto` as a number: as few as fit the smallest card and host of all, with the plan's margin.
+
+    All blocks, with a note, where there is no plan to go by. The same on every rank.
+    """
+    if job.args.checkpoint_blocks != "auto":
+        return job
+    layout = plan_of(job)
+    if layout is None or not layout.input.blocks_are_all:
+        logger.warning("checkpoint_blocks auto: there is no plan of this model's blocks, so all of them are recomputed")
+        return _with_blocks(job, None, "all: this model's blocks are not in the plan")
+    total, found = layout.input.block_count, plan.least_blocks(layout.input, gpu, host)
+    if found is None:
+        return _with_blocks(job, None, f"all {total}: even that is planned to need more than there is")
+    blocks = found.input.recomputed_blocks
+    return _with_blocks(job, blocks, f"as few of {total} as fit {_limits(gpu, host)} with the plan's margin")
+
+
+def _limits(gpu: int | None, host: int | None) -> str:
+    return (
+        f"{show_bytes(gpu)} of GPU memory" if gpu is not None else f"{show_bytes(host)} of host memory" if host else "no limit"
+    )
+
+
+def _with_blocks(job: Job, blocks: int | None, reason: str) -> Job:
+    """The job with that many blocks recomputed; 0: none, None: all."""
+    logger.info("checkpoint_blocks auto: %s (%s)", "all" if blocks is None else blocks, reason)
+    decision = Decision("checkpoint_blocks", "all" if blocks is None else blocks, "plan", reason)
+    run = replace(job.resolved.run, gradient_checkpointing=blocks != 0)
+    args = replace(job.args, checkpoint_blocks=str(blocks) if blocks else None, gradient_checkpointing=blocks != 0)
+    resolved = replace(job.resolved, run=run, decisions=[*job.resolved.decisions, decision])
+    return replace(job, args=args, resolved=resolved)
 
 
 def check_fit(layout: plan.Plan | None, gpu: int | None, host: int | None) -> dict[str, Any] | None:
@@ -100,7 +137,7 @@ def check_fit(layout: plan.Plan | None, gpu: int | None, host: int | None) -> di
         return None
     if not layout.fits(gpu, host):
         raise DoesNotFitError(
-            f"{plan_text(layout, gpu, host)}\n\nNothing was built. Try --gradient_checkpointing, a smaller micro batch or "
+            f"{plan_text(layout, gpu, host)}\n\nNothing was built. Try --gradient_checkpointing (--checkpoint_blocks auto), a smaller micro batch or "
             "seq_len, --optim adamw_8bit, the next ds_config down the ladder, --ds_config auto, or `bigtrain plan --auto`. "
             "--no_plan starts the run all the same."
         )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bigtrain import config as ds
-from bigtrain import data, models, ranks, settings, zero
+from bigtrain import data, models, plan, ranks, settings, zero
 from bigtrain.arguments import TrainArguments
 from bigtrain.auto import AUTO
 from bigtrain.config import ModelShape, Resolved, RunValues
@@ -88,7 +88,7 @@ def run_values(args: TrainArguments, total_steps: int | None) -> RunValues:
         total_steps=args.max_steps if total_steps is None else total_steps,
         max_grad_norm=args.max_grad_norm,
         bf16=args.bf16,
-        gradient_checkpointing=args.gradient_checkpointing,
+        gradient_checkpointing=args.recomputes,
         seed=args.seed,
         seq_len=args.seq_len,
     )
@@ -110,6 +110,7 @@ def prepare(args: TrainArguments, config: dict[str, Any]) -> Job:
         overrides, resize_to = vocabulary(args, model_config, tokenizer)
         seq_len = choose_seq_len(args, model_config)
         shape = ModelShape.from_config(model_config)
+        refuse_too_many_blocks(args, model_config)
     world = ranks.world_size()
     first = resolve(args, config, shape, None)
     assert first.run.micro_batch and first.run.accumulation
@@ -213,6 +214,20 @@ def choose_seq_len(args: TrainArguments, model_config: Any) -> int:
     return args.seq_len or min(DEFAULT_SEQ_LEN, limit or DEFAULT_SEQ_LEN)
 
 
+def refuse_too_many_blocks(args: TrainArguments, model_config: Any) -> None:
+    """Compare --checkpoint_blocks with the model's layers, where its config tells how many there are.
+
+    Raises:
+        UsageError: with both numbers.
+    """
+    asked, there = args.recomputed_blocks, plan.block_count(model_config.to_dict())
+    if asked is not None and there is not None and asked > there:
+        raise UsageError(
+            f"--checkpoint_blocks {asked}, but {args.model_name_or_path} has {there} blocks: give a number from 1 to {there}, "
+            "auto, or leave it out to recompute all"
+        )
+
+
 def load_rows(args: TrainArguments, tokenizer: Any, model_config: Any, seq_len: int) -> tuple[Any, Any]:
     """(training rows, evaluation rows or None), tokenised once per host and packed."""
     with ranks.together("reading the data"):
@@ -296,8 +311,8 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
     if fused_kernels(args):
         use_liger(model)
     if run.gradient_checkpointing:
-        blocks = models.enable_activation_checkpointing(model)
-        logger.info("activation checkpointing: %d blocks are recomputed in backward", blocks)
+        blocks = models.enable_activation_checkpointing(model, None, args.recomputed_blocks, args.checkpointing_policy)
+        logger.info("activation checkpointing, %s: %d blocks are recomputed in backward", args.checkpointing_policy, blocks)
     models.set_moe_leaf_modules(model)
     return model, isolation
 

@@ -70,11 +70,13 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     resume = ranks.main_decides(lambda: folder.resume_point(args.resume_from_checkpoint), "looking for a checkpoint")
     if args.ds_config == jobs.AUTO:
         args, config = capacity.choose(args)
+    limits = capacity.memory_limits(args.gpu_memory_cap)
     job = jobs.prepare(args, config)
+    if not args.no_plan:  # buffers first: a GiB of them hides more than a block's recompute costs
+        job = capacity.use_spare_memory(job, *limits)
+    job = capacity.settle_blocks(job, *limits)
     jobs.check_engine(job)
-    layout, limits = capacity.plan_of(job), capacity.memory_limits(args.gpu_memory_cap)
-    if not args.no_plan:
-        job, layout = capacity.use_spare_memory(job, layout, *limits)
+    layout = capacity.plan_of(job)
     planned = None if args.no_plan else capacity.check_fit(layout, *limits)
     ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
     hosts.refuse_split_output(folder.root, saves=bool(args.save_steps))

@@ -216,7 +216,7 @@ def labels(cells: Sequence[Cell]) -> list[str]:
 
 _WORDS = {
     "per_device_train_batch_size": "mb", "gradient_accumulation_steps": "ga", "seq_len": "seq", "num_gpus": "gpus",
-    "gradient_checkpointing": "ckpt", "use_liger_kernel": "liger", "gpu_memory_cap": "cap",
+    "gradient_checkpointing": "ckpt", "checkpoint_blocks": "blocks", "checkpointing_policy": "keep", "use_liger_kernel": "liger", "gpu_memory_cap": "cap",
 }  # fmt: skip
 
 

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from bigtrain.errors import ModelError
+from bigtrain.models import inplace
+from bigtrain.models.recompute import Policy, Runner, runner
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,10 @@ def wants_activation_checkpointing(ds_config: Mapping[str, Any] | None) -> bool:
 
 
 def enable_activation_checkpointing(
-    model: torch.nn.Module, block_classes: Sequence[type | str] | type | str | None = None
+    model: torch.nn.Module,
+    block_classes: Sequence[type | str] | type | str | None = None,
+    blocks: int | None = None,
+    policy: Policy = "full",
 ) -> int:
     """Recompute blocks in backward (non-reentrant); parameters keep their names.
 
@@ -39,18 +43,24 @@ def enable_activation_checkpointing(
         model: a transformers model, or any module if `block_classes` is given.
         block_classes: classes, or names of classes, each instance of which is recomputed as a whole. None: the blocks that
             the transformers model itself declares.
+        blocks: how many of them, the first ones in the order of `model.modules()`; the others keep their activations. None: all.
+        policy: what of a recomputed block is kept: see `bigtrain.models.recompute.runner`.
 
     Returns:
         How many blocks are recomputed; 0 comes with a warning, because memory use is then unchanged.
 
     Raises:
-        ModelError: no module has a class of that name.
+        ModelError: no module has a class of that name; there are fewer blocks than that; unknown policy.
     """
     disable_cache(model)
     if block_classes is None:
-        count = _enable_declared(model)
+        found = _declared_blocks(model)
     else:
-        count = _wrap_blocks(model, [block_classes] if isinstance(block_classes, (type, str)) else list(block_classes))
+        found = _blocks_of(model, [block_classes] if isinstance(block_classes, (type, str)) else list(block_classes))
+    # The last blocks are those that keep. At the start of backward the sum is the same whichever they are, but there the last
+    # block is worked on first: were it recomputed, its activations would come on top of everything that is kept. As it is, what
+    # the last blocks keep is freed before the first recompute, which then needs less than what has gone.
+    count = _checked_number(blocks, len(found), model)
     if count == 0:
         logger.warning(
             "activation checkpointing was asked for, but nothing in %s got wrapped: memory use is unchanged. Name the "
@@ -58,31 +68,69 @@ def enable_activation_checkpointing(
             type(model).__name__,
             ", ".join(_repeated_classes(model)) or "none",
         )
+    run = runner(policy, count)
+    if policy == "selective":
+        inplace.copy_before_rotary(model)
+    if block_classes is None:
+        _switch_declared(model, found, count, run)
+    else:
+        for at, block in enumerate(found):
+            _wrap(block, run if at < count else None)
     info = getattr(model, "bigtrain_info", None)
     if info is not None:
         info.checkpointed_blocks = count
     return count
 
 
-def _enable_declared(model: torch.nn.Module) -> int:
+def _checked_number(asked: int | None, there: int, model: torch.nn.Module) -> int:
+    if asked is None or there == 0:
+        return there
+    if not 0 < asked <= there:
+        raise ModelError(
+            f"{asked} blocks are to be recomputed, and {type(model).__name__} has {there}: give a number from 1 to {there}"
+        )
+    return asked
+
+
+def _declared_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The blocks that a transformers model can recompute; of a model without such, the modules that have the switch."""
     if not getattr(model, "supports_gradient_checkpointing", False):
-        return 0
+        return []
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    able = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+    return [m for m in able if isinstance(m, GradientCheckpointingLayer)] or able
+
+
+def _switch_declared(model: torch.nn.Module, found: list[torch.nn.Module], count: int, run: Runner) -> None:
+    if not found:
+        return
+    if count < len(found) and not _is_layer(found[0]):
+        raise ModelError(
+            f"{type(model).__name__} recomputes all of its blocks or none: name the block's class (block_classes) to recompute "
+            f"{count} of them",
+        )
     # transformers 5.24 renamed it; 5.17 knows only the older name.
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-    on = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            module._gradient_checkpointing_func = run  # type: ignore[assignment]
+    for block in found[count:]:
+        block.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def _is_layer(module: torch.nn.Module) -> bool:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    blocks = [m for m in on if isinstance(m, GradientCheckpointingLayer)]
-    return len(blocks) or len(on)
+    return isinstance(module, GradientCheckpointingLayer)
 
 
-def _wrap_blocks(model: torch.nn.Module, classes: list[type | str]) -> int:
+def _blocks_of(model: torch.nn.Module, classes: list[type | str]) -> list[torch.nn.Module]:
     names = {c for c in classes if isinstance(c, str)}
     kinds = tuple(c for c in classes if isinstance(c, type))
-    blocks = [m for m in model.modules() if isinstance(m, kinds) or names & _class_names(m)]
     known = set().union(*(_class_names(m) for m in model.modules()))
     unknown = sorted(names - known)
     if unknown:
@@ -91,11 +139,15 @@ def _wrap_blocks(model: torch.nn.Module, classes: list[type | str]) -> int:
             f"{', '.join(_repeated_classes(model)) or 'none'}.",
             unknown,
         )
-    for block in blocks:
-        if "_bigtrain_inner_forward" not in block.__dict__:
-            block._bigtrain_inner_forward = block.__dict__.get("forward")  # type: ignore[assignment]
-            block.forward = types.MethodType(_checkpointed_forward, block)
-    return len(blocks)
+    return [m for m in model.modules() if isinstance(m, kinds) or names & _class_names(m)]
+
+
+def _wrap(block: torch.nn.Module, run: Runner | None) -> None:
+    """From now on `run` runs the block; None: it keeps its activations."""
+    block._bigtrain_runner = run  # type: ignore[assignment]
+    if run is not None and "_bigtrain_inner_forward" not in block.__dict__:
+        block._bigtrain_inner_forward = block.__dict__.get("forward")  # type: ignore[assignment]
+        block.forward = types.MethodType(_checkpointed_forward, block)
 
 
 def _class_names(module: torch.nn.Module) -> set[str]:
@@ -106,9 +158,8 @@ def _class_names(module: torch.nn.Module) -> set[str]:
 def _checkpointed_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs inside the module's __call__, so that DeepSpeed's hooks on the block itself stay outside of the recompute."""
     inner = self.__dict__["_bigtrain_inner_forward"] or functools.partial(type(self).forward, self)
-    if not torch.is_grad_enabled():
-        return inner(*args, **kwargs)
-    return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+    run = self.__dict__["_bigtrain_runner"]
+    return run(inner, *args, **kwargs) if run is not None and torch.is_grad_enabled() else inner(*args, **kwargs)
 
 
 def _repeated_classes(model: torch.nn.Module) -> list[str]:

@@ -6,9 +6,9 @@ configuration that fits. `plan_input(config, ...)` makes the input from a Huggin
 
 from __future__ import annotations
 
-from bigtrain.plan.choose import Candidate, Choice, choose
+from bigtrain.plan.choose import Candidate, Choice, choose, least_blocks
 from bigtrain.plan.families import model_parameters, parameters_from_shapes
-from bigtrain.plan.inputs import PlanInput, ZeroSettings, plan_input, settings_from_config
+from bigtrain.plan.inputs import PlanInput, ZeroSettings, block_count, plan_input, settings_from_config
 from bigtrain.plan.predict import Plan, Row, Tree, predict
 from bigtrain.plan.roofline import Rates, StepTime, rates_from, step_time
 
@@ -22,7 +22,9 @@ __all__ = [
     "StepTime",
     "Tree",
     "ZeroSettings",
+    "block_count",
     "choose",
+    "least_blocks",
     "model_parameters",
     "parameters_from_shapes",
     "plan_input",

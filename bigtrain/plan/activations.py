@@ -26,6 +26,8 @@ class BlockBytes:
         norm_extra: temporaries of a norm's backward.
         feed: width in bytes of one feed-forward tensor (2 t f).
         stream: the residual stream, 2 t d; with checkpointing this is all that stays.
+        results: results of matrix products and of attention, which selective checkpointing keeps too.
+        results_used: the part of them that backward needs too (not what an output projection adds to the stream).
     """
 
     first_norm: int
@@ -40,12 +42,19 @@ class BlockBytes:
     norm_extra: int
     feed: int
     stream: int
+    results: int = 0
+    results_used: int = 0
 
     @property
     def kept(self) -> int:
         """All that is kept without checkpointing."""
         norms = self.first_norm + self.second_norm
         return norms + self.attention + self.product + self.middle + self.gate + self.routing
+
+    @property
+    def made_again(self) -> int:
+        """What a selective recompute makes: all that is kept without checkpointing, but for the results it finds."""
+        return max(0, self.kept - self.results_used)
 
 
 def norm_kept(g: Geometry, t: int, kernels: str, feeds_linear: bool = True) -> int:
@@ -119,7 +128,23 @@ def block_bytes(g: Geometry, t: int, kernels: str = "hf", block: int = 0, seq_le
         feed=feed,
         stream=2 * t * d,
     )
-    return general if kernels == "liger" else _counted(g, t, general)
+    found = general if kernels == "liger" else _counted(g, t, general)
+    used, ends = _results(g, t, width, matrix, dense)
+    return replace(found, results=used + ends, results_used=min(used, found.kept))
+
+
+def _results(g: Geometry, t: int, width: int, matrix: int, dense: bool) -> tuple[int, int]:
+    """(results inside of attention and feed-forward part, results of the two output projections) of a block.
+
+    Gate and up, queries, keys, values, attention's output with its fp32 statistics (or, without a fused kernel, its matrix);
+    the output projections come once for the block and, in a sparse one, once for each active expert.
+    """
+    out = g.value if g.key == g.query != g.value else g.query
+    inner = 2 * t * (2 if g.gated else 1) * width
+    attention = 2 * t * (g.query + g.key + g.value + out) + (matrix // 3 if g.eager else 4 * t * g.heads)
+    experts = 1 if dense else max(1, g.experts_per_token)
+    router = 0 if dense else 2 * t * g.experts
+    return inner + attention, 2 * t * g.hidden * (1 + experts) + router
 
 
 # Liger's fused linear cross entropy works through the tokens in chunks of next_pow2(t / ceil(V / d)) rows

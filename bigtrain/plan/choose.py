@@ -205,6 +205,30 @@ def judge(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | Non
     return Candidate(plan, not why, why, gpu_short, host_short, found, time)
 
 
+def least_blocks(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None = None) -> Candidate | None:
+    """The plan with the fewest recomputed blocks that fits, 0 included; None if not even all of them suffice.
+
+    Args:
+        plan: the configuration; its policy is kept ("full" where it has none), its number of blocks is what is looked for.
+        gpu, host: bytes of one card and of one host; None: no limit.
+    """
+    policy = "full" if plan.checkpointing == "none" else plan.checkpointing
+
+    def candidate(blocks: int, host: int | None) -> Candidate:
+        return judge(plan.but(checkpointing=policy, checkpoint_blocks=blocks), gpu, host, rates)
+
+    # More blocks never hold more, except on the host of inputs that are kept there: that is looked at in the end.
+    limit = None if policy == "offload" and plan.device == "cuda" else host
+    low, high = -1, plan.block_count
+    if not candidate(high, limit).fits:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if candidate(middle, limit).fits else (middle, high)
+    found = candidate(high, host)
+    return found if found.fits else None
+
+
 def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> Candidate:
     """The plan as it is, with smaller buckets, or with gradients summed in bf16: the first that fits, else as it is."""
     asked = judge(plan, gpu, host, rates)

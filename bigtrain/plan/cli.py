@@ -50,7 +50,13 @@ def _configuration(p: argparse.ArgumentParser) -> None:
     p.add_argument("--offload", choices=["none", "optimizer", "all"], help="what lives on the host, without a file")
     p.add_argument("--optim", "--optimizer", metavar="NAME", help=f"one of {', '.join(LAYOUTS)}")
     p.add_argument("--optimizers", metavar="A,B", help=f"what --auto may choose (default {','.join(DEFAULT_OPTIMIZERS)})")
-    p.add_argument("--checkpointing", choices=["none", "full"], default="full", help="activation checkpointing")
+    p.add_argument(
+        "--checkpointing",
+        choices=["none", "full", "selective", "offload"],
+        default="full",
+        help="activation checkpointing: what of a recomputed block is kept",
+    )
+    p.add_argument("--checkpoint_blocks", type=int, metavar="N", help="recompute only the first N blocks (default: all)")
     p.add_argument("--freeze", nargs="+", default=(), metavar="NAME", help="modules or parameters that do not train")
     p.add_argument("--kernels", choices=["hf", "liger"], default="hf")
     p.add_argument(
@@ -106,7 +112,7 @@ def _input(args: argparse.Namespace) -> PlanInput:
     """The command line as an input; --auto searches from it."""
     values: dict[str, Any] = {
         "world_size": args.gpus, "gpus_per_node": args.gpus_per_node, "seq_len": args.seq_len,
-        "checkpointing": args.checkpointing, "kernels": args.kernels, "loss": args.loss, "device": args.device,
+        "checkpointing": args.checkpointing, "checkpoint_blocks": args.checkpoint_blocks, "kernels": args.kernels, "loss": args.loss, "device": args.device,
         "micro_batch": args.micro_batch, "accumulation": args.accumulation, "optimizer": args.optim,
         "frozen": tuple(args.freeze),
     }  # fmt: skip

@@ -55,7 +55,10 @@ class _Run:
         self.head = self._head()
         self.tied = bool(plan.parameters.tied)
         self.costs = {b: block_bytes(self.g, self.t, plan.kernels, b, plan.seq_len) for b in self._distinct_blocks()}
-        self.recompute = plan.checkpointing == "full"
+        self.recomputed = set(list(self.blocks)[: plan.recomputed_blocks])
+        # On CPUs there is nowhere else to put a block's input.
+        self.selective = plan.checkpointing == "selective"
+        self.offload = plan.checkpointing == "offload" and plan.device == "cuda"
 
     def _head(self) -> list[int]:
         """The matrix that makes the logits: the largest outside of the blocks, the last of two equals."""
@@ -91,13 +94,30 @@ class _Run:
     def _block_forward(self, block: int, members: list[int], steady: bool) -> None:
         cost = self._cost(block)
         self.shards.fetch(f"f{block}", members, backward=False, steady=steady)
-        if self.recompute:
+        if block in self.recomputed:
             self.tape.touch(cost.forward_extra, "activations, in passing")
-            self.tape.hold(("checkpoint", block), cost.stream, "checkpoints")
+            self._keep_input(block)
         else:
             self._keep_block(block)
             self.tape.touch(cost.forward_extra - cost.feed, "activations, in passing")
         self.shards.release(f"f{block}")
+
+    def _keep_input(self, block: int) -> None:
+        """What stays of a block that is recomputed."""
+        cost, tape = self._cost(block), self.tape
+        tape.hold(("checkpoint", block), cost.stream, "checkpoints")
+        if self.selective:
+            tape.hold(("results", block), cost.results, "activations, kept results")
+        if self.offload:
+            # The copy of the block before has arrived on the host by the end of this one.
+            tape.drop(*(("checkpoint", before) for before in self.recomputed if before != block))
+
+    def _bring_input(self, block: int) -> None:
+        """models/hostinputs.py: the input of this block, and that of the one before it, which comes next."""
+        if self.offload:
+            for wanted in (block, block - 1):
+                if wanted in self.recomputed and not self.tape.holds(("checkpoint", wanted)):
+                    self.tape.hold(("checkpoint", wanted), self._cost(wanted).stream, "checkpoints")
 
     def _keep_block(self, block: int) -> None:
         cost, tape = self._cost(block), self.tape
@@ -221,7 +241,9 @@ class _Run:
     def _block_backward(self, block: int, steady: bool) -> None:
         tape, cost, members = self.tape, self._cost(block), self.blocks[block]
         self.shards.fetch(f"b{block}", members, backward=True, steady=steady)
-        if self.recompute:
+        if block in self.recomputed:
+            self._bring_input(block)
+            tape.drop(("results", block))  # the same bytes are among what follows
             self._keep_block(block)
             tape.touch(cost.forward_extra - cost.feed, "activations, in passing")
         feed, attention, rest = self._parts(members)

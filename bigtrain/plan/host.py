@@ -181,6 +181,13 @@ def _simulate(plan: PlanInput) -> _Host:
         size = streamed.host_bytes(plan)
         tape.hold("streamed", size, "optimizer state, host")
         host.pinned += int(size) if host.pins else 0
+    if plan.checkpointing == "offload" and plan.device == "cuda":
+        for block in range(plan.recomputed_blocks):
+            # As autograd saves them, one block at a time; torch keeps the memory for the next step.
+            size = 2 * plan.tokens * plan.geometry.hidden
+            tape.hold(("input", block), size, "checkpoints, host")
+            tape.hold(("input rounding", block), pinned_bytes(size) - size, "pinned rounding")
+            host.pinned += pinned_bytes(size)
     for _ in range(2):
         if isinstance(host, _FlatHost | _SlicedHost):
             tape.phase("backward")

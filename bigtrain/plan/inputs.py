@@ -9,11 +9,13 @@ from typing import Any, Literal
 
 from bigtrain.errors import UsageError
 from bigtrain.plan.families import ModelParameters, model_parameters, parameters_from_shapes
+from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.geometry import Geometry, geometry, geometry_of_shapes
 from bigtrain.plan.states import LAYOUTS, StateLayout, layout_name
 
 Kernels = Literal["hf", "liger"]
 Loss = Literal["full", "chunked", "fused"]
+Checkpointing = Literal["none", "full", "selective", "offload"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +115,9 @@ class PlanInput:
         world_size: ranks; gpus_per_node: ranks of one host (default: all).
         micro_batch: sequences a rank takes at once; seq_len: tokens of each; accumulation: micro steps a step.
         optimizer: a name of `plan.states.LAYOUTS` or an alias.
-        checkpointing: "none", or "full" (each block is recomputed in backward).
+        checkpointing: "none", or what is kept of a block that is recomputed in backward: "full" (its input), "selective" (that
+            and results of matrix products and attention), "offload" (its input, on the host).
+        checkpoint_blocks: how many blocks are recomputed, the first ones; None: all. 0 is another way to say "none".
         kernels: "hf" (transformers' own modules with sdpa) or "liger".
         loss: "full" (all logits in fp32), "chunked" (a chunk of tokens at a time), "fused" (liger's); None: by kernels.
         decay_groups: two parameter groups (matrices decay, vectors do not), as the optimizer builder makes them.
@@ -131,7 +135,8 @@ class PlanInput:
     seq_len: int = 4096
     accumulation: int = 1
     optimizer: str = "adamw"
-    checkpointing: Literal["none", "full"] = "full"
+    checkpointing: Checkpointing = "full"
+    checkpoint_blocks: int | None = None
     kernels: Kernels = "hf"
     loss: Loss | None = None
     decay_groups: bool = True
@@ -150,6 +155,7 @@ class PlanInput:
         if self.settings.bf16_states and self.optimizer == "adamw":
             object.__setattr__(self, "optimizer", "adamw_bf16")
         self._check_optimizer()
+        self._settle_blocks()
         for name in self.frozen:
             if not any(_under(p.name, name) for p in self.parameters.items):
                 raise UsageError(f"frozen names '{name}', but no module or parameter of the model is called so")
@@ -168,6 +174,37 @@ class PlanInput:
             raise UsageError(
                 f"optimizer {self.optimizer} needs its weights on the GPU: remove offload_param, or use adamw or adamw_8bit"
             )
+
+    def _settle_blocks(self) -> None:
+        """One spelling for each meaning: no number with "none" and for all blocks, "none" for no block."""
+        asked, there = self.checkpoint_blocks, self.block_count
+        if asked is None:
+            return
+        if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
+            raise UsageError(f"checkpoint_blocks is {asked!r}: a whole number of blocks is needed")
+        if asked > there and self.blocks_are_all:
+            raise UsageError(f"checkpoint_blocks is {asked}, but the model has {there} blocks: give at most {there}")
+        if asked == 0:
+            object.__setattr__(self, "checkpointing", "none")
+        if self.checkpointing == "none" or asked >= there:
+            object.__setattr__(self, "checkpoint_blocks", None)
+
+    @cached_property
+    def block_count(self) -> int:
+        """Repeated blocks of the model."""
+        return len({p.block for p in self.parameters.items if p.block is not None})
+
+    @property
+    def blocks_are_all(self) -> bool:
+        """False where the program finds more blocks than the plan counts: those of a vision tower."""
+        return self.parameters.kind not in VISION_LANGUAGE
+
+    @property
+    def recomputed_blocks(self) -> int:
+        """How many blocks are recomputed in backward; the first ones, see `models.enable_activation_checkpointing`."""
+        if self.checkpointing == "none":
+            return 0
+        return self.block_count if self.checkpoint_blocks is None else self.checkpoint_blocks
 
     @cached_property
     def streams(self) -> bool:
@@ -282,3 +319,17 @@ def _run_values(config: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = config[key]
     kind = (config.get("optimizer") or {}).get("type")
     return {**found, "optimizer": kind} if isinstance(kind, str) else found
+
+
+def block_count(config: Mapping[str, Any]) -> int | None:
+    """Blocks of the model of a Hugging Face config that can be recomputed; None where the config alone does not tell."""
+    kind = config.get("model_type")
+    if kind in VISION_LANGUAGE:
+        return None
+    try:
+        found = len({p.block for p in model_parameters(config).items if p.block is not None})
+    except UsageError:
+        layers = config.get("num_hidden_layers")
+        several = config.get("is_encoder_decoder") or any(key.endswith("_config") and config[key] for key in config)
+        found = layers if isinstance(layers, int) and not several else 0
+    return found or None

@@ -124,6 +124,7 @@ class Plan:
             "accumulation": plan.accumulation,
             "optimizer": plan.optimizer,
             "checkpointing": plan.checkpointing,
+            "checkpoint_blocks": plan.recomputed_blocks,
             "kernels": plan.kernels,
             "loss": plan.loss_kind,
             "zero": {k: getattr(plan.settings, k) for k in plan.settings.__dataclass_fields__},

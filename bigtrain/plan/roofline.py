@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import UsageError
+from bigtrain.plan.activations import block_bytes
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.streamed import seconds
 
@@ -165,14 +166,30 @@ def forward_s(plan: PlanInput, rates: Rates) -> float:
     return plan.tokens * model_flops_per_token(plan) / 3 / (rates.matmul_flops * share)
 
 
+def _elementwise_s(plan: PlanInput, rates: Rates) -> float:
+    """The recompute of selective blocks: what is made again is written once, and about twice as much is read for it."""
+    one = block_bytes(plan.geometry, plan.tokens, plan.kernels, plan.geometry.dense_layers, plan.seq_len)
+    return plan.recomputed_blocks * 3 * one.made_again / rates.device_bytes_s
+
+
+def _host_inputs_s(plan: PlanInput, rates: Rates) -> float:
+    size = 2 * plan.tokens * plan.geometry.hidden * plan.recomputed_blocks
+    return size * (1 / rates.d2h_bytes_s + 1 / rates.h2d_bytes_s)
+
+
 def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
     """Seconds of one step of this plan."""
     rates = rates or Rates()
     g = plan.geometry
     share = rates.liger_share if plan.kernels == "liger" else rates.hf_share
     model = model_flops_per_token(plan)
-    done = model * (4 / 3 if plan.checkpointing == "full" else 1)
-    compute = plan.accumulation * plan.tokens * done / (rates.matmul_flops * share)
+    share_again = plan.recomputed_blocks / max(1, plan.block_count)
+    again = model / 3 * share_again if plan.checkpointing in ("full", "offload") else 0.0
+    compute = plan.accumulation * plan.tokens * (model + again) / (rates.matmul_flops * share)
+    if plan.checkpointing == "selective":
+        compute += plan.accumulation * _elementwise_s(plan, rates)
+    if plan.checkpointing == "offload":  # beside the computation, or longer than it
+        compute = max(compute, plan.accumulation * _host_inputs_s(plan, rates))
     if g.vocab and plan.loss_kind == "full":
         compute += plan.accumulation * 40 * plan.tokens * g.vocab / rates.device_bytes_s  # passes over fp32 logits
     communication = plan.accumulation * _communication_s(plan, rates)

@@ -47,6 +47,8 @@ ROWS: dict[str, tuple[str, str]] = {
     "optimizer state, host": ("(2 + moment bytes) x p, exact", "optim/lanes.py HostMemory"),
     "offload buffer on the GPU": ("2 L", f"{_S2} temp_grad_buffer_for_gpu_offload"),
     "checkpoints": ("2 t d per block", f"{_HF} GradientCheckpointingLayer"),
+    "checkpoints, host": ("2 t d per block, offloaded", "models/hostinputs.py _OnHost"),
+    "activations, kept results": ("2 t (q + k + v + out) + 4 t heads + 4 t f (gated) + 4 t d", "models/recompute.py _is_kept"),
     "activations, norms": ("8 t d a norm (hf RMSNorm) | 4 t d (fused)", f"{_HF} *RMSNorm.forward"),
     "activations, attention": ("2 t (q + k + v + out) + 4 t heads", f"{_HF} sdpa_attention_forward, flash kernel"),
     "activations, feed-forward": ("8 t f (hf gated) | 6 t f (liger) | 4 t f (plain)", f"{_HF} *MLP.forward"),

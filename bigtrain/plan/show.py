@@ -24,9 +24,15 @@ def heading(plan: PlanInput) -> str:
     work = f"micro batch {plan.micro_batch} x {plan.seq_len} tokens, accumulation {plan.accumulation}"
     return (
         f"{plan.parameters.kind}, {tensors}; {ranks}\n"
-        f"ZeRO-{zero.stage}, offload {offload}, {plan.optimizer}, checkpointing {plan.checkpointing}, "
+        f"ZeRO-{zero.stage}, offload {offload}, {plan.optimizer}, checkpointing {recomputing(plan)}, "
         f"{plan.kernels} kernels, {plan.loss_kind} loss, {work}"
     )
+
+
+def recomputing(plan: PlanInput) -> str:
+    """What is recomputed, in words: "full", "full 12 of 28 blocks"."""
+    some = f" {plan.recomputed_blocks} of {plan.block_count} blocks" if plan.checkpoint_blocks is not None else ""
+    return plan.checkpointing + some
 
 
 def tree_text(tree: Tree, sources: bool = True) -> str:

@@ -43,18 +43,20 @@ class SlicedSharding:
         """Elements of every block that are gathered, and how many elements pass from its forward to its backward.
 
         '__params_to_release' walks the recorded trace: the blocks above, the head twice, then every block above again,
-        twice with checkpointing (recompute and backward), once without.
+        twice where they are recomputed (recompute and backward), once where not.
         """
         limit, sizes = self.zero.persistence_elems, dict[str, int]()
         for p in self.items:
             if p.block is not None and p.elems > limit:
                 sizes[str(p.block)] = sizes.get(str(p.block), 0) + p.elems
         head = max((p.elems for p in self.items if p.block is None and len(p.shape) == 2), default=0)
-        visits = 1 + (2 if self.plan.checkpointing == "full" else 1)
-        above, distances = 0, dict[str, int]()
+        recomputed = set(
+            list(dict.fromkeys(str(p.block) for p in self.items if p.block is not None))[: self.plan.recomputed_blocks]
+        )
+        passed, distances = 0, dict[str, int]()
         for block, size in reversed(sizes.items()):
-            distances[block] = visits * above + 2 * head
-            above += size
+            distances[block] = passed + 2 * head
+            passed += (3 if block in recomputed else 2) * size
         return sizes, distances
 
     # Start-up.

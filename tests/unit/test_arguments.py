@@ -120,6 +120,19 @@ def test_bare_switches(base):
     assert args.bf16 and args.gradient_checkpointing and args.no_plan and args.overwrite_output_dir
 
 
+def test_blocks_and_policy_imply_checkpointing(base):
+    assert parse(base).recomputes is None and parse([*base, "--checkpointing_policy", "offload"]).recomputes is True
+    args = parse([*base, "--checkpoint_blocks", "3"])
+    assert (args.recomputes, args.recomputed_blocks) == (True, 3)
+    assert parse([*base, "--checkpoint_blocks", "auto"]).recomputed_blocks is None
+    for wrong in ("0", "-1", "some", "1.5"):
+        assert f"checkpoint_blocks must be a whole number of at least 1, or auto, got '{wrong}'" in refusal(
+            [*base, f"--checkpoint_blocks={wrong}"]
+        )
+    off = [*base, "--gradient_checkpointing", "false", "--checkpoint_blocks", "2", "--checkpointing_policy", "selective"]
+    assert "checkpoint_blocks 2 goes with" in refusal(off) and "checkpointing_policy selective goes with" in refusal(off)
+
+
 def test_warmup_ratio_rounds_up():
     values = dict(model_name_or_path="m", train_data="d", output_dir="o", ds_config="c")
     assert TrainArguments(**values, warmup_ratio=0.1).warmup(101) == 11

@@ -1,0 +1,84 @@
+"""Inputs of recomputed blocks in pinned host memory, copied there and back beside the computation."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+class HostInputs:
+    """Runs blocks as full checkpointing does, and keeps the first argument of each on the host until its backward.
+
+    The way down starts when the block starts and takes place beside its forward. On the way up the input of a block is asked for
+    when the block after it begins its own recompute, so that it is there in time. Both copies run on a stream of their own
+    (torch.autograd.graph.save_on_cpu copies on the stream of the computation and waits). What is on a CPU already stays as it is.
+    """
+
+    def __init__(self) -> None:
+        self._sides: dict[torch.device, torch.cuda.Stream] = {}
+        self._last: weakref.ref[_OnHost] | None = None
+
+    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        stream = next((a for a in args if isinstance(a, torch.Tensor) and a.is_cuda and a.requires_grad), None)
+        if stream is None:
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            # Other arguments, such as positions, are the same tensor for every block: nothing is gained by copies of them.
+            same = tensor.data_ptr() == stream.data_ptr() and tensor.shape == stream.shape
+            return self._send(tensor) if same else tensor
+
+        # Inside of the block the hooks of `checkpoint` are in force: these see the arguments alone.
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    def _send(self, tensor: torch.Tensor) -> _OnHost:
+        if tensor.device not in self._sides:
+            self._sides[tensor.device] = torch.cuda.Stream(tensor.device)
+        sent = _OnHost(tensor, self._sides[tensor.device], self._last)
+        self._last = weakref.ref(sent)
+        return sent
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    return packed.take() if isinstance(packed, _OnHost) else packed
+
+
+class _OnHost:
+    """One tensor on the host. `before` is the one of the block before, whose backward comes next."""
+
+    def __init__(self, tensor: torch.Tensor, side: torch.cuda.Stream, before: weakref.ref[_OnHost] | None):
+        self._device, self._side, self._before = tensor.device, side, before
+        self._coming: torch.Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        side.wait_stream(torch.cuda.current_stream(self._device))  # until the tensor has been computed
+        with torch.cuda.stream(side):
+            self._host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(side)  # its memory is not given to anybody else before it has been read
+
+    def fetch(self) -> None:
+        """Start the way up, if it has not been started."""
+        if self._coming is not None:
+            return
+        coming = torch.empty_like(self._host, device=self._device, pin_memory=False)
+        # What had this memory before may still be in use by work that is queued.
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):  # after the way down: the same stream
+            coming.copy_(self._host, non_blocking=True)
+        coming.record_stream(self._side)  # a backward that is given up leaves it without having waited
+        self._coming, self._arrived = coming, self._side.record_event()
+
+    def take(self) -> torch.Tensor:
+        """The tensor, on the device; and the next one that will be asked for is sent for."""
+        self.fetch()
+        assert self._coming is not None and self._arrived is not None
+        torch.cuda.current_stream(self._device).wait_event(self._arrived)
+        before = self._before() if self._before is not None else None
+        if before is not None:
+            before.fetch()
+        out, self._coming = self._coming, None
+        return out

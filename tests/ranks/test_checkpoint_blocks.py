@@ -1,0 +1,127 @@
+"""Some blocks recomputed and others not, under every policy: the same bits as without, at stages 0 to 3."""
+
+import functools
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import zoo
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(24, 24)
+        self.gain = nn.Parameter(torch.ones(24))
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x)) * self.gain
+
+
+class TwoStacks(nn.Module):
+    """Blocks in two lists, the second of which runs later, as in an encoder and decoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.ModuleList(Block() for _ in range(2))
+        self.second = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for block in (*self.first, *self.second):
+            x = block(x)
+        return types.SimpleNamespace(loss=x.float().square().mean())
+
+
+def _config(stage):
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        # Small enough that ZeRO-3 gathers and lets go of single modules, in forward and again in backward.
+        "zero_optimization": {"stage": stage, **({"stage3_param_persistence_threshold": 100} if stage == 3 else {})},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def _model(kind, stage):
+    from bigtrain.models import build_model
+
+    if kind == "any":
+        model = build_model(TwoStacks, ds_config=_config(stage), seed=7)
+        return model, [*model.first, *model.second], "Block", {"x": torch.ones(2, 24).bfloat16()}
+    source = zoo.source(kind)
+    ids = torch.randint(0, 59, (2, 9), generator=torch.Generator().manual_seed(0))
+    model = build_model(source, ds_config=_config(stage), seed=7)
+    if kind == "t5":
+        model.config.decoder_start_token_id = 0
+    blocks = [*model.encoder.block, *model.decoder.block] if kind == "t5" else list(model.model.layers)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1  # random numbers must be drawn again as they were
+    return model, blocks, None, {"input_ids": ids, "labels": ids}
+
+
+def _train(kind, stage, policy, blocks):
+    """(blocks recomputed, by block whether its forward ran twice, losses and a sum over the weights)."""
+    from bigtrain import zero
+    from bigtrain.models import enable_activation_checkpointing
+
+    torch.manual_seed(1)
+    model, found, classes, batch = _model(kind, stage)
+    count = 0 if policy is None else enable_activation_checkpointing(model, classes, blocks, policy)
+    inner = [next(m for m in block.modules() if isinstance(m, nn.Linear)) for block in found]
+    calls = [0] * len(inner)
+    for i, module in enumerate(inner):
+        module.register_forward_pre_hook(lambda *_, i=i: calls.__setitem__(i, calls[i] + 1))
+    engine = zero.initialize(model, _config(stage), params=list(model.parameters()))
+    torch.manual_seed(2)
+    seen = []
+    for _ in range(3):
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        seen.append(loss.item())
+    for p in model.parameters():
+        with zero.gathered([p]):
+            seen.append(p.detach().double().sum().item())
+    engine.destroy()
+    return count, [c == 6 for c in calls], seen
+
+
+def _all(kind, stage, variants):
+    return [_train(kind, stage, *variant) for variant in variants]
+
+
+@functools.cache
+def _variants(kind):
+    total = 2 if kind == "llama" else 4
+    return ((None, None), *((policy, n) for policy in ("full", "selective", "offload") for n in (None, 1)), ("full", total))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["llama", "t5", "any"])
+def test_every_policy_and_number_of_blocks_trains_to_the_same_bits(rank_pool, kind, stage):
+    variants = _variants(kind)
+    for results in rank_pool(2).run(_all, kind, stage, variants):
+        reference = results[0][2]
+        for (policy, n), (count, twice, seen) in zip(variants, results):
+            total = len(twice)
+            assert count == (0 if policy is None else n or total)
+            assert twice == [at < count for at in range(total)], (policy, n)  # the first ones, and only they
+            assert seen == reference, (policy, n)
+
+
+def _too_many(stage):
+    from bigtrain.errors import ModelError
+    from bigtrain.models import enable_activation_checkpointing
+
+    model, *_ = _model("llama", stage)
+    with pytest.raises(ModelError, match="3 blocks are to be recomputed, and LlamaForCausalLM has 2"):
+        enable_activation_checkpointing(model, None, 3)
+    return True
+
+
+def test_more_blocks_than_there_are(rank_pool):
+    assert all(rank_pool(2).run(_too_many, 3))
