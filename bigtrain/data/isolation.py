@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from bigtrain.errors import DataError
-from bigtrain.kernels.cudnn_attention import DTYPES, Documents, packed_attention
+from bigtrain.kernels.cudnn_attention import DTYPES, Documents, is_hopper_or_later, packed_attention
 
 VARLEN = "bigtrain_varlen"
 _BY_POSITIONS = ("sdpa", "eager", "flex_attention", VARLEN)
@@ -181,6 +181,13 @@ def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
     return out.transpose(1, 2)
 
 
+def _dense_is_best(query: torch.Tensor, documents: Documents) -> bool:
+    """Whether dense kernels can do these rows and cuDNN is among them, at its best, with no fixed order of sums asked for."""
+    if not documents.one_a_row or query.shape[-1] % 8 or torch.are_deterministic_algorithms_enabled():
+        return False
+    return is_hopper_or_later(query.device.index)
+
+
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scale: float, path: str = "auto"
 ) -> torch.Tensor:
@@ -202,9 +209,7 @@ def _attend(
         raise DataError(f"attention path {path!r} is unknown; use auto, dense, ragged or flash")
     if path == "dense" and not documents.one_a_row:
         raise DataError(f"{documents.count} documents in {batch} rows: the dense path takes one document a row")
-    # cuDNN's gradients are not the same bits each time, and varlen_attn is what those who ask for that had before.
-    fixed_order = torch.are_deterministic_algorithms_enabled()
-    if path == "dense" or (path == "auto" and documents.one_a_row and head_dim % 8 == 0 and not fixed_order):
+    if path == "dense" or (path == "auto" and _dense_is_best(query, documents)):
         return _dense(query, key, value, scale)
     q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[-1]) for x in (query, key, value))
     out = packed_attention(q, k, v, documents, scale) if path in ("auto", "ragged") else None
