@@ -104,6 +104,7 @@ def _optimizer(groups: list[dict[str, Any]], s: Settings) -> torch.optim.Optimiz
             offload=s.offload,
             offload_ratio=s.offload_ratio,
             pin_memory=s.pin_memory,
+            offload_buffers=s.offload_buffers,
             device=device,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import copy
 import logging
 import os
 from dataclasses import replace
@@ -16,11 +18,14 @@ from bigtrain.config import Decision
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.job import Job, choose_seq_len, device_type, fused_kernels, load_model_config, run_values
 from bigtrain.plan.machine import host_memory, show_bytes
-from bigtrain.plan.roofline import stored_rates
+from bigtrain.plan.roofline import Rates, forward_s, stored_rates
 from bigtrain.plan.show import plan_text
 from bigtrain.plan.states import layout_name
+from bigtrain.plan.streamed import buffers_that_help
 
 logger = logging.getLogger(__name__)
+
+SPARE_SHARE = 0.95  # of a card, beside the margin of every plan: memory that is only useful must not bring a run near the edge
 
 
 def plan_of(job: Job) -> plan.Plan | None:
@@ -52,6 +57,40 @@ def plan_of(job: Job) -> plan.Plan | None:
             raise
         logger.warning("no memory plan: %r", error)
     return None
+
+
+def use_spare_memory(job: Job, gpu: int | None, host: int | None) -> Job:
+    """As many buffers for streamed optimizer state as hide its traffic, and as the card holds; the job with them.
+
+    Only where the ds_config leaves `offload_optimizer.buffer_count` open.
+    """
+    path = "zero_optimization.offload_optimizer.buffer_count"
+    block = (job.resolved.config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    if gpu is None or not block or block.get("buffer_count") is not None:
+        return job
+    layout = plan_of(job)
+    if layout is None or not layout.input.streams:
+        return job
+    least = layout.input.settings.buffers
+    rates = ranks.main_decides(lambda: stored_rates(device_type()), "reading the rates that bigtrain doctor stored") or Rates()
+    wanted = buffers_that_help(layout.input, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s(layout.input, rates))
+
+    def with_buffers(count: int) -> plan.Plan:
+        return plan.predict(replace(layout.input, settings=replace(layout.input.settings, buffers=count)))
+
+    room = int(SPARE_SHARE * gpu)
+    count = least + bisect.bisect_left(range(least, wanted), True, key=lambda n: not with_buffers(n + 1).fits(room, host))
+    if count == least:
+        return job
+    config = copy.deepcopy(job.resolved.config)
+    config["zero_optimization"]["offload_optimizer"]["buffer_count"] = count
+    why = (
+        "so many chunks of state on the GPU hide its traffic"
+        if count == wanted
+        else f"all that fit; {wanted} would hide its traffic"
+    )
+    decisions = [*job.resolved.decisions, Decision(path, count, "plan", why)]
+    return replace(job, resolved=replace(job.resolved, config=config, decisions=decisions))
 
 
 def settle_blocks(job: Job, gpu: int | None, host: int | None) -> Job:

@@ -134,9 +134,9 @@ class Engine:
     def _register(self) -> None:
         """Hooks: which modules ranks enter, which gradients are sound, and which forward a loss came from."""
         self._since = Accumulation(self.settings.accumulation, self.device)
-        self._reduction = Reduction(self._ds, self._parts.params)
-        self._origin = Origin(self.module, lambda: self.global_step)
         self._flags = self._parts.flags
+        self._reduction = Reduction(self._ds, self._parts.params, self._flags)
+        self._origin = Origin(self.module, lambda: self.global_step)
         self._flags.check = self._origin.check
         self._set_boundary()
         self._comparison: Comparison | None = None

@@ -20,7 +20,7 @@ Attributes of DeepSpeed 0.19.8's objects used, on instances only:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Reduction:
     Args:
         ds_engine: what `zero.initialize` returned.
         params: the trainable parameters in the model's order.
+        flags: theirs.
 
     Attributes:
         kind: which wrapper DeepSpeed chose (`zero.optimizer_kind`).
@@ -44,7 +45,7 @@ class Reduction:
         order_hash: hash of the order of reduction since the last step.
     """
 
-    def __init__(self, ds_engine: Any, params: list[torch.nn.Parameter]):
+    def __init__(self, ds_engine: Any, params: list[torch.nn.Parameter], flags: GradientFlags):
         self.ds = ds_engine
         self.optimizer = ds_engine.optimizer
         self.kind = zero.optimizer_kind(self.optimizer)
@@ -58,6 +59,9 @@ class Reduction:
         self._entries: list[tuple[torch.nn.Parameter, tuple[int, ...]]] = []  # in the order that all ranks share
         self.stream = getattr(getattr(ds_engine, "basic_optimizer", None), "stream", None)  # optim.stream, with offload
         self.alone = self._nobody_to_reduce_with()
+        self._flags = flags
+        flags.summing = not self.alone or torch.device(ds_engine.device).type != "cuda"  # else `_norm_each` reads them anyway
+        self._norms: torch.Tensor | None = None  # of each gradient, where one pass over them tells which is not finite too
         if self.kind in ("zero12", "zero3"):
             self._substitute()
 
@@ -183,7 +187,15 @@ class Reduction:
                 optimizer.averaged_gradients[i] = grads
                 for p in params:
                     p.grad = None
+            self._norm_each()
         optimizer._epilogue_ran_this_backward = True
+
+    def _norm_each(self) -> None:
+        """Each gradient's norm in fp32: summed up for the global norm, and read by `GradientFlags`."""
+        grads = _unpadded(self.optimizer.averaged_gradients)
+        if grads and grads[0].is_cuda:
+            self._norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
+            self._flags.take(self._norms, [p for group in self.optimizer.params_in_partition for p in group])
 
     def _finish_backward(self) -> None:
         """Reduce what has not been reduced, zeros where there is no gradient, then let DeepSpeed finish."""
@@ -236,11 +248,14 @@ class Reduction:
         result takes 6 ns an element and thread there, this about 1 ns.
         """
         optimizer = self.optimizer
-        grads = [g for group in optimizer.averaged_gradients.values() for g in group if not getattr(g, "_zero_padding", False)]
+        grads = _unpadded(optimizer.averaged_gradients)
         total = torch.zeros((), dtype=torch.float64, device=optimizer.device)
         on_gpu = bool(grads) and grads[0].is_cuda
         if on_gpu:
-            total += torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double().square().sum()
+            norms, self._norms = self._norms, None
+            if norms is None:
+                norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
+            total += norms.double().square().sum()
         for grad in grads if not on_gpu else ():
             for piece in grad.reshape(-1).split(NORM_PIECE_ELEMS):
                 total += piece.to(torch.float64, copy=True).square_().sum()
@@ -272,6 +287,11 @@ class Reduction:
         )
 
 
+def _unpadded(averaged: Mapping[int, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """A partition's gradients without what fills it up."""
+    return [g for group in averaged.values() for g in group if not getattr(g, "_zero_padding", False)]
+
+
 class GradientFlags:
     """Marks, on the device, parameters whose local gradient was not finite, and gradients computed outside of the engine.
 
@@ -280,11 +300,15 @@ class GradientFlags:
 
     Attributes:
         check: called for every gradient that arrives.
+        summing: look at each gradient as it arrives; else `take` is called before the marks are read.
     """
 
     def __init__(self, params: list[torch.nn.Parameter], device: torch.device):
         self.marks = torch.zeros(max(1, len(params)), device=device)
         self.check: Callable[[], None] = lambda: None
+        self.summing = True
+        self._index = {id(p): i for i, p in enumerate(params)}
+        self._places: torch.Tensor | None = None
         for i, param in enumerate(params):
             param.register_post_accumulate_grad_hook(self._marker(i))
 
@@ -294,11 +318,25 @@ class GradientFlags:
         @torch.no_grad()
         def note(param: torch.Tensor) -> None:
             self.check()
-            if param.grad is not None:
+            if self.summing and param.grad is not None:
                 # 0 for a finite gradient, NaN otherwise: a sum of finite numbers in fp32 does not overflow below 1e38.
                 mark.add_(param.grad.sum(dtype=torch.float32).mul_(0.0))
 
         return note
+
+    @torch.no_grad()
+    def take(self, norms: torch.Tensor, params: Sequence[torch.nn.Parameter]) -> None:
+        """Mark by the norms of the step's whole gradients: what was not finite in one micro batch stays so in the sum.
+
+        Args:
+            norms: fp32, one of each parameter.
+            params: in that order; what is not traced is left out.
+        """
+        if not self._index:
+            return
+        if self._places is None:  # the same every time: sent once
+            self._places = torch.tensor([self._index[id(p)] for p in params], device=norms.device)
+        self.marks[self._places] = norms * 0.0
 
     def first(self) -> int:
         """Index of the first marked parameter, or -1; waits for the device."""

@@ -30,7 +30,8 @@ class Settings:
     Attributes:
         config: for `deepspeed.initialize`.
         stage, bf16, offload: what the config asks for.
-        offload_ratio, pin_memory: of the config's offload_optimizer, for optimizers that keep their own state on the host.
+        offload_ratio, pin_memory, offload_buffers: `ratio`, `pin_memory`, `buffer_count` of the config's offload_optimizer, for
+            optimizers that keep their own state on the host.
         micro_batch, accumulation, max_grad_norm: as used; micro_batch and accumulation from the config unless given.
         optimizer, learning_rate, betas, eps, weight_decay: as used.
         scheduler, warmup_steps, total_steps, scheduler_kwargs: as used.
@@ -54,6 +55,7 @@ class Settings:
     total_steps: int | None
     offload_ratio: float = 1.0
     pin_memory: bool = True
+    offload_buffers: int = 4
     scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -201,6 +203,7 @@ def settle(
         offload=offload,
         offload_ratio=float(on_host.get("ratio", 1.0)),
         pin_memory=on_host.get("pin_memory", True) is not False,
+        offload_buffers=max(1, int(on_host.get("buffer_count") or 4)),
         micro_batch=micro,
         accumulation=accum,
         max_grad_norm=norm,

@@ -71,7 +71,10 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     if args.ds_config == jobs.AUTO:
         args, config = capacity.choose(args)
     limits = capacity.memory_limits(args.gpu_memory_cap)
-    job = capacity.settle_blocks(jobs.prepare(args, config), *limits)
+    job = jobs.prepare(args, config)
+    if not args.no_plan:  # buffers first: a GiB of them hides more than a block's recompute costs
+        job = capacity.use_spare_memory(job, *limits)
+    job = capacity.settle_blocks(job, *limits)
     jobs.check_engine(job)
     layout = capacity.plan_of(job)
     planned = None if args.no_plan else capacity.check_fit(layout, *limits)

@@ -71,10 +71,11 @@ class DataFile:
         disk: told of every operation before it happens.
         path: the file; made anew.
         thread: does the requests to the disk.
+        piece_bytes: hashed and copied at a time.
     """
 
-    def __init__(self, disk: Disk, path: Path, thread: DiskThread):
-        self._disk, self.path, self._thread = disk, path, thread
+    def __init__(self, disk: Disk, path: Path, thread: DiskThread, piece_bytes: int = PIECE_BYTES):
+        self._disk, self.path, self._thread, self._piece = disk, path, thread, piece_bytes
         self._pending: deque[Future[None]] = deque()
         self._blocks = [aligned_buffer() for _ in range(BLOCKS)]
         self._number = self._filled = self._begin = 0
@@ -90,8 +91,8 @@ class DataFile:
 
     def _chunk(self, content: memoryview) -> str:
         state = xxhash.xxh3_64()
-        for i in range(0, len(content), PIECE_BYTES):
-            piece = content[i : i + PIECE_BYTES]
+        for i in range(0, len(content), self._piece):
+            piece = content[i : i + self._piece]
             state.update(piece)
             self._append(piece)
         return state.hexdigest()

@@ -18,6 +18,7 @@ from bigtrain.checkpoint.datafile import BLOCK_BYTES, PAGE_BYTES, DataSource, al
 from bigtrain.checkpoint.manifest import SavedSlice
 from bigtrain.checkpoint.reshard import Index, Read
 from bigtrain.checkpoint.slices import DTYPES, LocalSlice, raw
+from bigtrain.checkpoint.snapshot import page_locked
 from bigtrain.checkpoint.store import Opened
 from bigtrain.errors import CheckpointError
 
@@ -86,7 +87,8 @@ def load_slices(opened: Opened, slices: Sequence[LocalSlice], *, index: Index | 
         reads = reshard.plan_reads(index, [s.wanted() for s in slices])
         _check_dtypes(reads, slices)
         stretches = list(_stretches(opened, reads, slices))
-    with ranks.together(f"reading {opened.folder}"), _Sources() as sources:
+    pinned = any(s.tensor.is_cuda for s in slices)
+    with ranks.together(f"reading {opened.folder}"), _Sources(pinned) as sources:
         with ThreadPoolExecutor(readers()) as threads:
             return sum(threads.map(lambda stretch: _read(stretch, sources), stretches))
 
@@ -140,17 +142,17 @@ def _read(stretch: _Stretch, sources: _Sources) -> int:
     source = sources.open(stretch.path, stretch.file_bytes)
     if not source.direct:
         for part in stretch.parts:
-            _read_cached(part, source)
+            _read_cached(part, source, sources)
     else:
-        block = source.read_block(sources.buffer(stretch.end - stretch.begin), stretch.begin, stretch.end)
+        block = source.read_block(sources.buffer(stretch.end - stretch.begin + 2 * PAGE_BYTES), stretch.begin, stretch.end)
         for part in stretch.parts:
             _take(part, block[part.position - stretch.begin :][: part.size], stretch.path)
     return sum(part.size for part in stretch.parts)
 
 
-def _read_cached(part: _Part, source: DataSource) -> None:
+def _read_cached(part: _Part, source: DataSource, sources: _Sources) -> None:
     whole = part.direct
-    buffer = raw(part.target) if whole else memoryview(bytearray(part.size))
+    buffer = raw(part.target) if whole else sources.buffer(part.size)[: part.size]
     part.check(source.read_hashed(buffer, part.position), source.path)
     if not whole:
         _copy_elements(part, buffer)
@@ -171,9 +173,10 @@ def _copy_elements(part: _Part, content: memoryview) -> None:
 
 
 class _Sources(contextlib.AbstractContextManager["_Sources"]):
-    """Open files, each opened once, and a buffer for each reading thread."""
+    """Open files, each opened once, and a buffer for each reading thread: pinned, if state on a GPU is to be filled."""
 
-    def __init__(self) -> None:
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
         self._open: dict[Path, DataSource] = {}
         self._lock = threading.Lock()
         self._own = threading.local()
@@ -185,9 +188,16 @@ class _Sources(contextlib.AbstractContextManager["_Sources"]):
             return self._open[path]
 
     def buffer(self, size: int) -> memoryview:
+        """At least `size` bytes, page-aligned, the thread's own until it asks again."""
         held = getattr(self._own, "buffer", None)
-        if held is None or len(held) < size + 2 * PAGE_BYTES:  # a chunk may be longer than a block
-            held = self._own.buffer = memoryview(aligned_buffer(max(BLOCK_BYTES, size) + 2 * PAGE_BYTES))  # type: ignore[arg-type]
+        if held is None or len(held) < size:  # a chunk may be longer than a block
+            room = max(BLOCK_BYTES + 2 * PAGE_BYTES, size)
+            if self._pinned:
+                self._own.locked = page_locked(room)
+                held = raw(self._own.locked.tensors["bytes"])
+            else:
+                held = memoryview(aligned_buffer(room))  # type: ignore[arg-type]
+            self._own.buffer = held
         return held
 
     def __exit__(self, *_: object) -> None:

@@ -45,6 +45,18 @@ class Checkpoints:
         """Seconds that the last save kept training waiting, so far."""
         return self._saver.blocked_s if self._saver else 0.0
 
+    @property
+    def writing(self) -> bool:
+        """True while a save is in flight on this rank."""
+        return self._saver is not None and self._saver.writing
+
+    def copied(self) -> dict[str, float]:
+        """What saves cost in host memory: bytes that the last one copied from the GPU, the seconds of that, and bytes held now."""
+        saver = self._saver
+        if saver is None:
+            return {"fetched_bytes": 0, "fetch_s": 0.0, "held_bytes": 0}
+        return {"fetched_bytes": saver.fetched_bytes, "fetch_s": saver.fetch_s, "held_bytes": saver.held_bytes}
+
     @naming_the_lost()
     def save(
         self,

@@ -46,7 +46,8 @@ class Job:
     run: bytes
     model_files: Mapping[str, bytes]
     hashes: list[list[str]]
-    ready: torch.cuda.Event | None = None
+    device: torch.device | None = None  # the GPU that holds some of the state
+    ready: torch.cuda.Event | None = None  # its state is final from here on
     claim: int = -1  # of the root, see files.claim
 
     def manifest(self, data_name: str) -> RankManifest:
@@ -88,12 +89,12 @@ def plan(
             Unit(s.tensor[i : i + per_unit], offset + i * s.tensor.element_size(), index)
             for i in range(0, s.tensor.numel(), per_unit)
         ]
-    ready = None
-    if any(u.tensor.is_cuda for u in units):
+    device, ready = next((u.tensor.device for u in units if u.tensor.is_cuda), None), None
+    if device is not None:
         ready = torch.cuda.Event()
-        ready.record()
+        ready.record(torch.cuda.current_stream(device))
     hashes: list[list[str]] = [[] for _ in saved]
-    return Job(step, scratch, final, units, saved, total, header, rank_state, run, model_files, hashes, ready)
+    return Job(step, scratch, final, units, saved, total, header, rank_state, run, model_files, hashes, device, ready)
 
 
 def _lay_out(mine: list[LocalSlice]) -> tuple[bytes, list[int], int]:

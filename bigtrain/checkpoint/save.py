@@ -2,12 +2,15 @@
 
 `Saver.start` returns at once. A thread then writes the state in units of at most `UNIT_BYTES`; what it has not reached when the
 next update is due is copied to host memory by `before_update`, while the thread goes on writing, so that the update never waits
-for the disk and the extra memory is at most one snapshot: none where the disk is done before the update. State on a GPU goes to
-pinned host memory first; no GPU memory is allocated. Host memory is kept for the next save (`snapshot.HostMemory`).
+for the disk and the extra memory is at most one snapshot: none where the disk is done before the update.
+
+Where a GPU computes, all state is copied to host memory at once, beside forward and backward of the next step: what lies on the GPU
+to pinned memory, on a stream of its own; no GPU memory is allocated. Host memory is kept for the next save (`snapshot.HostMemory`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -24,7 +27,7 @@ import torch
 from bigtrain import ranks
 from bigtrain.checkpoint import files, manifest, store
 from bigtrain.checkpoint.confirm import Confirmation, LostRankError
-from bigtrain.checkpoint.datafile import DataFile, DiskThread
+from bigtrain.checkpoint.datafile import PIECE_BYTES, DataFile, DiskThread
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.manifest import CHUNK_BYTES
 from bigtrain.checkpoint.pieces import BUSY, COPIED, DONE, LIVE, Job, Unit, plan
@@ -53,6 +56,12 @@ class Saver:
         keep_last: how many of the newest checkpoints to keep; None keeps all.
         keep_every: checkpoints whose step is a multiple of this are never deleted.
         disk: the file layer; tests pass one that fails.
+
+    Attributes:
+        protect: steps that are not deleted.
+        blocked_s: seconds that the last save kept training waiting, so far.
+        copied_bytes: copied in host memory, by all saves.
+        fetched_bytes, fetch_s: copied from the GPU by the last save, and the seconds from the first copy to the end of the last.
     """
 
     def __init__(self, root: Path, *, keep_last: int | None = None, keep_every: int | None = None, disk: Disk | None = None):
@@ -60,6 +69,7 @@ class Saver:
         self.protect: set[int] = set()
         self.blocked_s = 0.0
         self.copied_bytes = 0
+        self.fetched_bytes, self.fetch_s = 0, 0.0
         self._disk = disk or Disk()
         self._confirmation = Confirmation(CONFIRM_TIMEOUT_S)
         self._lock = threading.Condition()
@@ -131,9 +141,10 @@ class Saver:
             if ranks.is_main():
                 Disk().remove_tree(scratch)
             raise
-        for unit, s in ((u, mine[u.slice_index]) for u in job.units):
-            if s.volatile:
-                self._copy(unit)
+        for unit in job.units:
+            if mine[unit.slice_index].volatile:
+                unit.state = BUSY
+                self._copy(unit, even_if_short=True)
         self._job = job
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"save-{step}", daemon=False)
         self._thread.start()
@@ -151,13 +162,20 @@ class Saver:
         self.blocked_s += time.perf_counter() - began
 
     def _copy_the_rest(self, job: Job) -> None:
-        # From the back, so that writer and copiers do not wait for each other.
-        if any(unit.state == LIVE for unit in job.units):
-            with ThreadPoolExecutor(_copiers()) as threads:
-                list(threads.map(self._copy_if_live, reversed(job.units)))
+        self._copy_host_units(job)
         with self._lock:
             while any(u.state in (LIVE, BUSY) for u in job.units) and self._error is None:
                 self._lock.wait(0.5)
+
+    @property
+    def writing(self) -> bool:
+        """True while the save in flight is not on disk yet."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def held_bytes(self) -> int:
+        """Host memory kept for copies."""
+        return self._host.nbytes + self._pinned.nbytes
 
     def wait(self) -> None:
         """Wait until the save in flight is on disk on every rank; raise what it failed with."""
@@ -186,6 +204,13 @@ class Saver:
                     str(self.root),
                 )
 
+    def _copy_host_units(self, job: Job) -> None:
+        """Copy what is live in host memory; from the back, so that writer and copiers do not wait for each other."""
+        live = [unit for unit in reversed(job.units) if unit.state == LIVE and not unit.tensor.is_cuda]
+        if live:
+            with ThreadPoolExecutor(_copiers()) as threads:
+                list(threads.map(self._copy_if_live, live))
+
     def _copy_if_live(self, unit: Unit) -> None:
         with self._lock:
             if unit.state != LIVE:
@@ -193,9 +218,15 @@ class Saver:
             unit.state = BUSY
         self._copy(unit)
 
-    def _copy(self, unit: Unit) -> None:
+    def _copy(self, unit: Unit, even_if_short: bool = False) -> None:
+        """Copy a unit that is BUSY. Short of memory, it is LIVE again: the update waits for the writer, which takes it from there."""
         try:
-            copy = self._host.take(unit.tensor)
+            copy = self._host.take(unit.tensor, even_if_short)
+            if copy is None:
+                with self._lock:
+                    unit.state = LIVE if unit.state == BUSY else unit.state
+                    self._lock.notify_all()
+                return
             if unit.tensor.is_cuda:
                 copy.tensor.copy_(unit.tensor)
             else:
@@ -227,7 +258,7 @@ class Saver:
         failure: Exception | None = None
         entry: tuple[str, int, str] | None = None
         try:
-            self._fetch_from_gpu(job)
+            self._fetch(job)
             entry = self._write(job)
         except Exception as error:
             failure = error
@@ -263,31 +294,50 @@ class Saver:
             bad = {} if uncommitted is None else {"0": ranks.describe(uncommitted)}
         return self._confirmation.conclude(bad)
 
-    def _fetch_from_gpu(self, job: Job) -> None:
-        """Copy what lies on a GPU to the pinned buffers, on a stream of its own, before anything is written."""
-        if job.ready is None:
+    def _fetch(self, job: Job) -> None:
+        """Where a GPU computes: copy all state to host memory now. Else the processor is better left to training and writing.
+
+        Returns when it is done; what is in host memory is copied by other threads while the GPU copies.
+        """
+        if job.device is None or job.ready is None:
             return
-        stream = torch.cuda.Stream()
-        stream.wait_event(job.ready)
-        fetched = []
-        for unit in job.units:
-            with self._lock:
-                if unit.state != LIVE or not unit.tensor.is_cuda:
-                    continue
-                unit.state = BUSY
-            fetched.append(unit)
-            unit.copy = self._pinned.take(unit.tensor)
-            with torch.cuda.stream(stream):
-                unit.copy.tensor.copy_(unit.tensor, non_blocking=True)
-        stream.synchronize()
+        units = [unit for unit in job.units if unit.tensor.is_cuda and unit.state == LIVE]
+        self._pinned.reserve(sum(unit.tensor.nbytes for unit in units), _copiers())
+        with torch.cuda.device(job.device):  # a new thread begins on the first GPU
+            stream = torch.cuda.Stream(job.device)
+            stream.wait_event(job.ready)
+            began = time.perf_counter()
+            try:
+                with torch.cuda.stream(stream):
+                    for unit in units:
+                        self._fetch_unit(unit)
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # the interpreter's end, where no thread can be started: no update comes
+                    self._copy_host_units(job)
+            finally:  # also after an error: blocks are given back then
+                stream.synchronize()
+        self.fetched_bytes, self.fetch_s = sum(unit.tensor.nbytes for unit in units), time.perf_counter() - began
         with self._lock:
-            for unit in fetched:
+            for unit in units:
                 unit.state = COPIED
             self._lock.notify_all()
 
+    def _fetch_unit(self, unit: Unit) -> None:
+        copy = self._pinned.take(unit.tensor)
+        if copy is None:
+            raise CheckpointError(
+                f"the host is short of memory for a copy of the GPU's state ({self._pinned.nbytes / 2**30:.1f} GiB are held). "
+                "Leave it more: fewer data workers, or less state offloaded to the host."
+            )
+        unit.copy, unit.state = copy, BUSY
+        copy.tensor.copy_(unit.tensor, non_blocking=True)
+
     def _write(self, job: Job) -> tuple[str, int, str]:
         name = manifest.stem(ranks.rank(), ranks.world_size())
-        data = DataFile(self._disk, job.scratch / f"{name}.safetensors", self._disk_thread)
+        # A thread that launches kernels needs the interpreter all the time: take it as rarely as possible.
+        piece = PIECE_BYTES if job.device is None else CHUNK_BYTES
+        data = DataFile(self._disk, job.scratch / f"{name}.safetensors", self._disk_thread, piece)
         try:
             data.write(memoryview(job.header), 0, len(job.header))
             for unit in job.units:

@@ -122,3 +122,8 @@ def housekeeping(work: Work) -> None:
         work.set("steps_per_print", NEVER_PRINT, "default", "bigtrain prints its own progress")
     if work.open("wall_clock_breakdown"):
         work.set("wall_clock_breakdown", False, "default", "it synchronises at every step")
+    if work.open("timers.throughput.enabled"):
+        reason = (
+            "it waits for the whole device twice a micro step, also for an optimizer update that runs beside the next forward"
+        )
+        work.set("timers.throughput.enabled", False, "default", reason)

@@ -22,7 +22,7 @@ OFFLOAD_PARAM = {
 OFFLOAD_OPTIMIZER = {
     "device": choice("none", *DEVICES),
     "nvme_path": text(None, needs=("offload_optimizer on nvme",)),
-    "buffer_count": integer(4, least=0, needs=("offload_optimizer on nvme",)),
+    "buffer_count": integer(4, least=0),  # on NVMe, and of the optimizers that stream their state
     "pin_memory": flag(True, needs=("offload_optimizer",), gpu_only=True, cpu_value=False),
     "pipeline_read": flag(needs=("offload_optimizer on nvme",)),
     "pipeline_write": flag(needs=("offload_optimizer on nvme",)),

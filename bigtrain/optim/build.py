@@ -29,6 +29,7 @@ class Options:
         offload: the optimizer's state lives on the CPU although the model may be on a GPU.
         offload_ratio: the share of it that does.
         pin_memory: whether that memory is page-locked.
+        offload_buffers: chunks of it that may be on the GPU at a time.
         device: "cuda" or "cpu", where the model is.
     """
 
@@ -39,6 +40,7 @@ class Options:
     offload: bool
     offload_ratio: float
     pin_memory: bool
+    offload_buffers: int
     device: str
 
     @property
@@ -58,6 +60,7 @@ def build_optimizer(
     offload: bool = False,
     offload_ratio: float = 1.0,
     pin_memory: bool = True,
+    offload_buffers: int = 4,
     device: str = "cuda",
 ) -> torch.optim.Optimizer:
     """Build optimizer `name` for DeepSpeed to wrap. The config needs `engine_config_patch(name)` as well.
@@ -72,6 +75,7 @@ def build_optimizer(
         offload: True if the config offloads the optimizer to the CPU.
         offload_ratio: share of the state that is offloaded, for optimizers that do so themselves.
         pin_memory: page-lock it, for the same.
+        offload_buffers: chunks of it on the GPU at a time, for the same.
         device: "cuda" or "cpu", where the model is.
 
     Raises:
@@ -88,6 +92,7 @@ def build_optimizer(
         offload=offload,
         offload_ratio=offload_ratio,
         pin_memory=pin_memory,
+        offload_buffers=offload_buffers,
         device=torch.device(device).type,
     )
     return pkgutil.resolve_name(row.build)(groups, options)
@@ -154,7 +159,7 @@ def _split(groups: Groups, options: Options, moments: str) -> torch.optim.Optimi
     from bigtrain.optim.split import AdamWSplit
 
     compiled = options.device == "cpu" and cpu_kernel.ready()
-    offload = (options.offload_ratio, options.pin_memory) if options.offload else None
+    offload = (options.offload_ratio, options.pin_memory, options.offload_buffers) if options.offload else None
     return AdamWSplit(groups, moments=moments, compiled=compiled, offload=offload, **options.adam)
 
 

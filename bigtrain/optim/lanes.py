@@ -110,10 +110,13 @@ class HostMemory:
     def __init__(self, layout: dict[str, tuple[int, torch.dtype]], pin: bool):
         sizes = {name: n * dtype.itemsize for name, (n, dtype) in layout.items()}
         self._size = sum(_page(size) for size in sizes.values())
-        self._map = mmap.mmap(-1, max(self._size, mmap.PAGESIZE))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):
-                self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map = mmap.mmap(-1, max(self._size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Huge pages are for private memory only; a child process must not take part in it, or a write would move the page away
+        # from the device that reads it.
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):
+                with contextlib.suppress(OSError):
+                    self._map.madvise(getattr(mmap, advice))
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self._address = whole.data_ptr()
         self.tensors, at = {}, 0

@@ -43,7 +43,8 @@ class AdamWSplit(torch.optim.Optimizer):
         moments: "float32", "bfloat16" or "8bit".
         exact_root: correctly rounded square root on the CPU too (see `arithmetic`).
         compiled: update CPU tensors by the compiled kernel, which must be `cpu_kernel.ready()`.
-        offload: keep the state of parameters on a GPU in host memory (see `stream`), this share of it, page-locked or not.
+        offload: keep the state of parameters on a GPU in host memory (see `stream`): which share of it, whether page-locked,
+            and how many chunks of it may be on the GPU at a time.
 
     Attributes:
         grad_factor: what gradients are multiplied by in the next step.
@@ -63,7 +64,7 @@ class AdamWSplit(torch.optim.Optimizer):
         moments: str = "float32",
         exact_root: bool = False,
         compiled: bool = False,
-        offload: tuple[float, bool] | None = None,
+        offload: tuple[float, bool, int] | None = None,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.moments = MOMENTS[moments]
@@ -251,6 +252,7 @@ def attach(ds_engine: Any) -> None:
     layouts = flat.partition_layouts(ds_optimizer)
     device = next(iter(layouts)).device
     if optimizer.offload is not None and device.type != "cpu":
-        ratio, pin = optimizer.offload
-        optimizer.stream = Stream(optimizer.layout, lanes_for(device), device, ratio=ratio, pin=pin)
+        ratio, pin, buffers = optimizer.offload
+        lanes = lanes_for(device)
+        optimizer.stream = Stream(optimizer.layout, lanes, device, ratio=ratio, pin=pin, buffers=buffers)
         flat.stream_updates(optimizer.stream, ds_engine.module, ds_optimizer, layouts)

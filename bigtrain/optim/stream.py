@@ -25,6 +25,7 @@ from bigtrain.optim.table import BLOCK_ELEMS
 # A chunk's state: large enough that a copy runs at the bus's full rate (53 GB/s on PCIe gen 5: 2.5 ms), four of them in flight.
 CHUNK_BYTES = 128 << 20
 BUFFERS = 4
+AHEAD = 8  # chunks asked for beyond those that something waits for: 20 ms of the bus, so that it never runs dry
 
 State = dict[str, torch.Tensor]
 # Updates one chunk of a flat parameter in place: weight, gradient, state, where the chunk begins in the parameter.
@@ -37,6 +38,7 @@ class Chunk:
 
     Attributes:
         kept: its state stays on the device between steps.
+        home: its state in host memory.
         done: mark of its last update.
         stored: mark of its last download: host memory holds its state.
     """
@@ -45,6 +47,7 @@ class Chunk:
     start: int
     end: int
     kept: bool = False
+    home: State | None = None
     done: Any = None
     stored: Any = None
 
@@ -68,12 +71,29 @@ class Job:
 
 @dataclass(eq=False)
 class Plan:
-    """The chunks that are updated together, in order, and how far COMPUTE has waited (as an index, from 0)."""
+    """The chunks that are updated together, in order.
+
+    Attributes:
+        asked: how many chunks of this step's update were asked of the lanes.
+        waited: up to which chunk, as an index from 0, COMPUTE has waited.
+        uploaded: state that is on its way before its update is asked for.
+        jobs, grads: of this step; the latter by parameter and start of chunk.
+    """
 
     chunks: list[Chunk]
-    begun: bool = False
+    asked: int = 0
     waited: int = -1
     uploaded: dict[Chunk, Buffer] = field(default_factory=dict)
+    jobs: Mapping[torch.Tensor, Job] = field(default_factory=dict)
+    grads: dict[torch.Tensor, dict[int, list[torch.Tensor]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.asked, self.waited = len(self.chunks), len(self.chunks) - 1
+
+    @property
+    def under_way(self) -> bool:
+        """True if COMPUTE has not waited for all of an update."""
+        return self.waited + 1 < len(self.chunks)
 
 
 class Stream:
@@ -170,6 +190,7 @@ class Stream:
         plan = self._first
         if plan is None or plan.uploaded or any(c.param not in self._memory for c in plan.chunks):
             return
+        self._ask(plan, len(plan.chunks))  # buffers go round in the order of asking
         for chunk in [c for c in plan.chunks if not c.kept][: self._buffers]:
             plan.uploaded[chunk] = self._upload(chunk)
 
@@ -181,17 +202,25 @@ class Stream:
             self._start(plan, {p: jobs.pop(p) for p in list(jobs) if self._plans[p] is plan})
 
     def _start(self, plan: Plan, jobs: Mapping[torch.Tensor, Job]) -> None:
+        self._ask(plan, len(plan.chunks))  # the update before this one, if forward did not need all of it
         self._lanes.wait(UPDATE, self._lanes.mark(COMPUTE))
-        grads = {p: dict(cut(job.pieces, self.chunk_elems)) for p, job in jobs.items()}
         for tensor in (t for job in jobs.values() for t in job.reads):
             self._lanes.keep(tensor, UPDATE)
-        plan.begun, plan.waited = True, -1
-        for chunk in plan.chunks:
-            if chunk.param not in jobs:  # nothing to do for it in this step; a mark all the same, so that marks stay in order
-                plan.uploaded.pop(chunk, None)
+        plan.jobs, plan.grads = jobs, {p: dict(cut(job.pieces, self.chunk_elems)) for p, job in jobs.items()}
+        plan.asked, plan.waited = 0, -1
+        self._ask(plan, AHEAD)
+
+    def _ask(self, plan: Plan, count: int) -> None:
+        """Ask the lanes for the first `count` chunks of the update under way."""
+        for chunk in plan.chunks[plan.asked : count]:
+            buffer = plan.uploaded.pop(chunk, None)
+            if chunk.param in plan.jobs:
+                self._update(chunk, buffer, plan.jobs[chunk.param].update, plan.grads[chunk.param].pop(chunk.start))
+            else:  # nothing to do for it in this step; a mark all the same, so that marks stay in order
                 chunk.done = self._lanes.mark(UPDATE)
-                continue
-            self._update(chunk, plan.uploaded.pop(chunk, None), jobs[chunk.param].update, grads[chunk.param][chunk.start])
+        plan.asked = max(plan.asked, min(count, len(plan.chunks)))
+        if plan.asked == len(plan.chunks):
+            plan.jobs, plan.grads = {}, {}
 
     def _update(self, chunk: Chunk, buffer: Buffer | None, update: Update, grads: list[torch.Tensor]) -> None:
         lanes = self._lanes
@@ -240,10 +269,14 @@ class Stream:
         return {name: torch.empty(size, dtype=dtype, device=self._device) for name, (size, dtype) in self._layout(n).items()}
 
     def _on_host(self, chunk: Chunk) -> State:
-        return self._narrow(self._memory[chunk.param].tensors, chunk, chunk.start)
+        if chunk.home is None:
+            chunk.home = self._narrow(self._memory[chunk.param].tensors, chunk, chunk.start)
+        return chunk.home
 
     def _narrow(self, tensors: State, chunk: Chunk, at: int) -> State:
         sizes = {name: size for name, (size, _) in self._layout(chunk.end - chunk.start).items()}
+        if at == 0 and all(tensors[name].numel() == size for name, size in sizes.items()):
+            return tensors
         starts = {name: size for name, (size, _) in self._layout(at).items()}  # chunks start at whole blocks
         return {name: t[starts[name] : starts[name] + sizes[name]] for name, t in tensors.items()}
 
@@ -251,10 +284,10 @@ class Stream:
 
     def wait_for(self, plan: Plan, position: int) -> None:
         """COMPUTE goes on only when chunk number `position` of the plan, and with it all before, is updated."""
-        if plan.begun and position > plan.waited:
+        if position > plan.waited:
+            self._ask(plan, position + 1 + AHEAD)
             self._lanes.wait(COMPUTE, plan.chunks[position].done)
             plan.waited = position
-            plan.begun = position + 1 < len(plan.chunks)
 
     def finish(self) -> None:
         """What COMPUTE does from now on sees every weight updated."""

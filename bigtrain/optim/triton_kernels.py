@@ -12,11 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from bigtrain.optim.arithmetic import Scalars, code_tables
+from bigtrain.optim.arithmetic import CELL_BITS, SMALLEST_CELL, Scalars, cell_start, code_tables
 from bigtrain.optim.table import BLOCK_ELEMS
 
 FP32_BLOCK = 1024
 ROWS = 8  # 8-bit blocks of 256 elements a program handles
+LOOKUP = "shared"  # where tables are looked up: "shared" memory, each program's own copy, or "cached" global memory
 
 
 @triton.jit
@@ -90,18 +91,55 @@ def _elementwise_kernel(
 
 
 @triton.jit
-def _nearest(x, middles_ptr, first_ptr):
-    """The nearest of 256 ascending codes, by its upper 16 bits and one comparison (`arithmetic.code_tables`)."""
-    index = tl.load(first_ptr + ((x.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)).to(tl.int32)
-    return index + (x > tl.load(middles_ptr + index)).to(tl.int32)
+def _divide(x, d, inverse):
+    """x / d as `div_rn` has it, given inverse = 1 / d rounded: by two residues (Markstein, IBM J. Res. Dev. 34(1), 1990).
+
+    For d between 2^-60 and 2^60 and x zero or above 2^-100, so that no residue underflows.
+    """
+    q = x * inverse
+    q = tl.fma(tl.fma(-q, d, x), inverse, q)
+    return tl.fma(tl.fma(-q, d, x), inverse, q)
+
+
+@triton.jit
+def _look_up(table_ptr, index, SIZE: tl.constexpr, LOOKUP: tl.constexpr):
+    """table[index] for int32 `index` below SIZE, of any shape. The tables are small and the indices all over them: the banks of shared
+    memory answer that several times faster than the lines of the first-level cache."""
+    if LOOKUP == "shared":
+        flat = tl.reshape(index, [index.numel])
+        return tl.reshape(tl.gather(tl.load(table_ptr + tl.arange(0, SIZE)), flat, 0), index.shape)
+    else:
+        return tl.load(table_ptr + index)
+
+
+@triton.jit
+def _number(size, cells_ptr, START: tl.constexpr, BITS: tl.constexpr, LEAST: tl.constexpr, LOOKUP: tl.constexpr):
+    """How many mid-points lie below the magnitude with these int32 bits (`arithmetic.code_tables`, `nearest`)."""
+    size = tl.maximum(size, LEAST)
+    power = ((size >> 2) + (size >> 4) + START).to(tl.float32, bitcast=True) + (1 << (23 - BITS))
+    cell = power.to(tl.int32, bitcast=True) & ((1 << BITS) - 1)
+    carried = _look_up(cells_ptr, cell, 1 << BITS, LOOKUP) + size
+    return (carried.to(tl.uint32, bitcast=True) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _ratio(x, scale):
+    """x / scale for rows `x` and their largest magnitudes; where that is 0, 1 stands for it. Where |x / scale| < 2^-40 about that."""
+    power = tl.where(
+        scale < 8.673617379884035e-19, 1.2676506002282294e30, tl.where(scale > 1.152921504606847e18, 5.421010862427522e-20, 1.0)
+    )
+    d = tl.where(scale == 0.0, 1.0, scale * power)
+    inverse = tl.div_rn(tl.zeros_like(d) + 1.0, d)
+    return _divide(x * power[:, None], d[:, None] + tl.zeros_like(x), inverse[:, None] + tl.zeros_like(x))
 
 
 @triton.jit
 def _8bit_kernel(
     weight_ptr, low_ptr, code1_ptr, code2_ptr, scale1_ptr, scale2_ptr, grad_ptr, factor_ptr,
-    signed_ptr, signed_middles_ptr, signed_first_ptr, unsigned_ptr, unsigned_middles_ptr, unsigned_first_ptr, n,
+    signed_ptr, signed_cells_ptr, unsigned_ptr, unsigned_cells_ptr, n,
     decay, weight1, beta2, weight2, root2, eps, step_size,
-    HAS_FACTOR: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOOKUP: tl.constexpr,
+    START1: tl.constexpr, BITS1: tl.constexpr, START2: tl.constexpr, BITS2: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -109,13 +147,15 @@ def _8bit_kernel(
     has_row = row * WIDTH < n
     scale1 = tl.load(scale1_ptr + row, mask=has_row, other=0.0)
     scale2 = tl.load(scale2_ptr + row, mask=has_row, other=0.0)
-    m = tl.load(signed_ptr + tl.load(code1_ptr + at, mask=inside, other=0).to(tl.int32)) * scale1[:, None]
-    v = tl.load(unsigned_ptr + tl.load(code2_ptr + at, mask=inside, other=0).to(tl.int32)) * scale2[:, None]
+    code1 = tl.load(code1_ptr + at, mask=inside, other=0).to(tl.int32)
+    code2 = tl.load(code2_ptr + at, mask=inside, other=0).to(tl.int32)
     low = tl.load(low_ptr + at, mask=inside, other=0)
     master = _join(tl.load(weight_ptr + at, mask=inside, other=0.0), low, tl.zeros_like(low).to(tl.int32))
     g = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_FACTOR:
         g = g * tl.load(factor_ptr)
+    m = _look_up(signed_ptr, code1, 256, LOOKUP) * scale1[:, None]
+    v = _look_up(unsigned_ptr, code2, 256, LOOKUP) * scale2[:, None]
     master, m, v = _adamw(master, g, m, v, decay, weight1, beta2, weight2, root2, eps, step_size)
     weight, rest = _round(master)
     tl.store(weight_ptr + at, weight, mask=inside)
@@ -124,15 +164,17 @@ def _8bit_kernel(
     v = tl.where(inside, v, 0.0)
     scale1 = tl.max(tl.abs(m), axis=1)
     scale2 = tl.max(v, axis=1)
-    ratio1 = tl.div_rn(m, tl.where(scale1 == 0.0, 1.0, scale1)[:, None] + tl.zeros_like(m))
-    ratio2 = tl.div_rn(v, tl.where(scale2 == 0.0, 1.0, scale2)[:, None] + tl.zeros_like(v))
-    index1 = _nearest(ratio1, signed_middles_ptr, signed_first_ptr)
-    index2 = _nearest(ratio2, unsigned_middles_ptr, unsigned_first_ptr)
-    index2 = tl.where((index2 == 0) & (v > 0.0), 1, index2)
-    tl.store(code1_ptr + at, index1.to(tl.uint8), mask=inside)
-    tl.store(code2_ptr + at, index2.to(tl.uint8), mask=inside)
     tl.store(scale1_ptr + row, scale1, mask=has_row)
     tl.store(scale2_ptr + row, scale2, mask=has_row)
+    bits = _ratio(m, scale1).to(tl.int32, bitcast=True)
+    below = bits >> 31
+    number = _number((bits & 0x7FFFFFFF) - below, signed_cells_ptr, START1, BITS1, LEAST, LOOKUP)
+    index = tl.maximum(127 + (number ^ below) - below, 0)
+    tl.store(code1_ptr + at, index.to(tl.uint8), mask=inside)
+    bits = _ratio(v, scale2).to(tl.int32, bitcast=True)
+    number = _number(bits & 0x7FFFFFFF, unsigned_cells_ptr, START2, BITS2, LEAST, LOOKUP)
+    index = tl.maximum(number, (v > 0.0).to(tl.int32))
+    tl.store(code2_ptr + at, index.to(tl.uint8), mask=inside)
 
 
 def update(
@@ -171,8 +213,10 @@ def update(
             HAS_FACTOR=has_factor, HALF=half, BLOCK=FP32_BLOCK, **options,
         )  # fmt: skip
         return
-    tables = [*code_tables(True, weight.device), *code_tables(False, weight.device)]
+    tables = [table for signed in (True, False) for table in code_tables(signed, weight.device)[::2]]
     _8bit_kernel[(triton.cdiv(n, ROWS * BLOCK_ELEMS),)](
         weight, parts["low"], parts["state1"], parts["state2"], parts["absmax1"], parts["absmax2"], grad, factor,
-        *tables, n, *scalars, HAS_FACTOR=has_factor, ROWS=ROWS, WIDTH=BLOCK_ELEMS, **options,
+        *tables, n, *scalars, HAS_FACTOR=has_factor, ROWS=ROWS, WIDTH=BLOCK_ELEMS, LOOKUP=LOOKUP,
+        START1=cell_start(True), BITS1=CELL_BITS[True], START2=cell_start(False), BITS2=CELL_BITS[False], LEAST=SMALLEST_CELL,
+        **options,
     )  # fmt: skip

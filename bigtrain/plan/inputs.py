@@ -30,6 +30,7 @@ class ZeroSettings:
     offload_param: bool = False
     pin_memory: bool = True
     ratio: float = 1.0
+    buffers: int = 4
     reduce_bucket_elems: int = 500_000_000
     overlap_comm: bool = False
     reduce_scatter: bool = True
@@ -90,6 +91,7 @@ def settings_from_config(config: Mapping[str, Any], hidden: int) -> ZeroSettings
         offload_param=param is not None,
         pin_memory=bool((optimizer or param or {}).get("pin_memory", True)),
         ratio=float((optimizer or {}).get("ratio", 1.0)),
+        buffers=max(1, int((optimizer or {}).get("buffer_count") or 4)),
         reduce_bucket_elems=_number(zero, "reduce_bucket_size", 5e8, hidden * hidden),
         overlap_comm=(stage == 3) if overlap in (None, "auto") else bool(overlap),
         reduce_scatter=bool(zero.get("reduce_scatter", True)),

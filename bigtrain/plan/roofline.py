@@ -134,7 +134,7 @@ def _communication_s(plan: PlanInput, rates: Rates) -> float:
     return 2 * size / speed / (1 if every else plan.accumulation)  # all-reduce, also at stage 2
 
 
-def _optimizer_s(plan: PlanInput, rates: Rates) -> float:
+def _optimizer_s(plan: PlanInput, rates: Rates, forward_s: float) -> float:
     zero, world = plan.settings, plan.world_size
     owned = plan.trained_elems / world
     gather = 0.0
@@ -142,7 +142,7 @@ def _optimizer_s(plan: PlanInput, rates: Rates) -> float:
         speed = rates.link_bytes_s if plan.ranks_per_node == world else rates.network_bytes_s
         gather = 2 * plan.parameters.elems * (world - 1) / world / speed
     if plan.streams:
-        return gather + seconds(plan, rates.h2d_bytes_s, rates.d2h_bytes_s) + 20 * owned / rates.device_bytes_s
+        return gather + seconds(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s) + 20 * owned / rates.device_bytes_s
     if not zero.offload_optimizer:
         # 16 B states read and written, gradient cast and copied: about 40 B an element.
         return gather + 40 * owned / rates.device_bytes_s
@@ -158,6 +158,12 @@ def _optimizer_s(plan: PlanInput, rates: Rates) -> float:
         back = 0.0 if zero.offload_param else on_host * (2 / rates.pageable_bytes_s + 6 / rates.host_copy_bytes_s)
         return adam + passes + bus + back
     return gather + adam + passes + on_host * (4 / rates.d2h_bytes_s + 2 / rates.h2d_bytes_s)
+
+
+def forward_s(plan: PlanInput, rates: Rates) -> float:
+    """Of one micro step: a third of what forward and backward need."""
+    share = rates.liger_share if plan.kernels == "liger" else rates.hf_share
+    return plan.tokens * model_flops_per_token(plan) / 3 / (rates.matmul_flops * share)
 
 
 def _elementwise_s(plan: PlanInput, rates: Rates) -> float:
@@ -192,7 +198,7 @@ def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
         fetch = plan.accumulation * 2 * 2 * plan.parameters.elems / plan.world_size / rates.h2d_bytes_s
     hidden = plan.settings.overlap_comm or plan.settings.stage == 3
     micro = max(compute, communication + fetch) if hidden else compute + communication + fetch
-    optimizer = _optimizer_s(plan, rates)
+    optimizer = _optimizer_s(plan, rates, forward_s(plan, rates))
     tokens = plan.tokens * plan.accumulation * plan.world_size
     total = micro + optimizer
     mfu = model * tokens / plan.world_size / total / rates.peak_flops

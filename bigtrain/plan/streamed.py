@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 from bigtrain.plan.flat import slice_elems
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
 
-# optim/stream.py: CHUNK_BYTES, BUFFERS; optim/pieces.py: GATHER_ELEMS.
-CHUNK_BYTES, BUFFERS, GATHER_ELEMS = 128 << 20, 4, 1 << 25
+# optim/stream.py: CHUNK_BYTES; optim/pieces.py: GATHER_ELEMS.
+CHUNK_BYTES, GATHER_ELEMS = 128 << 20, 1 << 25
+# Both directions of the bus at once move less than each alone: 44 of 53 GB/s measured on an H100 (PCIe gen5).
+BOTH_WAYS = 0.83
+# Chunks in flight beside those that came up early.
+IN_FLIGHT = 4
 
 
 def bytes_per_elem(plan: PlanInput) -> float:
@@ -17,12 +23,17 @@ def bytes_per_elem(plan: PlanInput) -> float:
     return layout.remainder + layout.moments
 
 
+def chunk_elems(plan: PlanInput) -> float:
+    """Elements whose state is one chunk."""
+    return min(GATHER_ELEMS, CHUNK_BYTES / bytes_per_elem(plan))
+
+
 def hold_buffers(plan: PlanInput, tape: Tape) -> None:
     """On the GPU: the chunks of state on their way, and one chunk's gradients side by side."""
     if not plan.streams:
         return
-    chunk = min(GATHER_ELEMS, CHUNK_BYTES / bytes_per_elem(plan))
-    tape.hold("streamed", BUFFERS * chunk * bytes_per_elem(plan), "optimizer state, on its way")
+    chunk = chunk_elems(plan)
+    tape.hold("streamed", buffers_used(plan) * chunk * bytes_per_elem(plan), "optimizer state, on its way")
     tape.hold("streamed grads", 2 * plan.told.grad_bytes // 2 * chunk, "optimizer state, on its way")
 
 
@@ -31,8 +42,35 @@ def host_bytes(plan: PlanInput) -> float:
     return bytes_per_elem(plan) * slice_elems(plan.trained_elems, plan.world_size)
 
 
-def seconds(plan: PlanInput, h2d_bytes_s: float, d2h_bytes_s: float) -> float:
-    """What one step's traffic adds to it: up and down at once. One rank at stages 1 and 2 hides it behind forward and backward."""
-    if plan.world_size == 1 and plan.settings.stage in (1, 2):
-        return 0.0
-    return plan.settings.ratio * host_bytes(plan) / min(h2d_bytes_s, d2h_bytes_s)
+def chunks(plan: PlanInput) -> int:
+    """Of one rank's state, without what stays on the GPU."""
+    return math.ceil(plan.settings.ratio * slice_elems(plan.trained_elems, plan.world_size) / chunk_elems(plan))
+
+
+def buffers_used(plan: PlanInput) -> int:
+    """Buffers are made as they are needed: never more than there are chunks."""
+    return min(plan.settings.buffers, chunks(plan))
+
+
+def early_bytes(plan: PlanInput) -> float:
+    """What comes up during backward already: as much as there are buffers for."""
+    return buffers_used(plan) * chunk_elems(plan) * bytes_per_elem(plan)
+
+
+def seconds(plan: PlanInput, h2d_bytes_s: float, d2h_bytes_s: float, forward_s: float) -> float:
+    """What one step's traffic adds to it: up and down at once, less what came up early.
+
+    One rank at stages 1 and 2 hides it behind the next forward, which takes `forward_s`; with more ranks, and at stage 3, the
+    step waits for it.
+    """
+    moved = max(0.0, plan.settings.ratio * host_bytes(plan) - early_bytes(plan)) / (BOTH_WAYS * min(h2d_bytes_s, d2h_bytes_s))
+    hides = plan.world_size == 1 and plan.settings.stage in (1, 2)
+    return max(0.0, moved - forward_s) if hides else moved
+
+
+def buffers_that_help(plan: PlanInput, h2d_bytes_s: float, d2h_bytes_s: float, forward_s: float) -> int:
+    """The least number of buffers with which the traffic costs no time, as `seconds` counts it."""
+    hides = plan.world_size == 1 and plan.settings.stage in (1, 2)
+    hidden = forward_s * BOTH_WAYS * min(h2d_bytes_s, d2h_bytes_s) if hides else 0.0
+    early = max(0.0, plan.settings.ratio * host_bytes(plan) - hidden)
+    return min(chunks(plan), math.ceil(early / (chunk_elems(plan) * bytes_per_elem(plan))) + IN_FLIGHT)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from bigtrain.errors import WeightsError
-from bigtrain.weights.read import as_bytes, default_threads, on_device
+from bigtrain.weights.read import CPU_THREADS, as_bytes, default_threads, on_device
 
 BLOCK_BYTES = 16 << 20
 
@@ -40,7 +40,7 @@ class Writer:
     """
 
     def __init__(self, threads: int | None = None, progress: Callable[[int], object] | None = None):
-        self.threads = threads or default_threads()
+        self.threads = threads or default_threads(CPU_THREADS)
         self._progress = progress or (lambda nbytes: None)
         self._descriptors: dict[str, int] = {}
         self._lock = threading.Lock()

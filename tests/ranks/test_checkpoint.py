@@ -1,5 +1,9 @@
 """Save and load of named slices on real ranks and real files."""
 
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -187,3 +191,29 @@ def test_B28_auto_takes_the_newest_whole_one_and_says_why(rank_pool, tmp_path):
     (tmp_path / "checkpoint-2" / "COMMIT").unlink()
     step, skipped = _resume_auto(str(tmp_path))
     assert step == 1 and len(skipped) == 1 and "rank-00001-of-00002.safetensors is missing" in skipped[0]
+
+
+class _Late(Disk):
+    """A disk that takes its time before the first byte."""
+
+    @contextlib.contextmanager
+    def doing(self, what: str, path: Path) -> Iterator[None]:
+        if what == "create":
+            time.sleep(0.3)
+        with super().doing(what, path):
+            yield
+
+
+def _save_while_forward_goes_on(root: str):
+    saver = Saver(Path(root), disk=_Late())
+    slices = [dataclasses.replace(s, volatile=True) for s in _slices(True)]
+    saver.start(1, slices, run={"n": 1}, rank_state={"rank": ranks.rank()}, layout={})
+    for s in slices:
+        s.tensor.fill_(99.0)  # a BatchNorm's statistics in the next forward, before any update
+    saver.before_update()
+    saver.wait()
+
+
+def test_buffers_are_saved_as_they_were_when_the_save_began(rank_pool, tmp_path):
+    rank_pool(2).run(_save_while_forward_goes_on, str(tmp_path))
+    assert all(rank_pool(2).run(_load, str(tmp_path / "checkpoint-1")))

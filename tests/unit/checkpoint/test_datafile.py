@@ -9,7 +9,7 @@ import pytest
 import torch
 import xxhash
 
-from bigtrain.checkpoint import datafile, files
+from bigtrain.checkpoint import datafile, files, snapshot
 from bigtrain.checkpoint.datafile import BLOCK_BYTES, DataFile, DataSource, DiskThread, aligned_buffer, take_hashed
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.snapshot import BLOCK_BYTES as HOST_BLOCK_BYTES
@@ -85,6 +85,27 @@ def test_copies_share_blocks_and_blocks_are_used_again():
     assert host.nbytes == 3 * HOST_BLOCK_BYTES and {c.block for c in again} <= {0, 1, 2}
     host.settle()
     assert host.nbytes == 3 * HOST_BLOCK_BYTES  # in use: kept whatever the machine has
+
+
+def test_no_block_is_made_where_memory_is_short(monkeypatch):
+    host, tensor = HostMemory(pinned=False), torch.zeros(HOST_BLOCK_BYTES, dtype=torch.uint8)
+    monkeypatch.setattr(snapshot, "_available_share", lambda: 0.01)
+    first = host.take(tensor)
+    assert first is not None and host.take(tensor) is None  # one block is too little to matter
+    host.reserve(10 * HOST_BLOCK_BYTES, threads=2)
+    assert host.nbytes == HOST_BLOCK_BYTES
+    assert host.take(tensor, even_if_short=True) is not None and host.nbytes == 2 * HOST_BLOCK_BYTES
+    first.give_back()
+    assert host.take(tensor).block == first.block
+
+
+def test_reserved_blocks_are_the_ones_taken():
+    host, tensor = HostMemory(pinned=False), torch.zeros(HOST_BLOCK_BYTES, dtype=torch.uint8)
+    host.reserve(2 * HOST_BLOCK_BYTES + 1, threads=2)
+    assert host.nbytes == 3 * HOST_BLOCK_BYTES
+    assert sorted(host.take(tensor).block for _ in range(3)) == [0, 1, 2]
+    host.reserve(HOST_BLOCK_BYTES, threads=2)
+    assert host.nbytes == 4 * HOST_BLOCK_BYTES
 
 
 def test_take_hashed_copies_or_not():

@@ -165,7 +165,7 @@ def test_both_directions_and_the_update_are_busy_at_once():
     other.stream.deferred = True
     other.stream.plan(streamed)
     _step(other, streamed, 0, None)
-    other.stream.begin()
+    other.stream.finish()
     now, spans = 0, {lane: [] for lane in (UP, UPDATE, DOWN)}
     while any(lanes.queues.values()):  # each work takes one unit of time; a lane does one at a time
         now += 1
@@ -185,6 +185,30 @@ def test_both_directions_and_the_update_are_busy_at_once():
     assert now <= 2 * chunks + 6  # one after the other would take three units a chunk
     both = set(spans[UP]) & set(spans[DOWN])
     assert len(both) > chunks // 3
+
+
+def test_work_is_asked_for_as_forward_needs_it(monkeypatch):
+    """All at once, the CPU would be busy with it while the GPU waits for the first layer to be launched."""
+    monkeypatch.setattr(streams, "AHEAD", 2)
+    lanes = Ahead(0)
+    lanes._some = lambda: None  # only queue
+    _, _, other, streamed = _pair("8bit", lanes)
+    stream = other.stream
+    stream.deferred = True
+    plan = stream.plan(streamed)
+    _step(other, streamed, 0, None)
+    stream.begin()
+    updates = lambda: sum(kind == "run" for kind, _ in lanes.queues[UPDATE])  # noqa: E731
+    assert updates() == 2
+    stream.wait_for(plan, 0)
+    assert updates() == 3
+    stream.wait_for(plan, 5)
+    assert updates() == 8
+    stream.wait_for(plan, 3)  # was waited for
+    assert updates() == 8
+    _step(other, streamed, 1, None)
+    stream.begin()  # without a forward in between
+    assert updates() == len(plan.chunks) + 2
 
 
 def test_only_so_many_chunks_come_up_before_the_norm_is_known():

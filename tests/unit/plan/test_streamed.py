@@ -1,16 +1,19 @@
 """State that the optimizer streams through the GPU itself: on the host exactly, on the GPU a few buffers."""
 
+from dataclasses import dataclass
+
 import pytest
 
-from bigtrain import shapes
+from bigtrain import capacity, shapes
+from bigtrain.config import Resolved, RunValues
 from bigtrain.errors import UsageError
 from bigtrain.plan import predict
 from bigtrain.plan.inputs import ZeroSettings, plan_input
-from bigtrain.plan.streamed import BUFFERS, CHUNK_BYTES
+from bigtrain.plan.streamed import BOTH_WAYS, CHUNK_BYTES, IN_FLIGHT, buffers_that_help, early_bytes, host_bytes, seconds
 
 
-def _plan(optimizer="adamw_split_8bit", device="cuda", ratio=1.0, offload=True, stage=2, **more):
-    settings = ZeroSettings(stage=stage, offload_optimizer=offload, ratio=ratio)
+def _plan(optimizer="adamw_split_8bit", device="cuda", ratio=1.0, offload=True, stage=2, buffers=4, **more):
+    settings = ZeroSettings(stage=stage, offload_optimizer=offload, ratio=ratio, buffers=buffers)
     return plan_input(
         shapes.config_dict("llama-8b"),
         optimizer=optimizer,
@@ -29,7 +32,7 @@ def test_the_state_moves_from_the_gpu_to_the_host_without_rounding(optimizer, st
     elems = _plan().parameters.elems
     assert there.host_pinned_bytes - here.host_pinned_bytes == pytest.approx(state * elems, rel=1e-6)
     assert there.host_peak_bytes > there.host_pinned_bytes
-    buffers = BUFFERS * CHUNK_BYTES
+    buffers = 4 * CHUNK_BYTES
     assert here.gpu_peak_allocated_bytes - there.gpu_peak_allocated_bytes == pytest.approx(state * elems - buffers, rel=0.02)
 
 
@@ -49,6 +52,55 @@ def test_on_a_cpu_there_is_nothing_to_move():
         predict(_plan(device="cpu")).gpu_peak_allocated_bytes
         == predict(_plan(device="cpu", offload=False)).gpu_peak_allocated_bytes
     )
+
+
+BUS = 50e9
+
+
+def test_the_least_number_of_buffers_that_hides_the_traffic():
+    forward_s = 0.5
+    left = host_bytes(_plan()) - forward_s * BOTH_WAYS * BUS  # what has to come up during backward
+    needed = buffers_that_help(_plan(), BUS, BUS, forward_s)
+    assert 0 <= needed - IN_FLIGHT - left / CHUNK_BYTES < 1.01
+    assert seconds(_plan(buffers=needed), BUS, BUS, forward_s) == 0.0
+    assert seconds(_plan(buffers=needed - IN_FLIGHT - 1), BUS, BUS, forward_s) > 0.0
+    assert buffers_that_help(_plan(), BUS, BUS, 100.0) == IN_FLIGHT  # a long forward hides everything
+
+
+def test_with_more_ranks_everything_would_have_to_come_up_early():
+    two = _plan(world_size=2)
+    needed = buffers_that_help(two, BUS, BUS, forward_s=100.0)
+    assert needed * CHUNK_BYTES == pytest.approx(host_bytes(two), rel=0.01)
+    assert seconds(two, BUS, BUS, 100.0) > 0.0
+    assert early_bytes(_plan(world_size=2, buffers=needed)) >= host_bytes(two)
+
+
+def test_buffers_are_memory_of_the_gpu_but_never_more_than_there_are_chunks():
+    few, more = predict(_plan(buffers=4)), predict(_plan(buffers=44))
+    assert more.gpu_peak_allocated_bytes - few.gpu_peak_allocated_bytes == pytest.approx(40 * CHUNK_BYTES, rel=1e-3)
+    assert early_bytes(_plan(buffers=10**6)) == pytest.approx(host_bytes(_plan()), rel=0.01)
+
+
+@pytest.mark.parametrize("card_gib, expected", [(80, "hide"), (47, "all that fit"), (34, None)])
+def test_a_run_takes_the_buffers_that_the_card_holds(monkeypatch, card_gib, expected):
+    job = SimpleJob(Resolved({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, [], RunValues(), []))
+    monkeypatch.setattr(capacity, "plan_of", lambda job: predict(_plan()))
+    card, host = card_gib << 30, 126 << 30
+    grown = capacity.use_spare_memory(job, card, host)
+    if expected is None:
+        assert grown is job
+        return
+    count = grown.resolved.config["zero_optimization"]["offload_optimizer"]["buffer_count"]
+    assert expected in grown.resolved.decisions[0].reason and grown.resolved.decisions[0].source == "plan"
+    assert count > 4 and predict(_plan(buffers=count)).fits(int(capacity.SPARE_SHARE * card), host)
+    assert capacity.use_spare_memory(grown, card, host) is grown  # the file has decided
+
+
+@dataclass(frozen=True)
+class SimpleJob:
+    """The part of a Job that is looked at."""
+
+    resolved: Resolved
 
 
 def test_weights_on_the_host_are_refused():

@@ -1,0 +1,342 @@
+"""A large bf16 checkpoint onto cards at ZeRO stage 3: bigtrain's loader, from_pretrained, and what disk cache and bus can do.
+
+    python launch/bench_load_cards.py [--model preset:llama-8b] [--ranks 2] [--repeats 3] [--work DIR] [--out FILE]
+
+Writes the checkpoint into --work (random values; needs the model's size in free space, and as much in the page cache), starts one
+process a rank, and measures in the same processes, each between two barriers: `build_model(folder, ds_config=...)` --repeats
+times, `AutoModelForCausalLM.from_pretrained` with a live HfDeepSpeedConfig once, and the floors. Both ways must end with the same
+values (a hash of every partition). One JSON line; seconds are those of the slowest rank, the rest is listed per rank.
+
+Floors, all ranks at once: `pread_fresh_s` one thread a rank reads the rank's share of the files into fresh memory;
+`pread_s` as many threads as the loader uses read it into memory that they use again; `h2d_s` copies of as many bytes from
+page-locked memory to the card. A loader that overlaps both cannot be faster than `floor_s`, the longer of the last two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import math
+import mmap
+import multiprocessing
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bench_load import CONFIG, PREIMPORTED, WAYS, _io, _status
+
+BLOCK_BYTES = 64 << 20  # of random values, repeated; a tensor begins at a place of its own in it
+REQUEST_BYTES = 16 << 20
+WRITERS = 8
+LIMIT_S = 240.0  # for all that the ranks do
+_block = memoryview(b"")  # of a writing process
+
+
+# ---------------------------------------------------------------- the checkpoint
+
+
+def write_checkpoint(model: str, folder: Path, shards: int) -> int:
+    """A Hugging Face folder of bf16 weights by raw writes from several processes; returns the bytes of all tensors."""
+    import torch
+    import transformers
+
+    from bigtrain import shapes
+
+    folder.mkdir(parents=True, exist_ok=True)
+    values = shapes.config_dict(model)
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        names = [(n, tuple(t.shape)) for n, t in transformers.AutoModelForCausalLM.from_config(config).state_dict().items()]
+    if config.tie_word_embeddings:
+        names = [(n, shape) for n, shape in names if n != "lm_head.weight"]
+    total, parts, size = sum(2 * math.prod(s) for _, s in names), [[] for _ in range(shards)], 0  # type: ignore[var-annotated]
+    for name, shape in names:
+        parts[min(shards - 1, size * shards // total)].append((name, shape))
+        size += 2 * math.prod(shape)
+    files = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
+    weight_map = {name: file for file, part in zip(files, parts) for name, _ in part}
+    block = (torch.randn(BLOCK_BYTES // 2) * 0.02).bfloat16().view(torch.uint8).numpy().tobytes()
+    with multiprocessing.get_context("fork").Pool(min(WRITERS, shards), _keep_block, (block,)) as pool:
+        pool.starmap(_write_shard, [(str(folder / file), part) for file, part in zip(files, parts)], chunksize=1)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return total
+
+
+def _keep_block(block: bytes) -> None:
+    global _block
+    _block = memoryview(block)
+
+
+def _write_shard(path: str, part: list[tuple[str, tuple[int, ...]]]) -> None:
+    header: dict[str, Any] = {}
+    at = 0
+    for name, shape in part:
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at := at + 2 * math.prod(shape)]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb", buffering=0) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for number, entry in enumerate(header.values()):
+            begin, end = entry["data_offsets"]
+            shift = number * 7919 * 4096 % BLOCK_BYTES
+            while begin < end:
+                begin += file.write(_block[shift : shift + min(end - begin, BLOCK_BYTES - shift)])
+                shift = 0
+
+
+# ---------------------------------------------------------------- one rank
+
+
+def measured(load: Callable[[], Any], digest: bool) -> dict[str, Any]:
+    """One load between two barriers: seconds, resident memory before and at its peak, bytes asked from the kernel."""
+    import torch
+    import torch.distributed as dist
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    dist.barrier()
+    synchronize()
+    Path("/proc/self/clear_refs").write_text("5")  # start VmHWM anew
+    base, asked, begin = _status("VmRSS"), _io()["rchar"], time.perf_counter()
+    model = load()
+    synchronize()
+    found: dict[str, Any] = {"s": time.perf_counter() - begin}
+    found |= {"rss_before": base, "rss_peak": _status("VmHWM"), "bytes_read": _io()["rchar"] - asked}
+    found["gpu_peak"] = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    found["share"], found["hash"] = partitions(model, digest)
+    del model
+    gc.collect()
+    dist.barrier()
+    return found
+
+
+def synchronize() -> None:
+    """Wait for the card, if there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def partitions(model: Any, digest: bool) -> tuple[int, str]:
+    """(bytes of this rank's partitions without padding, a hash of them if wanted)."""
+    import torch
+    import xxhash
+
+    from bigtrain import zero
+
+    total, hashed = 0, xxhash.xxh3_128()
+    for param in model.parameters():
+        rank, _, flat = zero.partition_of(param)
+        own = flat[: max(0, min(zero.full_numel(param) - rank * flat.numel(), flat.numel()))].detach()
+        total += own.nbytes
+        if digest:
+            hashed.update(own.cpu().contiguous().view(torch.uint8).numpy().data)
+    return total, hashed.hexdigest() if digest else ""
+
+
+def read_share(folder: Path, rank: int, world: int, threads: int, fresh: bool) -> float:
+    """Seconds to read this rank's share of every file with `threads` threads; into fresh memory, or into a block a thread."""
+    import torch.distributed as dist
+
+    requests = []
+    for file in sorted(folder.glob("*.safetensors")):
+        share = file.stat().st_size // world
+        descriptor = os.open(file, os.O_RDONLY)
+        requests += [(descriptor, rank * share + at, min(REQUEST_BYTES, share - at)) for at in range(0, share, REQUEST_BYTES)]
+    room = memoryview(mmap.mmap(-1, sum(n for *_, n in requests) if fresh else threads * REQUEST_BYTES))
+    lanes = [requests[i::threads] for i in range(threads)]
+
+    def lane(number: int) -> None:
+        at = number * REQUEST_BYTES
+        for descriptor, begin, n in lanes[number]:
+            assert os.preadv(descriptor, [room[at : at + n]], begin) == n
+            at += n if fresh else 0
+
+    if not fresh:
+        room[:] = bytes(len(room))
+    dist.barrier()
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lane, range(threads)))
+    seconds = time.perf_counter() - begin
+    for descriptor in {d for d, *_ in requests}:
+        os.close(descriptor)
+    return seconds
+
+
+def h2d(share: int) -> float | None:
+    """Seconds to copy `share` bytes from page-locked memory to the card in large copies; None without one."""
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available():
+        return None
+    host = torch.zeros(256 << 20, dtype=torch.uint8, pin_memory=True)
+    card = torch.empty_like(host, device="cuda")
+    card.copy_(host, non_blocking=True)
+    torch.cuda.synchronize()
+    dist.barrier()
+    synchronize()
+    begin = time.perf_counter()
+    for at in range(0, share, host.nbytes):
+        n = min(host.nbytes, share - at)
+        card[:n].copy_(host[:n], non_blocking=True)
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def worker(folder: Path, out: str, repeats: int) -> None:
+    """Everything one rank measures, as JSON into a file."""
+    import torch
+    import torch.distributed as dist
+    import transformers
+
+    from bigtrain import ranks, zero
+    from bigtrain.models import build_model
+    from bigtrain.weights import read
+
+    for name in PREIMPORTED:
+        with contextlib.suppress(ImportError):  # not every version has every one
+            importlib.import_module(name)
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    zero.init_distributed()
+    torch.zeros(1, device=zero.rank_device())
+    dist.barrier()
+    most = read.GPU_THREADS if torch.cuda.is_available() else read.CPU_THREADS
+    threads = read.default_threads(most)
+    ours = [measured(lambda: build_model(str(folder), ds_config=CONFIG), at == repeats - 1) for at in range(repeats)]
+    floors = {
+        "pread_s": read_share(folder, ranks.rank(), ranks.world_size(), threads, fresh=False),
+        "h2d_s": h2d(ours[0]["share"]),
+        "pread_fresh_s": read_share(folder, ranks.rank(), ranks.world_size(), 1, fresh=True),
+    }
+    from transformers.integrations import HfDeepSpeedConfig
+
+    keep = HfDeepSpeedConfig(CONFIG)
+    theirs = [measured(lambda: transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), True)]
+    del keep
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    found = {WAYS[0]: ours, WAYS[1]: theirs, "floors": floors, "threads": threads, "card": card}
+    Path(f"{out}.{ranks.rank()}").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def run_ranks(folder: Path, world: int, repeats: int) -> list[dict[str, Any]]:
+    """Start the ranks and return what each measured."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    with tempfile.TemporaryDirectory() as scratch:
+        out = f"{scratch}/rank"
+        command = [sys.executable, __file__, "--worker", out, "--work", str(folder), "--repeats", str(repeats)]
+        common = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+                  "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}  # fmt: skip
+        processes = [
+            subprocess.Popen(command, env={**common, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.DEVNULL)
+            for r in range(world)
+        ]
+        limit = time.monotonic() + LIMIT_S
+        while any(process.poll() is None for process in processes):
+            if any(process.returncode for process in processes) or time.monotonic() > limit:
+                for process in processes:
+                    process.kill()  # a rank whose peer is gone would wait for it
+            time.sleep(0.1)
+        codes = [process.returncode for process in processes]
+        if any(codes):
+            raise SystemExit(f"the ranks ended with exit codes {codes}")
+        return [json.loads(Path(f"{out}.{r}").read_text()) for r in range(world)]
+
+
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """One line out of all ranks' measurements.
+
+    Raises:
+        SystemExit: the two ways ended with different values.
+    """
+    if any(rank[WAYS[0]][-1]["hash"] != rank[WAYS[1]][-1]["hash"] for rank in found):
+        raise SystemExit("the two ways do not end with the same values")
+    line: dict[str, Any] = {"card": found[0]["card"], "ranks": len(found), "threads": found[0]["threads"]}
+    for way in WAYS:
+        loads = list(zip(*(rank[way] for rank in found)))
+        last = loads[-1]
+        line[way] = {
+            "s": [max(rank["s"] for rank in load) for load in loads],
+            "median_s": statistics.median(max(rank["s"] for rank in load) for load in loads),
+            "rss_peak_gb": [max(load[r]["rss_peak"] for load in loads) / 1e9 for r in range(len(found))],
+            "rss_before_gb": [rank["rss_before"] / 1e9 for rank in loads[0]],
+            "bytes_read_share": [rank["bytes_read"] / rank["share"] for rank in last],
+            "gpu_peak_share": [rank["gpu_peak"] / rank["share"] for rank in last],
+        }
+    floors = [rank["floors"] for rank in found]
+    line |= {name: max(f[name] for f in floors) for name in floors[0] if floors[0][name] is not None}
+    line["share_gb"] = found[0][WAYS[0]][0]["share"] / 1e9
+    bus, disk = line.get("h2d_s", 0.0), line["pread_s"]
+    line |= {"floor_s": max(bus, disk), "floor": "bus" if bus > disk else "page cache"}
+    line["times_faster"] = line[WAYS[1]]["median_s"] / line[WAYS[0]]["median_s"]
+    line["share_of_floor"] = line["floor_s"] / line[WAYS[0]]["median_s"]
+    return line
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_rounded(v) for v in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def main() -> None:
+    """Write, measure, print, and remove the checkpoint."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="preset:llama-8b")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--shards", type=int, default=16)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "bench_load_cards")
+    parser.add_argument("--keep", action="store_true", help="leave the checkpoint in --work")
+    parser.add_argument("--out", type=Path, help="append the line to this file")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.work, args.worker, args.repeats)
+        return
+    begin = time.perf_counter()
+    try:
+        total = write_checkpoint(args.model, args.work, args.shards)
+        written = time.perf_counter() - begin
+        line = {"model": args.model, "checkpoint_gb": total / 1e9, "write_s": written}
+        print(f"{total / 1e9:.2f} GB written in {written:.1f} s", file=sys.stderr, flush=True)
+        line |= summary(run_ranks(args.work, args.ranks, args.repeats)) | {"all_s": time.perf_counter() - begin}
+    finally:
+        if not args.keep:
+            shutil.rmtree(args.work, ignore_errors=True)
+    text = json.dumps(_rounded(line))
+    print(text)
+    if args.out:
+        with open(args.out, "a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Saving what lies on a GPU: not a byte of GPU memory, a copy beside the kernels, and the bits of the moment."""
+
+import pytest
+import torch
+
+from bigtrain.checkpoint import store
+from bigtrain.checkpoint.load import load_slices
+from bigtrain.checkpoint.save import Saver
+from bigtrain.checkpoint.slices import LocalSlice
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DTYPES = {"weight": torch.bfloat16, "low": torch.int16, "exp_avg": torch.uint8, "master": torch.float32}
+SIZES = (1, 4097, 40_000_003)
+
+
+def _slices(device: torch.device, host: tuple[str, ...] = ()) -> list[LocalSlice]:
+    """Random bits; kinds in `host` lie in host memory, as offloaded state does."""
+    out = []
+    for kind, dtype in DTYPES.items():
+        for i, n in enumerate(SIZES):
+            bits = torch.randint(0, 256, (n * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+            tensor = bits if kind in host else bits.to(device)
+            out.append(LocalSlice(param=f"p{i}", kind=kind, shape=(n,), start=0, tensor=tensor))
+    return out
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8).cpu()
+
+
+@pytest.mark.parametrize("host", [(), ("low", "exp_avg")], ids=["gpu", "gpu and host"])
+@pytest.mark.parametrize("last", [False, True], ids=["first card", "last card"])
+def test_a_save_takes_no_gpu_memory_and_the_state_of_its_moment(tmp_path, host, last):
+    """Also on a card that is not a new thread's first; the state is changed as soon as the update may be done."""
+    device = torch.device("cuda", torch.cuda.device_count() - 1 if last else 0)
+    with torch.cuda.device(device):
+        slices = _slices(device, host)
+        expected = [_bits(s.tensor).clone() for s in slices]
+        saver = Saver(tmp_path)
+        for step in (1, 2):
+            for s, bits in zip(slices, expected):
+                s.tensor.view(torch.uint8).copy_(bits)
+            torch.cuda.synchronize()
+            before = [torch.cuda.memory_allocated(d) for d in range(torch.cuda.device_count())]
+            torch.cuda.reset_peak_memory_stats(device)
+            saver.start(step, slices, run={}, rank_state={}, layout={})
+            saver.before_update()
+            for s in slices:
+                s.tensor.zero_()
+            saver.wait()
+            assert [torch.cuda.memory_allocated(d) for d in range(torch.cuda.device_count())] == before
+            assert torch.cuda.max_memory_allocated(device) == before[device.index]
+            held = saver.held_bytes
+            load_slices(store.open_checkpoint(tmp_path / f"checkpoint-{step}"), slices)
+            assert all(torch.equal(_bits(s.tensor), bits) for s, bits in zip(slices, expected))
+        assert saver.held_bytes == held  # kept, and enough

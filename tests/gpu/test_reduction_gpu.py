@@ -1,0 +1,53 @@
+"""One rank on a card: gradients stay where autograd puts them, and what is not finite in them is named all the same."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests import python_path
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_gradient_that_is_not_finite_is_named_and_its_step_skipped(accumulation):
+    code = "import json, sys; from tests.gpu.test_reduction_gpu import train; print(json.dumps(train(int(sys.argv[1]))))"
+    env = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "0"}
+    done = subprocess.run([sys.executable, "-c", code, str(accumulation)], env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone, summing, name, applied, reasons, norms = json.loads(done.stdout.strip().splitlines()[-1])
+    assert alone and not summing  # the norms' pass over the gradients is the only one
+    assert applied == [True, False, True]
+    assert name in reasons[1] and not reasons[0] and not reasons[2]
+    assert norms[0] > 0 and norms[2] > 0
+
+
+def train(accumulation):
+    """Three steps, the second with a NaN in one parameter's gradient of its first micro batch."""
+    from bigtrain.engine import Engine
+    from bigtrain.models import build_model
+    from tests.ranks.tiny import TinyLM, config, rows
+
+    cfg = config(2, bf16=True, micro=1, accumulation=accumulation)
+    cfg["data_types"] = {"grad_accum_dtype": "bf16"}
+    model = build_model(lambda: TinyLM(width=64, blocks=3), ds_config=cfg, seed=1)
+    engine = Engine(model, ds_config=cfg, optimizer="adamw_split", learning_rate=1e-3, hang_s=None)
+    name, param = list(engine.module.named_parameters())[3]
+    poison = [False]
+
+    def spoil(grad):
+        bad, poison[0] = poison[0], False
+        return grad * float("nan") if bad else grad
+
+    param.register_hook(spoil)
+    results = []
+    for step in range(3):
+        poison[0] = step == 1
+        results.append(engine.train_step(rows(step, accumulation)))
+    how = engine._reduction.alone, engine._flags.summing
+    engine.close()
+    return *how, name, [r.applied for r in results], [r.reason for r in results], [r.grad_norm for r in results]
