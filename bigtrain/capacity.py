@@ -13,7 +13,7 @@ import torch
 
 from bigtrain import plan, ranks
 from bigtrain.arguments import TrainArguments
-from bigtrain.auto import pick
+from bigtrain.auto import flags, pick
 from bigtrain.config import Decision
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.job import Job, choose_seq_len, device_type, fused_kernels, load_model_config, run_values
@@ -164,6 +164,8 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
         device=device_type(),
         kernels="liger" if fused_kernels(args) and torch.cuda.is_available() else "hf",
         frozen=tuple(args.freeze),
+        policy=args.checkpointing_policy,
+        blocks=args.checkpoint_blocks,
         rates=ranks.main_decides(lambda: stored_rates(device_type()), "reading the rates that bigtrain doctor stored"),
     )
     logger.info("%s", picked.text())
@@ -173,6 +175,7 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
         "gradient_accumulation_steps": run.accumulation,
         "optim": run.optim,
         "gradient_checkpointing": run.gradient_checkpointing,
+        **flags(picked.candidate.input),
     }
     return replace(args, **chosen), picked.config
 
