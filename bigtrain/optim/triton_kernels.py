@@ -15,8 +15,9 @@ import triton.language as tl
 from bigtrain.optim.arithmetic import CELL_BITS, SMALLEST_CELL, Scalars, cell_start, code_tables
 from bigtrain.optim.table import BLOCK_ELEMS
 
+WARPS = 4
 FP32_BLOCK = 1024
-ROWS = 8  # 8-bit blocks of 256 elements a program handles
+ROWS, WARPS_8BIT = 8, 8  # 8-bit blocks of 256 elements a program handles, and by how many warps: 8 elements a thread
 LOOKUP = "shared"  # where tables are looked up: "shared" memory, each program's own copy, or "cached" global memory
 
 
@@ -36,14 +37,30 @@ def _round(master):
 
 
 @triton.jit
-def _adamw(master, g, m, v, decay, weight1, beta2, weight2, root2, eps, step_size):
+def _divide(x, minus_d, inverse):
+    """x / d as `div_rn` has it, given -d and 1 / d rounded: by two residues (Markstein, IBM J. Res. Dev. 34(1), 1990).
+
+    For d between 2^-60 and 2^60 and x zero or above 2^-100, so that no residue underflows.
+    """
+    q = x * inverse
+    q = tl.fma(tl.fma(q, minus_d, x), inverse, q)
+    return tl.fma(tl.fma(q, minus_d, x), inverse, q)
+
+
+@triton.jit
+def _adamw(master, g, m, v, decay, weight1, beta2, weight2, root2, eps, step_size, RESIDUES: tl.constexpr):
     master = master * decay
     if weight1 < 0.5:
         m = tl.fma(weight1, g - m, m)
     else:
         m = tl.fma(weight1 - 1.0, g - m, g)
     v = tl.fma(weight2 * g, g, v * beta2)
-    d = tl.div_rn(tl.sqrt_rn(v), root2 + tl.zeros_like(v)) + eps
+    root = tl.sqrt_rn(v)
+    if RESIDUES:
+        root = _divide(root, tl.zeros_like(v) - root2, tl.zeros_like(v) + tl.div_rn(1.0, root2))
+    else:
+        root = tl.div_rn(root, root2 + tl.zeros_like(v))
+    d = root + eps
     return master + tl.div_rn(step_size * m, d), m, v
 
 
@@ -74,7 +91,7 @@ def _elementwise_kernel(
     if HAS_FACTOR:
         g = g * tl.load(factor_ptr)
     m = tl.load(m_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    master, m, v = _adamw(master, g, m, v, decay, weight1, beta2, weight2, root2, eps, step_size)
+    master, m, v = _adamw(master, g, m, v, decay, weight1, beta2, weight2, root2, eps, step_size, False)
     weight, rest = _round(master)
     tl.store(weight_ptr + at, weight, mask=inside)
     tl.store(low_ptr + at, rest.to(tl.int16), mask=inside)
@@ -88,17 +105,6 @@ def _elementwise_kernel(
         tl.store(m_ptr + at, m, mask=inside)
         sign = tl.where(rest == 32768, -2147483648, 0).to(tl.int32)
         tl.store(v_ptr + at, (v.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True), mask=inside)
-
-
-@triton.jit
-def _divide(x, d, inverse):
-    """x / d as `div_rn` has it, given inverse = 1 / d rounded: by two residues (Markstein, IBM J. Res. Dev. 34(1), 1990).
-
-    For d between 2^-60 and 2^60 and x zero or above 2^-100, so that no residue underflows.
-    """
-    q = x * inverse
-    q = tl.fma(tl.fma(-q, d, x), inverse, q)
-    return tl.fma(tl.fma(-q, d, x), inverse, q)
 
 
 @triton.jit
@@ -124,13 +130,13 @@ def _number(size, cells_ptr, START: tl.constexpr, BITS: tl.constexpr, LEAST: tl.
 
 @triton.jit
 def _ratio(x, scale):
-    """x / scale for rows `x` and their largest magnitudes; where that is 0, 1 stands for it. Where |x / scale| < 2^-40 about that."""
-    power = tl.where(
-        scale < 8.673617379884035e-19, 1.2676506002282294e30, tl.where(scale > 1.152921504606847e18, 5.421010862427522e-20, 1.0)
-    )
+    """Rows `x` by their largest magnitudes `scale`, 0 by 1, correctly rounded from 2^-40 on, and less where less."""
+    small = scale < 8.673617379884035e-19  # 2^-60
+    large = scale > 1.152921504606847e18  # 2^60
+    power = tl.where(small, 1.2676506002282294e30, tl.where(large, 5.421010862427522e-20, 1.0))  # 2^100, 2^-64
     d = tl.where(scale == 0.0, 1.0, scale * power)
     inverse = tl.div_rn(tl.zeros_like(d) + 1.0, d)
-    return _divide(x * power[:, None], d[:, None] + tl.zeros_like(x), inverse[:, None] + tl.zeros_like(x))
+    return _divide(x * power[:, None], tl.zeros_like(x) - d[:, None], tl.zeros_like(x) + inverse[:, None])
 
 
 @triton.jit
@@ -147,7 +153,7 @@ def _8bit_kernel(
     has_row = row * WIDTH < n
     scale1 = tl.load(scale1_ptr + row, mask=has_row, other=0.0)
     scale2 = tl.load(scale2_ptr + row, mask=has_row, other=0.0)
-    code1 = tl.load(code1_ptr + at, mask=inside, other=0).to(tl.int32)
+    code1 = tl.load(code1_ptr + at, mask=inside, other=127).to(tl.int32)  # 0.0: beyond the end both moments stay that
     code2 = tl.load(code2_ptr + at, mask=inside, other=0).to(tl.int32)
     low = tl.load(low_ptr + at, mask=inside, other=0)
     master = _join(tl.load(weight_ptr + at, mask=inside, other=0.0), low, tl.zeros_like(low).to(tl.int32))
@@ -156,12 +162,10 @@ def _8bit_kernel(
         g = g * tl.load(factor_ptr)
     m = _look_up(signed_ptr, code1, 256, LOOKUP) * scale1[:, None]
     v = _look_up(unsigned_ptr, code2, 256, LOOKUP) * scale2[:, None]
-    master, m, v = _adamw(master, g, m, v, decay, weight1, beta2, weight2, root2, eps, step_size)
+    master, m, v = _adamw(master, g, m, v, decay, weight1, beta2, weight2, root2, eps, step_size, True)
     weight, rest = _round(master)
     tl.store(weight_ptr + at, weight, mask=inside)
     tl.store(low_ptr + at, tl.minimum(rest, 32767).to(tl.int16), mask=inside)
-    m = tl.where(inside, m, 0.0)
-    v = tl.where(inside, v, 0.0)
     scale1 = tl.max(tl.abs(m), axis=1)
     scale2 = tl.max(v, axis=1)
     tl.store(scale1_ptr + row, scale1, mask=has_row)
@@ -172,7 +176,7 @@ def _8bit_kernel(
     index = tl.maximum(127 + (number ^ below) - below, 0)
     tl.store(code1_ptr + at, index.to(tl.uint8), mask=inside)
     bits = _ratio(v, scale2).to(tl.int32, bitcast=True)
-    number = _number(bits & 0x7FFFFFFF, unsigned_cells_ptr, START2, BITS2, LEAST, LOOKUP)
+    number = _number(bits, unsigned_cells_ptr, START2, BITS2, LEAST, LOOKUP)
     index = tl.maximum(number, (v > 0.0).to(tl.int32))
     tl.store(code2_ptr + at, index.to(tl.uint8), mask=inside)
 
@@ -204,7 +208,7 @@ def update(
     else:  # filled on the device: a copy from the host would wait for the stream
         factor = torch.full((), 1.0 if factor is None else factor, dtype=torch.float32, device=weight.device)
     scalars = (s.decay, s.weight1, s.beta2, s.weight2, s.root2, s.eps, s.step_size)
-    options: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
+    options: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": WARPS}
     if "exp_avg" in parts:
         salt = (salt + (1 << 31)) % (1 << 32) - (1 << 31)  # always 32 bits, signed: one type for the compiler
         half = parts["exp_avg"].dtype == torch.bfloat16
@@ -218,5 +222,5 @@ def update(
         weight, parts["low"], parts["state1"], parts["state2"], parts["absmax1"], parts["absmax2"], grad, factor,
         *tables, n, *scalars, HAS_FACTOR=has_factor, ROWS=ROWS, WIDTH=BLOCK_ELEMS, LOOKUP=LOOKUP,
         START1=cell_start(True), BITS1=CELL_BITS[True], START2=cell_start(False), BITS2=CELL_BITS[False], LEAST=SMALLEST_CELL,
-        **options,
+        **options | {"num_warps": WARPS_8BIT},
     )  # fmt: skip
