@@ -89,14 +89,20 @@ def load_slices(opened: Opened, slices: Sequence[LocalSlice], *, index: Index | 
         stretches = list(_stretches(opened, reads, slices))
     pinned = any(s.tensor.is_cuda for s in slices)
     with ranks.together(f"reading {opened.folder}"), _Sources(pinned) as sources:
-        with ThreadPoolExecutor(readers()) as threads:
+        waits = any(sources.open(stretch.path, stretch.file_bytes).direct for stretch in stretches)
+        with ThreadPoolExecutor(readers(waits)) as threads:
             return sum(threads.map(lambda stretch: _read(stretch, sources), stretches))
 
 
-def readers() -> int:
-    """Threads of a rank that read, hash and copy: its share of the cores, so that one hashes while another one waits."""
+def readers(waits: bool) -> int:
+    """Threads of a rank that read, hash and copy: its share of the cores.
+
+    Args:
+        waits: for a disk, so that there are two at the least: one hashes while the other waits. Two on one core with nothing to wait
+            for only take the interpreter from each other (0.69 s of processor time for 2 GB against 0.50).
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(2, min(8, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
+    return max(1 + waits, min(8, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
 
 
 def _check_dtypes(reads: Sequence[Read], slices: Sequence[LocalSlice]) -> None:
