@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from bigtrain.checkpoint.datafile import BLOCK_BYTES, PAGE_BYTES, DataSource, al
 from bigtrain.checkpoint.manifest import SavedSlice
 from bigtrain.checkpoint.reshard import Index, Read
 from bigtrain.checkpoint.slices import DTYPES, LocalSlice, raw
-from bigtrain.checkpoint.snapshot import page_locked
+from bigtrain.checkpoint.snapshot import page_locked, threads_on
 from bigtrain.checkpoint.store import Opened
 from bigtrain.errors import CheckpointError
 
@@ -87,10 +86,10 @@ def load_slices(opened: Opened, slices: Sequence[LocalSlice], *, index: Index | 
         reads = reshard.plan_reads(index, [s.wanted() for s in slices])
         _check_dtypes(reads, slices)
         stretches = list(_stretches(opened, reads, slices))
-    pinned = any(s.tensor.is_cuda for s in slices)
-    with ranks.together(f"reading {opened.folder}"), _Sources(pinned) as sources:
+    device = next((s.tensor.device for s in slices if s.tensor.is_cuda), None)
+    with ranks.together(f"reading {opened.folder}"), _Sources(pinned=device is not None) as sources:
         waits = any(sources.open(stretch.path, stretch.file_bytes).direct for stretch in stretches)
-        with ThreadPoolExecutor(readers(waits)) as threads:
+        with threads_on(device, readers(waits)) as threads:
             return sum(threads.map(lambda stretch: _read(stretch, sources), stretches))
 
 
