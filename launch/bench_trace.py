@@ -212,7 +212,8 @@ def finish(own: argparse.Namespace, found: dict[str, Any], trace: Path) -> None:
     line = json.dumps(_rounded(found))
     if own.out:
         own.out.mkdir(parents=True, exist_ok=True)
-        name = f"{found['model'].split(':')[-1].replace('/', '-')}-{found['ds_config']}-{found['optim']}"
+        batch = f"{found['micro_batch']}x{found['accumulation']}x{found['seq_len']}"
+        name = f"{found['model'].split(':')[-1].replace('/', '-')}-{found['ds_config']}-{found['optim']}-{batch}-{own.checkpointing}"
         title = f"{name}: {found['tokens_per_s_per_gpu']:.0f} tokens/s on {found['card']} without the profiler"
         (own.out / f"{name}.md").write_text(markdown(title, found), encoding="utf-8")
         (own.out / f"{name}.json").write_text(line + "\n", encoding="utf-8")
