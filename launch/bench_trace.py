@@ -171,7 +171,8 @@ def main(argv: list[str]) -> None:
     capacity.cap_gpu_memory(args.gpu_memory_cap)
     if args.ds_config == jobs.AUTO:
         args, config = capacity.choose(args)
-    job = make_job(args, config)
+    limits = capacity.memory_limits(args.gpu_memory_cap)
+    job = capacity.settle_blocks(capacity.use_spare_memory(make_job(args, config), *limits), *limits)
     jobs.check_engine(job)
     model, _ = jobs.build(job)
     flops = jobs.flops_formula(model, job.seq_len)
