@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bigtrain.errors import UsageError
+from bigtrain.plan.spilled import asked_share
 
 Packing = Literal["isolated", "concatenate", "none"]
 Policy = Literal["full", "selective", "offload"]
@@ -110,6 +111,12 @@ class TrainArguments:
         default="full",
         metadata=_say(
             "of a recomputed block keep its input (full), matrix products too (selective), or the input in host memory (offload)"
+        ),
+    )
+    offload_gradients: str = field(
+        default="auto",
+        metadata=_say(
+            "share of the gradients that leave the GPU in backward (adamw_split on the host); auto: the least that fits"
         ),
     )
     nonfinite_limit: int = field(default=5, metadata=_say("non-finite steps in a row after which the run stops"))
@@ -354,6 +361,10 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
     yield from _problems_with_numbers(args)
     yield from _problems_with_recomputing(args)
     yield from _problems_with_files(args)
+    try:
+        asked_share(args.offload_gradients)
+    except UsageError as error:
+        yield str(error)
     if args.eval_data and args.eval_fraction is not None:
         yield "eval_data and eval_fraction are two ways to say one thing: give one of them"
     if args.eval_steps and not (args.eval_data or args.eval_fraction):

@@ -15,6 +15,7 @@ from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.predict import Plan, predict
 from bigtrain.plan.roofline import Rates, StepTime, step_time
+from bigtrain.plan.spilled import least_share
 from bigtrain.plan.states import LAYOUTS
 
 # Optimizers that compute the same update as AdamW with an fp32 master, or nearly (8-bit moments).
@@ -66,6 +67,8 @@ class Candidate:
         parts = [f"ZeRO-{o['stage']}", f"offload {o['offload']}", str(o["optimizer"])]
         if o["offload"] != "none" and o["ratio"] < 1:
             parts[1] += f" ratio {o['ratio']:g}"
+        if self.input.leaving:
+            parts[1] += f" and {self.input.settings.offload_gradients:.0%} of the gradients"
         parts.append("checkpointing" if o["activation_checkpointing"] else "no checkpointing")
         parts.append(f"micro batch {o['micro_batch']} x {o['accumulation']}")
         if o["reduce_bucket_size"] == SMALL_BUCKET_ELEMS:
@@ -230,7 +233,7 @@ def least_blocks(plan: PlanInput, gpu: int | None, host: int | None, rates: Rate
 
 
 def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> Candidate:
-    """The plan as it is, with smaller buckets, or with gradients summed in bf16: the first that fits, else as it is."""
+    """The plan as it is, with smaller buckets, gradients summed in bf16, or some of these leaving: the first that fits, else as it is."""
     asked = judge(plan, gpu, host, rates)
     if asked.fits or asked.plan is None:  # weights and states alone are too large: these do not help
         return asked
@@ -240,7 +243,9 @@ def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Ra
         candidate = judge(other, gpu, host, rates)
         if candidate.fits:
             return candidate
-    return asked
+    share = least_share(plan.but(grad_bytes=2), gpu, host)
+    candidate = judge(plan.but(grad_bytes=2, offload_gradients=share), gpu, host, rates) if share else asked
+    return candidate if candidate.fits else asked
 
 
 def choose(

@@ -15,7 +15,7 @@ ROWS: list[set[str]] = [
     {"errors"},
     {"shapes"},
     {"guards", "partition", "config", "plan", "whereabouts"},
-    {"builds", "heap", "network", "ranks"},
+    {"builds", "heap", "network", "ranks", "startup"},
     {"placement", "stopping", "watch", "zero"},
     {"flat", "kernels"},
     {"weights", "optim", "data", "diagnostics", "buffers", "meeting", "precision", "steps"},

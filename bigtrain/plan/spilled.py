@@ -1,0 +1,50 @@
+"""Which share of the gradients has to leave the GPU during backward for a plan to fit (bigtrain/optim/spill.py)."""
+
+from __future__ import annotations
+
+import bisect
+
+from bigtrain.errors import UsageError
+from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.predict import Plan, predict
+
+# Of a card: gradients that leave cost bus time that is idle in backward, a run near the edge may end for want of memory.
+ROOM_SHARE = 0.95
+STEPS = 100
+AUTO = "auto"
+
+
+def asked_share(text: str) -> float | None:
+    """What `--offload_gradients` says; None for auto.
+
+    Raises:
+        UsageError: it is neither auto nor a share.
+    """
+    if text == AUTO:
+        return None
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise UsageError(f"offload_gradients must be auto or a share from 0 to 1, got {text!r}")
+    return share
+
+
+def least_share(plan: PlanInput, gpu_memory_bytes: int | None, host_memory_bytes: int | None) -> float:
+    """The least share, in hundredths, with which card and host hold the run; 0.0 if it fits without, or with none.
+
+    The card is filled to `ROOM_SHARE` where that can be reached, else wholly.
+    """
+    if gpu_memory_bytes is None or not plan.alone or predict(plan, reserve=False).fits(gpu_memory_bytes, host_memory_bytes):
+        return 0.0
+    for room in (int(ROOM_SHARE * gpu_memory_bytes), gpu_memory_bytes):
+        shares = range(1, STEPS + 1)
+        found = bisect.bisect_left(shares, True, key=lambda n: _plan(plan, n).gpu_need_bytes() <= room)
+        if found < STEPS and _plan(plan, shares[found]).fits(gpu_memory_bytes, host_memory_bytes):
+            return shares[found] / STEPS
+    return 0.0
+
+
+def _plan(plan: PlanInput, hundredths: int) -> Plan:
+    return predict(plan.but(offload_gradients=hundredths / STEPS), reserve=False)
