@@ -164,7 +164,7 @@ def _target(
     on_host = any(isinstance(o, Mapping) and o.get("device") in ("cpu", "nvme") for o in offloads)
     if partitioner is not None:
         shard_device = torch.device("cpu") if on_host else partitioner.partition_device
-    elif on_host and zero.rank_device().type == "cuda":
+    elif on_host and ranks.world_size() == 1 and zero.rank_device().type == "cuda":
         shard_device = torch.device("cpu")
     device = zero.rank_device() if init_device is None else torch.device(init_device)
     if device.type == "meta":

@@ -167,7 +167,7 @@ def _simulate(plan: PlanInput) -> _Host:
     if isinstance(host, _SlicedHost):
         host.build()
     if plan.drawn_on_host:
-        tape.hold("drawn", 4 * slice_elems(plan.parameters.elems, plan.world_size), "weights, drawn in fp32")
+        tape.hold("drawn", 4 * plan.parameters.elems, "weights, drawn in fp32")
     tape.phase("load")
     tape.drop("drawn")
     if isinstance(host, _SlicedHost):

@@ -228,8 +228,9 @@ class PlanInput:
 
     @cached_property
     def drawn_on_host(self) -> bool:
-        """At stages 1 and 2: fp32 values wait in host memory until all are drawn (models/build.py `_target`)."""
-        return self.drawn and self.settings.offload_optimizer and self.settings.stage in (1, 2) and self.device == "cuda"
+        """One rank below stage 3: fp32 values wait in host memory until all are drawn (models/build.py `_target`)."""
+        one = self.world_size == 1 and self.settings.stage in (1, 2) and self.device == "cuda"
+        return one and self.drawn and self.settings.offload_optimizer
 
     @cached_property
     def leaving(self) -> frozenset[int]:
