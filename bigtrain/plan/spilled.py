@@ -14,21 +14,24 @@ STEPS = 100
 AUTO = "auto"
 
 
+def share_problems(text: str) -> list[str]:
+    """What is wrong with `--offload_gradients`: one sentence, or none."""
+    try:
+        sound = text == AUTO or 0.0 <= float(text) <= 1.0
+    except ValueError:
+        sound = False
+    return [] if sound else [f"offload_gradients must be auto or a share from 0 to 1, got {text!r}"]
+
+
 def asked_share(text: str) -> float | None:
     """What `--offload_gradients` says; None for auto.
 
     Raises:
         UsageError: it is neither auto nor a share.
     """
-    if text == AUTO:
-        return None
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0.0 <= share <= 1.0:
-        raise UsageError(f"offload_gradients must be auto or a share from 0 to 1, got {text!r}")
-    return share
+    if problems := share_problems(text):
+        raise UsageError(problems[0])
+    return None if text == AUTO else float(text)
 
 
 def least_share(plan: PlanInput, gpu_memory_bytes: int | None, host_memory_bytes: int | None) -> float:
