@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bigtrain.errors import UsageError
+from bigtrain.plan.spilled import share_problems
 
 Packing = Literal["isolated", "concatenate", "none"]
 Policy = Literal["full", "selective", "offload"]
@@ -112,6 +113,9 @@ class TrainArguments:
             "of a recomputed block keep its input (full), matrix products too (selective), or the input in host memory (offload)"
         ),
     )
+    offload_gradients: str = field(
+        default="auto", metadata=_say("share of the gradients that leaves the GPU in backward; auto: the least that fits")
+    )
     nonfinite_limit: int = field(default=5, metadata=_say("non-finite steps in a row after which the run stops"))
 
     # ------------------------------------------------------------ when to log, evaluate, save
@@ -190,8 +194,7 @@ INSTEAD = {
     "fp16": "bigtrain trains in bf16: leave the flag out",
     "fsdp": "sharding comes from --ds_config",
     "torch_dtype": "weights are bf16 with fp32 masters; name exceptions with --keep_in_fp32",
-    "eval_strategy": "use --eval_steps N",
-    "evaluation_strategy": "use --eval_steps N",
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "use --eval_steps N"),
     "save_strategy": "use --save_steps N",
     "logging_strategy": "use --logging_steps N",
     "train_file": "use --train_data PATH",
@@ -354,6 +357,7 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
     yield from _problems_with_numbers(args)
     yield from _problems_with_recomputing(args)
     yield from _problems_with_files(args)
+    yield from share_problems(args.offload_gradients)
     if args.eval_data and args.eval_fraction is not None:
         yield "eval_data and eval_fraction are two ways to say one thing: give one of them"
     if args.eval_steps and not (args.eval_data or args.eval_fraction):

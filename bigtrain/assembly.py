@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from bigtrain.optim.groups import param_groups
 from bigtrain.precision import to_bf16
 from bigtrain.reduction import GradientFlags
 from bigtrain.settings import Settings
+from bigtrain.startup import SharedMaster
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +67,9 @@ def assemble(
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     flags = GradientFlags(params if trace_gradients else [], device)
     optimizer = _optimizer(param_groups(model, s.weight_decay), s)
-    ds = zero.initialize(model, s.config, optimizer)
+    own = s.stage in (1, 2) and optim.OPTIMIZERS[optim.canonical_name(s.optimizer)].own_offload
+    with SharedMaster() if own else contextlib.nullcontext():
+        ds = zero.initialize(model, s.config, optimizer, through_host=s.offload_gradients > 0.0)
     optim.after_initialize(s.optimizer, ds)
     _fill_masters(model, optimizer)
     heap.give_back()
@@ -105,6 +109,7 @@ def _optimizer(groups: list[dict[str, Any]], s: Settings) -> torch.optim.Optimiz
             offload_ratio=s.offload_ratio,
             pin_memory=s.pin_memory,
             offload_buffers=s.offload_buffers,
+            offload_gradients=s.offload_gradients,
             device=device,
         )
 

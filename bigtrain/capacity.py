@@ -21,6 +21,7 @@ from bigtrain.plan.constants import CUDA_CONTEXT_BYTES, nccl_bytes
 from bigtrain.plan.machine import host_memory, show_bytes
 from bigtrain.plan.roofline import Rates, forward_s, stored_rates
 from bigtrain.plan.show import plan_text
+from bigtrain.plan.spilled import asked_share, least_share
 from bigtrain.plan.states import layout_name
 from bigtrain.plan.streamed import buffers_that_help
 
@@ -49,7 +50,7 @@ def plan_of(job: Job) -> plan.Plan | None:
                 device=device_type(),
                 frozen=tuple(args.freeze),
                 drawn=args.model_name_or_path.startswith("preset:"),
-            )
+            ).but(offload_gradients=job.offload_gradients)
         )
     except UsageError as error:
         logger.info("no memory plan: %s", error)
@@ -58,6 +59,19 @@ def plan_of(job: Job) -> plan.Plan | None:
             raise
         logger.warning("no memory plan: %r", error)
     return None
+
+
+def offload_gradients(job: Job, gpu: int | None, host: int | None) -> Job:
+    """The share of the gradients that leaves the GPU in backward: as asked, else the least that fits; the job with it."""
+    asked = asked_share(job.args.offload_gradients)
+    layout = plan_of(job) if asked is None else None
+    share = least_share(layout.input, gpu, host) if layout is not None else asked
+    if not share:
+        return job
+    why = "the least with which the run fits the card" if asked is None else "--offload_gradients"
+    decision = Decision("offload_gradients", share, "plan" if asked is None else "flag", why)
+    resolved = replace(job.resolved, decisions=[*job.resolved.decisions, decision])
+    return replace(job, resolved=resolved, offload_gradients=share)
 
 
 def use_spare_memory(job: Job, gpu: int | None, host: int | None) -> Job:

@@ -46,6 +46,7 @@ class Engine:
             warm-up rate. Linear where nothing says, constant without total_steps.
         max_grad_norm: clip the global gradient norm; from the ds_config, else 1.0; 0 for no clipping.
         micro_batch, accumulation: samples a forward and rank, forwards a step; from the ds_config where not given.
+        offload_gradients: share that leaves the GPU during backward: with an adamw_split optimizer on the host, one rank, stage 2.
         seed: recorded, and set for torch on every rank (plus the rank, so that dropout differs).
         keep_in_fp32: patterns of parameter names that stay fp32; works at stage 0, refused at stages 1 to 3.
         nonfinite_limit: stop after so many skipped steps in a row.
@@ -78,6 +79,7 @@ class Engine:
         max_grad_norm: float | None = None,
         micro_batch: int | None = None,
         accumulation: int | None = None,
+        offload_gradients: float = 0.0,
         seed: int = 42,
         keep_in_fp32: Sequence[str] = (),
         nonfinite_limit: int = 5,
@@ -107,6 +109,7 @@ class Engine:
                 max_grad_norm=max_grad_norm,
                 micro_batch=micro_batch,
                 accumulation=accumulation,
+                offload_gradients=offload_gradients,
             )
             self._factor = self.settings.schedule()
             keep = keep_parameters_in_fp32(model, keep_in_fp32, self.settings.stage, self.settings.bf16)

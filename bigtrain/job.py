@@ -20,6 +20,7 @@ from bigtrain.config import ModelShape, Resolved, RunValues
 from bigtrain.diagnostics.metrics import FlopsFormula
 from bigtrain.errors import ModelError, UsageError
 from bigtrain.kernels.attach import use_liger
+from bigtrain.plan.spilled import asked_share
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,11 @@ DEFAULT_SEQ_LEN = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a run trains on and how."""
+    """What a run trains on and how.
+
+    Attributes:
+        offload_gradients: share of the gradients that leave the GPU in backward; 0.0 until "auto" is decided (`capacity`).
+    """
 
     args: TrainArguments
     resolved: Resolved
@@ -40,6 +45,7 @@ class Job:
     model_config: Any
     config_overrides: dict[str, Any]
     resize_vocab_to: int | None
+    offload_gradients: float = 0.0
 
     @property
     def tokens_per_step(self) -> int:
@@ -130,6 +136,7 @@ def prepare(args: TrainArguments, config: dict[str, Any]) -> Job:
         model_config=model_config,
         config_overrides=overrides,
         resize_vocab_to=resize_to,
+        offload_gradients=asked_share(args.offload_gradients) or 0.0,
     )
 
 
@@ -273,6 +280,7 @@ def _settled(job: Job) -> dict[str, Any]:
         "max_grad_norm": run.max_grad_norm,
         "micro_batch": job.steps.micro_batch,
         "accumulation": job.steps.accumulation,
+        "offload_gradients": job.offload_gradients,
     }
 
 

@@ -105,3 +105,15 @@ def group_pieces(
             pieces.append(Piece(index, low - first, low - begin, high - low))
         index += 1
     return pieces
+
+
+def last_share(numels: Sequence[int], share: float) -> list[int]:
+    """Indices of the fewest last parameters that hold at least `share` (0 to 1) of all elements, in ascending order.
+
+    In a model's order these are the ones whose gradients backward completes first.
+    """
+    wanted, first = share * sum(numels), len(numels)
+    while first > 0 and wanted > 0:
+        first -= 1
+        wanted -= numels[first]
+    return list(range(first, len(numels)))

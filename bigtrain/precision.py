@@ -104,4 +104,5 @@ def summary(settings: Any, world_size: int, module: torch.nn.Module, reduction: 
     chosen = {name: getattr(settings, name) for name in (*names, "max_grad_norm", "weight_decay")}
     loss = "mean over all target tokens of the global batch"
     more = {"world_size": world_size, "offload_optimizer": settings.offload, "loss": loss}
+    more |= {"offload_gradients": settings.offload_gradients} if settings.offload_gradients else {}
     return {**chosen, **more, "dtypes": dtype_table(module, reduction, settings)}

@@ -11,7 +11,7 @@ Attributes of DeepSpeed 0.19.8's objects used, on instances only:
              partition_gradients, process_gradients, params_in_partition,
              partition_size, cpu_offload, is_gradient_accumulation_boundary, dp_process_group,
              _epilogue_ran_this_backward, overlapping_partition_gradients_reduce_epilogue, scaled_global_norm, use_grad_accum_attribute,
-             gradient_accumulation_dtype, single_partition_of_fp32_groups
+             gradient_accumulation_dtype, single_partition_of_fp32_groups, has_overflow_partitioned_grads_serial
   zero3      fp16_groups, reduce_ready_partitions_and_remove_grads, overlapping_partition_gradients_reduce_epilogue,
              _get_norm_groups, fp32_partitioned_groups_flat
   bf16       fp32_groups_has_gradients, get_grads_for_norm, fp32_groups_flat_partition
@@ -60,8 +60,8 @@ class Reduction:
         self.stream = getattr(getattr(ds_engine, "basic_optimizer", None), "stream", None)  # optim.stream, with offload
         self.alone = self._nobody_to_reduce_with()
         self._flags = flags
-        flags.summing = not self.alone or torch.device(ds_engine.device).type != "cuda"  # else `_norm_each` reads them anyway
-        self._norms: torch.Tensor | None = None  # of each gradient, where one pass over them tells which is not finite too
+        flags.summing = not self.alone or torch.device(ds_engine.device).type != "cuda"  # else their norms are taken anyway
+        self._norms: torch.Tensor | None = None  # of each gradient, in the order of the partitions
         if self.kind in ("zero12", "zero3"):
             self._substitute()
 
@@ -149,6 +149,7 @@ class Reduction:
         if self.kind == "zero12":
             if self.alone:
                 optimizer.process_gradients = self._leave_it
+                optimizer.has_overflow_partitioned_grads_serial = self._norms_not_finite
             self._global_norm = optimizer.scaled_global_norm
             optimizer.scaled_global_norm = self._norm_zero12
             if not optimizer.partition_gradients:
@@ -167,35 +168,54 @@ class Reduction:
 
     def _bring_up_state(self) -> None:
         """With the first gradient of a step's last backward, the first optimizer state may come up the idle bus."""
-        if self.stream is not None and not self._seen and self.ds.is_gradient_accumulation_boundary():
+        if self.stream is None or self._seen:
+            return
+        self.stream.ask_rest()
+        spilled = self.stream.gradients
+        if self.ds.is_gradient_accumulation_boundary() and not (spilled is not None and spilled.holds_sums):
             self.stream.prefetch()
 
     def _leave_it(self, param: torch.nn.Parameter, _group: int) -> None:
         self._bring_up_state()
         self._seen.append(self._index[id(param)])
+        if self.stream is not None and self.stream.gradients is not None:
+            self.stream.gradients.leave(param, norm_of)
 
     def _hand_over(self) -> None:
         """One rank: what autograd has accumulated is the averaged gradient; the step finds it in the partition's order."""
         optimizer = self.optimizer
         if optimizer.is_gradient_accumulation_boundary():
-            for i, params in enumerate(optimizer.params_in_partition):
-                grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+            spilled = None if self.stream is None else self.stream.gradients
+            if self.stream is not None and spilled is not None:
+                self.stream.prefetch()  # where sums of earlier micro batches had the bus until now
+                spilled.settle()
+            found = [self._gradients_of(params, spilled) for params in optimizer.params_in_partition]
+            self._norms = torch.stack([norm for group in found for _, norm in group])
+            if not self._flags.summing:
+                self._flags.take(self._norms, [p for params in optimizer.params_in_partition for p in params])
+            for i, (params, group) in enumerate(zip(optimizer.params_in_partition, found)):
+                grads = [grad for grad, _ in group]
                 pad = int(optimizer.partition_size[i]) - sum(g.numel() for g in grads)
                 if pad:
-                    grads.append(grads[0].new_zeros(pad))
-                    grads[-1]._zero_padding = True  # type: ignore[union-attr]
+                    grads.append(params[0].new_zeros(pad))
+                    grads[-1]._zero_padding = True  # type: ignore[attr-defined]
                 optimizer.averaged_gradients[i] = grads
-                for p in params:
-                    p.grad = None
-            self._norm_each()
         optimizer._epilogue_ran_this_backward = True
 
-    def _norm_each(self) -> None:
-        """Each gradient's norm in fp32: summed up for the global norm, and read by `GradientFlags`."""
-        grads = _unpadded(self.optimizer.averaged_gradients)
-        if grads and grads[0].is_cuda:
-            self._norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
-            self._flags.take(self._norms, [p for group in self.optimizer.params_in_partition for p in group])
+    @staticmethod
+    def _gradients_of(params: Sequence[torch.nn.Parameter], spilled: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(gradient, its norm) of each, zeros where there is none; they are taken away from the parameters."""
+        on_host = [None if spilled is None else spilled.take(p) for p in params]
+        here = [p.new_zeros(p.shape) if p.grad is None else p.grad for p, away in zip(params, on_host) if away is None]
+        for p in params:
+            p.grad = None
+        found = zip(here, norms_of(here))
+        return [next(found) if away is None else away for away in on_host]
+
+    def _norms_not_finite(self) -> torch.Tensor:
+        """What DeepSpeed reads every gradient for: their norms tell."""
+        assert self._norms is not None
+        return (~torch.isfinite(self._norms)).any().reshape(1)
 
     def _finish_backward(self) -> None:
         """Reduce what has not been reduced, zeros where there is no gradient, then let DeepSpeed finish."""
@@ -242,23 +262,13 @@ class Reduction:
         return norm
 
     def _norm_of_partitions(self) -> torch.Tensor:
-        """DeepSpeed's norm without its fp64 copy of every gradient.
-
-        On a GPU each is summed up in fp32, then all in fp64. On a CPU piece by piece in fp64: torch's own norm with an fp64
-        result takes 6 ns an element and thread there, this about 1 ns.
-        """
+        """DeepSpeed's norm without its fp64 copy of every gradient: that of the gradients' own norms, in fp64."""
         optimizer = self.optimizer
-        grads = _unpadded(optimizer.averaged_gradients)
-        total = torch.zeros((), dtype=torch.float64, device=optimizer.device)
-        on_gpu = bool(grads) and grads[0].is_cuda
-        if on_gpu:
-            norms, self._norms = self._norms, None
-            if norms is None:
-                norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
-            total += norms.double().square().sum()
-        for grad in grads if not on_gpu else ():
-            for piece in grad.reshape(-1).split(NORM_PIECE_ELEMS):
-                total += piece.to(torch.float64, copy=True).square_().sum()
+        norms, self._norms = self._norms, None
+        if norms is None:
+            each = norms_of(_unpadded(optimizer.averaged_gradients))
+            norms = torch.stack(each) if each else torch.zeros(1, device=optimizer.device)
+        total = norms.double().square().sum()
         torch.distributed.all_reduce(total, group=optimizer.dp_process_group)
         norm = total.sqrt().float()
         return torch.where(torch.isfinite(norm), norm, torch.full_like(norm, INVALID_NORM))
@@ -285,6 +295,27 @@ class Reduction:
         return list(
             getattr(self.optimizer, names.get(self.kind, "fp32_groups_flat_partition" if self.kind == "bf16" else "masters"))
         )
+
+
+def norms_of(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The 2-norm of each, 0-d: on a GPU in fp32, on a CPU in fp64.
+
+    On a CPU piece by piece: torch's own norm with an fp64 result takes 6 ns an element and thread there, this about 1 ns.
+    """
+    if not grads or grads[0].is_cuda:
+        return list(torch._foreach_norm(list(grads), 2, dtype=torch.float32)) if grads else []
+    found = []
+    for grad in grads:
+        total = torch.zeros((), dtype=torch.float64)
+        for piece in grad.reshape(-1).split(NORM_PIECE_ELEMS):
+            total += piece.to(torch.float64, copy=True).square_().sum()
+        found.append(total.sqrt())
+    return found
+
+
+def norm_of(grad: torch.Tensor) -> torch.Tensor:
+    """One gradient's, with the same bits."""
+    return norms_of([grad])[0]
 
 
 def _unpadded(averaged: Mapping[int, Sequence[torch.Tensor]]) -> list[torch.Tensor]:

@@ -32,6 +32,7 @@ class Settings:
         stage, bf16, offload: what the config asks for.
         offload_ratio, pin_memory, offload_buffers: `ratio`, `pin_memory`, `buffer_count` of the config's offload_optimizer, for
             optimizers that keep their own state on the host.
+        offload_gradients: share of the gradients that leave the GPU during backward, for the same.
         micro_batch, accumulation, max_grad_norm: as used; micro_batch and accumulation from the config unless given.
         optimizer, learning_rate, betas, eps, weight_decay: as used.
         scheduler, warmup_steps, total_steps, scheduler_kwargs: as used.
@@ -56,6 +57,7 @@ class Settings:
     offload_ratio: float = 1.0
     pin_memory: bool = True
     offload_buffers: int = 4
+    offload_gradients: float = 0.0
     scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -134,16 +136,18 @@ def decide(
     device: str,
     model_config: Any,
     lr_scheduler_kwargs: Mapping[str, Any] | None,
+    offload_gradients: float = 0.0,
     **given: Any,
 ) -> Settings:
     """`read`, then `settle`; the lint's warnings come first in the notes.
 
     Args:
         ds_config, world_size, device, model_config: see `read`.
-        lr_scheduler_kwargs, given: the arguments of `settle`.
+        lr_scheduler_kwargs, offload_gradients, given: the arguments of `settle`.
     """
     config, warnings = read(ds_config, world_size=world_size, device=device, model_config=model_config, **given)
-    settled = settle(config, world_size=world_size, lr_scheduler_kwargs=lr_scheduler_kwargs, **given)
+    more: dict[str, Any] = {"lr_scheduler_kwargs": lr_scheduler_kwargs, "offload_gradients": offload_gradients}
+    settled = settle(config, world_size=world_size, **more, **given)
     settled.notes[:0] = warnings
     return settled
 
@@ -164,6 +168,7 @@ def settle(
     micro_batch: int | None,
     accumulation: int | None,
     lr_scheduler_kwargs: Mapping[str, Any] | None = None,
+    offload_gradients: float = 0.0,
 ) -> Settings:
     """Decide every value once. An argument that is None was not given; a given argument wins over the config, and it is said.
 
@@ -194,6 +199,8 @@ def settle(
     norm = 1.0 if norm is None else float(norm)
     private = _private(config, stage, bf16, micro, accum, world_size, norm, notes)
     _own_offload_only(name, zero)
+    if offload_gradients:
+        _gradients_can_leave(offload_gradients, name, private, world_size, offload)
     _add_what_the_optimizer_needs(private, name, stage, offload)
     steps = total_steps if total_steps is not None else scheduled.get("total_num_steps")
     return Settings(
@@ -204,6 +211,7 @@ def settle(
         offload_ratio=float(on_host.get("ratio", 1.0)),
         pin_memory=on_host.get("pin_memory", True) is not False,
         offload_buffers=max(1, int(on_host.get("buffer_count") or 4)),
+        offload_gradients=float(offload_gradients),
         micro_batch=micro,
         accumulation=accum,
         max_grad_norm=norm,
@@ -241,6 +249,23 @@ def _own_offload_only(name: str, zero: dict[str, Any]) -> None:
         raise UsageError(
             f"optimizer {name!r} brings its own overlap: remove zenflow and super_offload, or use optimizer adamw."
         )
+
+
+def _gradients_can_leave(share: float, name: str, private: dict[str, Any], world_size: int, offload: bool) -> None:
+    """Refuse a share of gradients to be offloaded where they would not stay as autograd leaves them (bigtrain/reduction.py)."""
+    if not 0.0 <= share <= 1.0:
+        raise UsageError(f"offload_gradients is {share}: it is a share of the gradients, from 0 to 1.")
+    summed_in = (private.get("data_types") or {}).get("grad_accum_dtype")
+    wanted = {
+        "one rank": world_size == 1,
+        "zero_optimization.stage 2": private["zero_optimization"]["stage"] == 2,
+        'offload_optimizer.device "cpu"': offload,
+        "an adamw_split optimizer": optim.OPTIMIZERS[optim.canonical_name(name)].own_offload,
+        'data_types.grad_accum_dtype "bf16"': summed_in not in ("fp32", "float32"),
+    }
+    missing = [what for what, there in wanted.items() if not there]
+    if missing:
+        raise UsageError(f"offload_gradients {share} needs {', '.join(wanted)}; missing here: {', '.join(missing)}.")
 
 
 def _regime(config: dict[str, Any]) -> tuple[int, bool, bool]:

@@ -72,6 +72,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         args, config = capacity.choose(args)
     limits = capacity.memory_limits(args.gpu_memory_cap)
     job = jobs.prepare(args, config)
+    job = capacity.offload_gradients(job, *limits)
     if not args.no_plan:  # buffers first: a GiB of them hides more than a block's recompute costs
         job = capacity.use_spare_memory(job, *limits)
     job = capacity.settle_blocks(job, *limits)

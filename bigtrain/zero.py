@@ -1,6 +1,6 @@
 """The one door to DeepSpeed (pinned: 0.19.8). No other module imports it.
 
-Public symbols used:   deepspeed.initialize, init_distributed, zero.Init, zero.GatheredParameters, ops.adam.DeepSpeedCPUAdam
+Public symbols used:   deepspeed.initialize, init_distributed, zero.Init, zero.GatheredParameters, ops.adam.DeepSpeedCPUAdam,
 Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__,
                        ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops;
                        runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer, runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3,
@@ -322,10 +322,18 @@ def mark_leaf(module: torch.nn.Module) -> None:
 # ---------------------------------------------------------------- running (owner: engine)
 
 
-def initialize(model: torch.nn.Module, config: dict[str, Any], optimizer: Any = None, params: Any = None) -> Any:
-    """`deepspeed.initialize`, returning DeepSpeed's engine alone."""
-    with _scalars_sent_apart(model):
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=params, config=config)
+def initialize(
+    model: torch.nn.Module, config: dict[str, Any], optimizer: Any = None, params: Any = None, through_host: bool = False
+) -> Any:
+    """DeepSpeed's engine; `through_host`: ZeRO-1/2 flattens weights there, as where the GPU has no room for a second copy."""
+    accelerator = deepspeed.accelerator.get_accelerator()
+    if through_host:
+        accelerator.available_memory = lambda *_: 0
+    try:
+        with _scalars_sent_apart(model):
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=params, config=config)
+    finally:
+        accelerator.__dict__.pop("available_memory", None)
     return engine
 
 

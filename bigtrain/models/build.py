@@ -26,7 +26,7 @@ from bigtrain.models.pretrained import initialise_missing, load_weights
 from bigtrain.models.seeding import seeded
 from bigtrain.models.sharding import DtypeRule, dtype_rule, shard, thaw
 from bigtrain.models.source import Source, fetched, resolve, set_config_dtype
-from bigtrain.models.window import Window
+from bigtrain.models.window import Window, gather
 
 logger = logging.getLogger(__name__)
 
@@ -158,12 +158,14 @@ def _target(
 ) -> _Target:
     partitioner = zero.Partitioner(config, dtype) if stage == 3 else None
     shard_device = None
+    section = config.get("zero_optimization") or {}
+    offloads = [section.get("offload_optimizer"), section.get("offload_param")]
+    # fp32 slices take twice the room of the final ones; where the host will hold the optimizer's state, it holds them too.
+    on_host = any(isinstance(o, Mapping) and o.get("device") in ("cpu", "nvme") for o in offloads)
     if partitioner is not None:
-        section = config["zero_optimization"]
-        offloads = [section.get("offload_optimizer"), section.get("offload_param")]
-        # fp32 slices take twice the room of the final ones; where the host will hold the fp32 master, it holds them too.
-        on_host = any(isinstance(o, Mapping) and o.get("device") in ("cpu", "nvme") for o in offloads)
         shard_device = torch.device("cpu") if on_host else partitioner.partition_device
+    elif on_host and ranks.world_size() == 1 and zero.rank_device().type == "cuda":
+        shard_device = torch.device("cpu")
     device = zero.rank_device() if init_device is None else torch.device(init_device)
     if device.type == "meta":
         raise ModelError("init_device='meta' draws no values; leave it out, the model is never whole on a device anyway.")
@@ -181,7 +183,7 @@ def _construct(recipe: Source, target: _Target) -> torch.nn.Module:
 def _build_fresh(
     recipe: Source, target: _Target, checkpoints: Mapping[str, str | Path], vocab: int | None
 ) -> tuple[torch.nn.Module, BuildInfo]:
-    window = target.window() if target.partitioner else None
+    window = target.window() if target.shard_device is not None else None
     with seeded(target.seed), window or ranks.together(f"building {recipe.label}"):
         model = _construct(recipe, target)
         if vocab is not None:
@@ -244,6 +246,13 @@ def _close(model: torch.nn.Module, target: _Target, window: Window | None) -> No
     """Round, and at stage 3 partition, what is not yet."""
     if target.partitioner is not None and window is not None:
         shard(model, window, target.partitioner, target.rule)
+        return
+    if window is not None:
+        for name, param in model.named_parameters():
+            parked = window.close(param)
+            assert parked.shard is not None
+            param.data = gather(parked.shard, parked.shape, param.device).to(target.rule(name, parked.dtype))
+        window.restore_others()
         return
     for name, param in model.named_parameters():
         param.data = param.data.to(target.rule(name, param.dtype))

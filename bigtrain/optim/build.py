@@ -30,6 +30,7 @@ class Options:
         offload_ratio: the share of it that does.
         pin_memory: whether that memory is page-locked.
         offload_buffers: chunks of it that may be on the GPU at a time.
+        offload_gradients: share of the gradients that leave the GPU during backward.
         device: "cuda" or "cpu", where the model is.
     """
 
@@ -41,6 +42,7 @@ class Options:
     offload_ratio: float
     pin_memory: bool
     offload_buffers: int
+    offload_gradients: float
     device: str
 
     @property
@@ -61,6 +63,7 @@ def build_optimizer(
     offload_ratio: float = 1.0,
     pin_memory: bool = True,
     offload_buffers: int = 4,
+    offload_gradients: float = 0.0,
     device: str = "cuda",
 ) -> torch.optim.Optimizer:
     """Build optimizer `name` for DeepSpeed to wrap. The config needs `engine_config_patch(name)` as well.
@@ -76,6 +79,7 @@ def build_optimizer(
         offload_ratio: share of the state that is offloaded, for optimizers that do so themselves.
         pin_memory: page-lock it, for the same.
         offload_buffers: chunks of it on the GPU at a time, for the same.
+        offload_gradients: share of the gradients that leave the GPU during backward, for the same.
         device: "cuda" or "cpu", where the model is.
 
     Raises:
@@ -93,6 +97,7 @@ def build_optimizer(
         offload_ratio=offload_ratio,
         pin_memory=pin_memory,
         offload_buffers=offload_buffers,
+        offload_gradients=offload_gradients,
         device=torch.device(device).type,
     )
     return pkgutil.resolve_name(row.build)(groups, options)
@@ -156,11 +161,12 @@ def adamw_split_8bit(groups: Groups, options: Options) -> torch.optim.Optimizer:
 
 def _split(groups: Groups, options: Options, moments: str) -> torch.optim.Optimizer:
     from bigtrain.optim import cpu_kernel
-    from bigtrain.optim.split import AdamWSplit
+    from bigtrain.optim.split import AdamWSplit, OnHost
 
-    compiled = options.device == "cpu" and cpu_kernel.ready()
-    offload = (options.offload_ratio, options.pin_memory, options.offload_buffers) if options.offload else None
-    return AdamWSplit(groups, moments=moments, compiled=compiled, offload=offload, **options.adam)
+    o = options
+    compiled = o.device == "cpu" and cpu_kernel.ready()
+    offload = OnHost(o.offload_ratio, o.pin_memory, o.offload_buffers, o.offload_gradients) if o.offload else None
+    return AdamWSplit(groups, moments=moments, compiled=compiled, offload=offload, **o.adam)
 
 
 def muon(groups: Groups, options: Options) -> torch.optim.Optimizer:

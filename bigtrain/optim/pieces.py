@@ -17,12 +17,12 @@ def cut(pieces: Sequence[torch.Tensor], limit: int) -> Iterator[tuple[int, list[
         pieces: contiguous tensors that follow each other in the partition.
         limit: elements of a chunk at most; a multiple of 256.
     """
-    runs = _runs([p.reshape(-1) for p in pieces if p.numel()])
-    if len(runs) > 1:
+    found = runs([p.reshape(-1) for p in pieces if p.numel()])
+    if len(found) > 1:
         limit = min(limit, GATHER_ELEMS)
     waiting: list[torch.Tensor] = []
     start = filled = 0
-    for run in runs:
+    for run in found:
         while run.numel():
             part, run = run[: limit - filled], run[limit - filled :]
             waiting.append(part)
@@ -39,18 +39,18 @@ def joined(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     return grads[0] if len(grads) == 1 else torch.cat(list(grads))
 
 
-def _runs(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Join neighbours that also follow each other in memory (views of one buffer)."""
-    runs: list[torch.Tensor] = []
+def runs(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Flat pieces, neighbours joined that also follow each other in memory (views of one buffer)."""
+    found: list[torch.Tensor] = []
     for piece in pieces:
-        last = runs[-1] if runs else None
+        last = found[-1] if found else None
         if (
             last is not None
             and last.dtype == piece.dtype
             and last.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()
             and last.storage_offset() + last.numel() == piece.storage_offset()
         ):
-            runs[-1] = last.as_strided((last.numel() + piece.numel(),), (1,))
+            found[-1] = last.as_strided((last.numel() + piece.numel(),), (1,))
         else:
-            runs.append(piece)
-    return runs
+            found.append(piece)
+    return found

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from bigtrain import flat, partition
 from bigtrain.errors import UsageError
 from bigtrain.optim import arithmetic
-from bigtrain.optim.lanes import lanes_for
+from bigtrain.optim.lanes import Lanes, lanes_for
 from bigtrain.optim.pieces import cut, joined
+from bigtrain.optim.spill import HostGradients
 from bigtrain.optim.state import load_keeping_dtypes
-from bigtrain.optim.stream import Stream, Update
+from bigtrain.optim.stream import CHUNK_BYTES, Stream, Update
 from bigtrain.optim.table import BLOCK_ELEMS
 
 # Elements updated at a time: on a CPU its fp32 temporaries should stay in the cache, on a GPU one launch should fill the card.
@@ -20,6 +22,22 @@ CHUNK_ELEMS = {"cpu": 1 << 16, "cuda": 1 << 27}
 
 
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+
+
+class OnHost(NamedTuple):
+    """What an optimizer keeps on the host beside a model on a GPU.
+
+    Attributes:
+        ratio: share of its state.
+        pin: page-lock that memory.
+        buffers: chunks of state that may be on the GPU at a time.
+        gradients: share of the gradients that leave during backward.
+    """
+
+    ratio: float = 1.0
+    pin: bool = True
+    buffers: int = 4
+    gradients: float = 0.0
 
 
 class AdamWSplit(torch.optim.Optimizer):
@@ -43,8 +61,7 @@ class AdamWSplit(torch.optim.Optimizer):
         moments: "float32", "bfloat16" or "8bit".
         exact_root: correctly rounded square root on the CPU too (see `arithmetic`).
         compiled: update CPU tensors by the compiled kernel, which must be `cpu_kernel.ready()`.
-        offload: keep the state of parameters on a GPU in host memory (see `stream`): which share of it, whether page-locked,
-            and how many chunks of it may be on the GPU at a time.
+        offload: keep the state of parameters on a GPU in host memory (see `stream`), and some gradients (see `spill`).
 
     Attributes:
         grad_factor: what gradients are multiplied by in the next step.
@@ -64,7 +81,7 @@ class AdamWSplit(torch.optim.Optimizer):
         moments: str = "float32",
         exact_root: bool = False,
         compiled: bool = False,
-        offload: tuple[float, bool, int] | None = None,
+        offload: OnHost | None = None,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.moments = MOMENTS[moments]
@@ -244,15 +261,33 @@ def by_torch(
 
 def attach(ds_engine: Any) -> None:
     """Let an `AdamWSplit` inside a DeepSpeed engine work on the model's own weights and on unrounded gradients."""
-    from bigtrain import flat
-
     optimizer, ds_optimizer = ds_engine.basic_optimizer, ds_engine.optimizer
     flat.alias_master(ds_optimizer)
     flat.hand_over_gradients(ds_optimizer, optimizer)
     layouts = flat.partition_layouts(ds_optimizer)
     device = next(iter(layouts)).device
     if optimizer.offload is not None and device.type != "cpu":
-        ratio, pin, buffers = optimizer.offload
-        lanes = lanes_for(device)
-        optimizer.stream = Stream(optimizer.layout, lanes, device, ratio=ratio, pin=pin, buffers=buffers)
-        flat.stream_updates(optimizer.stream, ds_engine.module, ds_optimizer, layouts)
+        stream_state(ds_engine, layouts, lanes_for(device), optimizer.offload)
+
+
+def stream_state(
+    ds_engine: Any,
+    layouts: dict[torch.Tensor, flat.PartitionLayout],
+    lanes: Lanes,
+    on_host: OnHost,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> None:
+    """Give the optimizer of a DeepSpeed engine a stream, and host memory for the gradients that leave."""
+    optimizer, device = ds_engine.basic_optimizer, next(iter(layouts)).device
+    ratio, pin, buffers, share = on_host
+    stream = optimizer.stream = Stream(
+        optimizer.layout, lanes, device, ratio=ratio, pin=pin, chunk_bytes=chunk_bytes, buffers=buffers
+    )
+    flat.stream_updates(stream, ds_engine.module, ds_engine.optimizer, layouts)
+    if share > 0.0:
+        placed = [m.param for layout in layouts.values() for m in layout.matrices]
+        in_partitions = {id(p) for p in placed}
+        ordered = [p for p in ds_engine.module.parameters() if id(p) in in_partitions]
+        leaving = {id(ordered[i]) for i in partition.last_share([p.numel() for p in ordered], share)}
+        params = [p for p in placed if id(p) in leaving]
+        stream.gradients = HostGradients(params, lanes, chunk_elems=stream.chunk_elems, pin=pin)

@@ -20,6 +20,7 @@ import torch
 
 from bigtrain.optim.lanes import COMPUTE, DOWN, UP, UPDATE, HostMemory, Lanes
 from bigtrain.optim.pieces import GATHER_ELEMS, cut, joined
+from bigtrain.optim.spill import HostGradients
 from bigtrain.optim.table import BLOCK_ELEMS
 
 # A chunk's state: large enough that a copy runs at the bus's full rate (53 GB/s on PCIe gen 5: 2.5 ms), four of them in flight.
@@ -54,10 +55,11 @@ class Chunk:
 
 @dataclass(eq=False)
 class Buffer:
-    """State of one chunk on the device; `free` marks the end of its last use."""
+    """State of one chunk on the device; `free` marks the end of its last use, `ready` that what it is to hold has come up."""
 
     tensors: State
     free: Any = None
+    ready: Any = None
 
 
 @dataclass
@@ -110,6 +112,7 @@ class Stream:
 
     Attributes:
         deferred: the update starts at `begin()`, not inside the optimizer's step: for when nothing between the two reads weights.
+        gradients: those that leave the device during backward; None if all stay.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class Stream:
         block_bytes = sum(n * dtype.itemsize for n, dtype in layout(BLOCK_ELEMS).values())
         self.chunk_elems = min(GATHER_ELEMS, max(1, chunk_bytes // block_bytes) * BLOCK_ELEMS)
         self.deferred = False
+        self.gradients: HostGradients | None = None
         self._buffers = buffers
         self._pool: list[Buffer] = []
         self._memory: dict[torch.Tensor, HostMemory] = {}
@@ -194,6 +198,11 @@ class Stream:
         for chunk in [c for c in plan.chunks if not c.kept][: self._buffers]:
             plan.uploaded[chunk] = self._upload(chunk)
 
+    def ask_rest(self) -> None:
+        """Ask the lanes for all of the update under way, if forward did not need it; call when backward begins."""
+        for plan in dict.fromkeys(self._plans.values()):
+            self._ask(plan, len(plan.chunks))
+
     def begin(self) -> None:
         """Start the updates that were added; returns at once. Gradients and factor must be final in COMPUTE's order."""
         jobs, self._jobs = self._jobs, {}
@@ -204,6 +213,8 @@ class Stream:
     def _start(self, plan: Plan, jobs: Mapping[torch.Tensor, Job]) -> None:
         self._ask(plan, len(plan.chunks))  # the update before this one, if forward did not need all of it
         self._lanes.wait(UPDATE, self._lanes.mark(COMPUTE))
+        if self.gradients is not None:
+            self.gradients.expect()
         for tensor in (t for job in jobs.values() for t in job.reads):
             self._lanes.keep(tensor, UPDATE)
         plan.jobs, plan.grads = jobs, {p: dict(cut(job.pieces, self.chunk_elems)) for p, job in jobs.items()}
@@ -223,8 +234,12 @@ class Stream:
             plan.jobs, plan.grads = {}, {}
 
     def _update(self, chunk: Chunk, buffer: Buffer | None, update: Update, grads: list[torch.Tensor]) -> None:
-        lanes = self._lanes
+        lanes, area = self._lanes, None
+        if self.gradients is not None:
+            grads, area = self.gradients.bring(grads)
         buffer = buffer or self._upload(chunk)
+        if buffer.ready is not None:
+            lanes.wait(UPDATE, buffer.ready)
         weight = chunk.param.detach().view(-1)[chunk.start : chunk.end]
         parts = self._narrow(buffer.tensors, chunk, 0)
         for grad in grads:
@@ -235,6 +250,8 @@ class Stream:
 
         lanes.run(UPDATE, work)
         chunk.done = lanes.mark(UPDATE)
+        if area is not None:
+            area.free = chunk.done
         if chunk.kept:
             return
         lanes.wait(DOWN, chunk.done)
@@ -242,7 +259,7 @@ class Stream:
         chunk.stored = buffer.free = lanes.mark(DOWN)
 
     def _upload(self, chunk: Chunk) -> Buffer:
-        """The chunk's state on the device, with UPDATE waiting for it."""
+        """The chunk's state on its way to the device; the buffer is `ready` when it is there."""
         lanes = self._lanes
         if chunk.kept and chunk in self._kept:
             return Buffer(self._kept[chunk])
@@ -254,7 +271,7 @@ class Stream:
             if mark is not None:
                 lanes.wait(UP, mark)
         lanes.run(UP, lambda: _copy(self._narrow(buffer.tensors, chunk, 0), self._on_host(chunk)))
-        lanes.wait(UPDATE, lanes.mark(UP))
+        buffer.ready = lanes.mark(UP)
         return buffer
 
     def _next_buffer(self) -> Buffer:

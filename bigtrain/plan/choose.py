@@ -12,6 +12,7 @@ from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge
 from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.roofline import Rates
+from bigtrain.plan.spilled import least_share
 from bigtrain.plan.states import LAYOUTS
 
 # Optimizers that compute the same update as AdamW with an fp32 master, or nearly (8-bit moments).
@@ -98,7 +99,7 @@ def _families(base: PlanInput, optimizers: tuple[str, ...]) -> Iterator[PlanInpu
 
 
 def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> Candidate:
-    """The plan as it is, with smaller buckets, or with gradients summed in bf16: the first that fits, else as it is."""
+    """The plan as it is, with smaller buckets, gradients summed in bf16, or some of these leaving: the first that fits, else as it is."""
     asked = judge(plan, gpu, host, rates)
     if asked.fits or asked.plan is None:  # weights and states alone are too large: these do not help
         return asked
@@ -108,7 +109,9 @@ def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Ra
         candidate = judge(other, gpu, host, rates)
         if candidate.fits:
             return candidate
-    return asked
+    share = least_share(plan.but(grad_bytes=2), gpu, host)
+    candidate = judge(plan.but(grad_bytes=2, offload_gradients=share), gpu, host, rates) if share else asked
+    return candidate if candidate.fits else asked
 
 
 def choose(

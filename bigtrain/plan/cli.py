@@ -16,6 +16,7 @@ from bigtrain.plan.machine import gpu_memory, host_memory, parse_bytes, show_byt
 from bigtrain.plan.predict import Plan, predict
 from bigtrain.plan.roofline import Rates, rates_from, stored_rates
 from bigtrain.plan.show import choice_text, measured_text, plan_text
+from bigtrain.plan.spilled import AUTO, asked_share, least_share
 from bigtrain.plan.states import LAYOUTS, layout_name
 
 DOES_NOT_FIT = DoesNotFitError.exit_code
@@ -48,6 +49,9 @@ def _configuration(p: argparse.ArgumentParser) -> None:
     how.add_argument("--auto", action="store_true", help="choose the fastest configuration that fits")
     p.add_argument("--stage", type=int, choices=[0, 1, 2, 3], help="ZeRO stage without a file (default 3)")
     p.add_argument("--offload", choices=["none", "optimizer", "all"], help="what lives on the host, without a file")
+    p.add_argument(
+        "--offload_gradients", default=AUTO, metavar="SHARE|auto", help="leaves the GPU in backward; auto: the least that fits"
+    )
     p.add_argument("--optim", "--optimizer", metavar="NAME", help=f"one of {', '.join(LAYOUTS)}")
     p.add_argument("--optimizers", metavar="A,B", help=f"what --auto may choose (default {','.join(DEFAULT_OPTIMIZERS)})")
     p.add_argument(
@@ -181,6 +185,8 @@ def run(args: argparse.Namespace) -> int:
     base, rates = _input(args), _rates(args)
     gpu, host = _memories(args)
     if not args.auto:
+        share = asked_share(args.offload_gradients)
+        base = base.but(offload_gradients=least_share(base, gpu, host) if share is None else share)
         return _print_plan(args, predict(base), gpu, host, rates)
     choice = _choice(args, base, gpu, host, rates)
     measured = _measured(args, choice)

@@ -166,7 +166,10 @@ def _simulate(plan: PlanInput) -> _Host:
     tape.hold("process", process_bytes(plan.device, plan.ranks_per_node), "process")
     if isinstance(host, _SlicedHost):
         host.build()
+    if plan.drawn_on_host:
+        tape.hold("drawn", 4 * plan.parameters.elems, "weights, drawn in fp32")
     tape.phase("load")
+    tape.drop("drawn")
     if isinstance(host, _SlicedHost):
         host.load()
     tape.touch(READ_BUFFER_BYTES, "read buffer")
@@ -176,11 +179,14 @@ def _simulate(plan: PlanInput) -> _Host:
     elif zero.stage == 3 and plan.device == "cuda":
         local = sum(slice_elems(p.elems, plan.world_size) for p in plan.parameters.items)
         tape.touch(2 * local, "host copies in passing")
+    if plan.leaving:
+        tape.touch(4 * plan.trained_elems, "host copies in passing")  # the weights and their flat copy
     if plan.streams:
         # Mapped and registered, not from the caching allocator: no rounding. From the first step on.
         size = streamed.host_bytes(plan)
         tape.hold("streamed", size, "optimizer state, host")
-        host.pinned += int(size) if host.pins else 0
+        tape.hold("leaving", plan.leaving_bytes, "gradients, host")
+        host.pinned += int(size) + plan.leaving_bytes if host.pins else 0
     if plan.checkpointing == "offload" and plan.device == "cuda":
         for block in range(plan.recomputed_blocks):
             # As autograd saves them, one block at a time; torch keeps the memory for the next step.

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from bigtrain.errors import UsageError
+from bigtrain.partition import last_share
 from bigtrain.plan.families import ModelParameters, model_parameters, parameters_from_shapes
 from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.geometry import Geometry, geometry, geometry_of_shapes
@@ -22,7 +23,8 @@ Checkpointing = Literal["none", "full", "selective", "offload"]
 class ZeroSettings:
     """The memory-relevant part of a ds_config, as numbers. Sizes are elements, as in DeepSpeed's JSON.
 
-    Defaults are DeepSpeed 0.19.8's (runtime/zero/config.py, offload_config.py).
+    Defaults are DeepSpeed 0.19.8's (runtime/zero/config.py, offload_config.py). `offload_gradients` is not in the file but an
+    argument of the run: the share of the gradients that leaves the GPU during backward.
     """
 
     stage: int = 3
@@ -31,6 +33,7 @@ class ZeroSettings:
     pin_memory: bool = True
     ratio: float = 1.0
     buffers: int = 4
+    offload_gradients: float = 0.0
     reduce_bucket_elems: int = 500_000_000
     overlap_comm: bool = False
     reduce_scatter: bool = True
@@ -47,6 +50,8 @@ class ZeroSettings:
             raise UsageError(f"zero_optimization.stage is {self.stage!r}: it must be 0, 1, 2 or 3")
         if self.offload_param and self.stage != 3:
             raise UsageError(f"offload_param needs stage 3, not stage {self.stage}")
+        if not 0.0 <= self.offload_gradients <= 1.0:
+            raise UsageError(f"offload_gradients is {self.offload_gradients!r}: a share from 0 to 1 is needed")
         if self.offload_optimizer and self.stage == 0:
             raise UsageError("offload_optimizer needs stage 1, 2 or 3, not stage 0")
 
@@ -170,6 +175,11 @@ class PlanInput:
         if self.settings.offload_optimizer and not layout.offload:
             able = ", ".join(name for name, other in LAYOUTS.items() if other.offload)
             raise UsageError(f"optimizer {self.optimizer} cannot step on the host: remove offload_optimizer or use {able}")
+        if self.settings.offload_gradients and self.device == "cuda" and not self.alone:
+            raise UsageError(
+                f"offload_gradients {self.settings.offload_gradients:g} needs one rank, stage 2, offload_optimizer with an adamw_split "
+                "optimizer, and gradients summed in bf16 (data_types.grad_accum_dtype)"
+            )
         if layout.own_offload and self.settings.offload_param and self.device == "cuda":
             raise UsageError(
                 f"optimizer {self.optimizer} needs its weights on the GPU: remove offload_param, or use adamw or adamw_8bit"
@@ -210,6 +220,31 @@ class PlanInput:
     def streams(self) -> bool:
         """The optimizer keeps its state on the host by itself and streams it through the GPU."""
         return self.settings.offload_optimizer and LAYOUTS[self.optimizer].own_offload and self.device == "cuda"
+
+    @cached_property
+    def alone(self) -> bool:
+        """One rank that streams its state and leaves gradients where autograd puts them: they may leave during backward."""
+        return self.streams and self.world_size == 1 and self.settings.stage == 2 and self.settings.grad_bytes == 2
+
+    @cached_property
+    def drawn_on_host(self) -> bool:
+        """One rank below stage 3: fp32 values wait in host memory until all are drawn (models/build.py `_target`)."""
+        one = self.world_size == 1 and self.settings.stage in (1, 2) and self.device == "cuda"
+        return one and self.drawn and self.settings.offload_optimizer
+
+    @cached_property
+    def leaving(self) -> frozenset[int]:
+        """The parameters whose gradients leave the GPU during backward."""
+        if not self.alone or not self.settings.offload_gradients:
+            return frozenset()
+        trained = [i for i, trains in enumerate(self.trains) if trains]
+        sizes = [self.parameters.items[i].elems for i in trained]
+        return frozenset(trained[i] for i in last_share(sizes, self.settings.offload_gradients))
+
+    @cached_property
+    def leaving_bytes(self) -> int:
+        """Of gradients in host memory."""
+        return sum(2 * self.parameters.items[i].elems for i in self.leaving)
 
     @cached_property
     def told(self) -> ZeroSettings:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bigtrain.plan.allocator import reserved_bytes
-from bigtrain.plan.constants import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, GPU_MARGIN, nccl_bytes
-from bigtrain.plan.device import device_tape
 from bigtrain.plan.flat import slice_elems
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.machine import show_bytes
-from bigtrain.plan.predict import Plan, predict
+from bigtrain.plan.predict import Plan, fragments, predict
 from bigtrain.plan.roofline import Rates, StepTime, step_time
 from bigtrain.plan.states import LAYOUTS
 
@@ -63,6 +60,8 @@ class Candidate:
         parts = [f"ZeRO-{o['stage']}", f"offload {o['offload']}", str(o["optimizer"])]
         if o["offload"] != "none" and o["ratio"] < 1:
             parts[1] += f" ratio {o['ratio']:g}"
+        if self.input.leaving:
+            parts[1] += f" and {self.input.settings.offload_gradients:.0%} of the gradients"
         parts.append(_checkpointing(self.input))
         parts.append(f"micro batch {o['micro_batch']} x {o['accumulation']}")
         if o["reduce_bucket_size"] == SMALL_BUCKET_ELEMS:
@@ -109,12 +108,6 @@ def _reason(gpu_short: int, host_short: int, plan: Plan | None) -> str:
     return "; ".join(parts)
 
 
-def _overflows(plan: PlanInput, gpu: int) -> bool:
-    """Whether the caching allocator, kept below this card's memory, runs into fragmentation."""
-    limit = gpu / (1 + GPU_MARGIN / 2) - CUDA_CONTEXT_BYTES - nccl_bytes(plan.world_size) - CUBLAS_WORKSPACE_BYTES
-    return reserved_bytes(device_tape(plan), int(limit))[1]
-
-
 def judge(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None = None) -> Candidate:
     """Does one configuration fit, and how fast would it be?
 
@@ -129,6 +122,6 @@ def judge(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | Non
     found = predict(plan, reserve=False)
     gpu_short, host_short = _short(found.gpu_need_bytes(), gpu), _short(found.host_need_bytes(), host)
     why = _reason(gpu_short, host_short, found)
-    if not why and gpu is not None and _overflows(plan, gpu):
+    if not why and gpu is not None and fragments(plan, gpu):
         why = "GPU memory would fragment: allocations fit, the allocator's segments do not"
     return Candidate(plan, not why, why, gpu_short, host_short, found, time)

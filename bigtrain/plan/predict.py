@@ -169,3 +169,9 @@ def predict(plan: PlanInput, *, reserve: bool = True) -> Plan:
     reserved = (reserved_bytes(device)[0] if reserve else gpu_tree.bytes) + CUBLAS_WORKSPACE_BYTES
     used = reserved + CUDA_CONTEXT_BYTES + nccl_bytes(plan.world_size)
     return Plan(plan, gpu_tree, reserved, used, _tree("host", host.ledger()), plan.ranks_per_node)
+
+
+def fragments(plan: PlanInput, gpu_memory_bytes: int) -> bool:
+    """Whether the caching allocator, kept below this card's memory, runs into fragmentation."""
+    outside = CUDA_CONTEXT_BYTES + nccl_bytes(plan.world_size) + CUBLAS_WORKSPACE_BYTES
+    return reserved_bytes(device_tape(plan), int(gpu_memory_bytes / (1 + GPU_MARGIN / 2) - outside))[1]

@@ -16,7 +16,7 @@ from typing import Any
 from bigtrain.errors import UsageError
 from bigtrain.plan.activations import block_bytes
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.streamed import seconds
+from bigtrain.plan.streamed import leaving_s, seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,9 @@ def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
     hidden = plan.settings.overlap_comm or plan.settings.stage == 3
     micro = max(compute, communication + fetch) if hidden else compute + communication + fetch
     optimizer = _optimizer_s(plan, rates, forward_s(plan, rates))
+    backward = compute / plan.accumulation - forward_s(plan, rates)
+    exposed = leaving_s(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, backward)
     tokens = plan.tokens * plan.accumulation * plan.world_size
-    total = micro + optimizer
+    total = micro + exposed + optimizer
     mfu = model * tokens / plan.world_size / total / rates.peak_flops
-    return StepTime(compute, communication, fetch, optimizer, total, tokens, mfu)
+    return StepTime(compute, communication + exposed, fetch, optimizer, total, tokens, mfu)

@@ -19,6 +19,7 @@ def heading(plan: PlanInput) -> str:
     """Model and run in two lines."""
     zero = plan.settings
     offload = "all" if zero.offload_param else "optimizer" if zero.offload_optimizer else "none"
+    offload += f" and {zero.offload_gradients:.0%} of the gradients" if plan.leaving else ""
     ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
     tensors = f"{plan.parameters.elems / 1e9:.3f} B parameters in {len(plan.parameters.items)} tensors"
     work = f"micro batch {plan.micro_batch} x {plan.seq_len} tokens, accumulation {plan.accumulation}"

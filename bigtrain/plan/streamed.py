@@ -13,6 +13,8 @@ from bigtrain.plan.tape import Tape
 CHUNK_BYTES, GATHER_ELEMS = 128 << 20, 1 << 25
 # Both directions of the bus at once move less than each alone: 44 of 53 GB/s measured on an H100 (PCIe gen5).
 BOTH_WAYS = 0.83
+# optim/spill.py: IN_FLIGHT_BYTES, AREAS.
+IN_FLIGHT_BYTES, AREAS = 512 << 20, 4
 # Chunks in flight beside those that came up early.
 IN_FLIGHT = 4
 
@@ -35,6 +37,7 @@ def hold_buffers(plan: PlanInput, tape: Tape) -> None:
     chunk = chunk_elems(plan)
     tape.hold("streamed", buffers_used(plan) * chunk * bytes_per_elem(plan), "optimizer state, on its way")
     tape.hold("streamed grads", 2 * plan.told.grad_bytes // 2 * chunk, "optimizer state, on its way")
+    tape.hold("returning", min(AREAS * 2 * chunk, plan.leaving_bytes), "gradients, on their way")
 
 
 def host_bytes(plan: PlanInput) -> float:
@@ -63,14 +66,29 @@ def seconds(plan: PlanInput, h2d_bytes_s: float, d2h_bytes_s: float, forward_s: 
     One rank at stages 1 and 2 hides it behind the next forward, which takes `forward_s`; with more ranks, and at stage 3, the
     step waits for it.
     """
-    moved = max(0.0, plan.settings.ratio * host_bytes(plan) - early_bytes(plan)) / (BOTH_WAYS * min(h2d_bytes_s, d2h_bytes_s))
+    moved = max(0.0, update_bytes(plan) - early_bytes(plan)) / (BOTH_WAYS * min(h2d_bytes_s, d2h_bytes_s))
     hides = plan.world_size == 1 and plan.settings.stage in (1, 2)
     return max(0.0, moved - forward_s) if hides else moved
+
+
+def update_bytes(plan: PlanInput) -> float:
+    """What comes up the bus for one update: state, and the gradients that left."""
+    return plan.settings.ratio * host_bytes(plan) + plan.leaving_bytes
+
+
+def leaving_s(plan: PlanInput, h2d_bytes_s: float, d2h_bytes_s: float, backward_s: float) -> float:
+    """What gradients that leave add to one step's backwards, which take `backward_s` each: they go down beside it.
+
+    From the second micro batch on the sums so far come up at the same time.
+    """
+    down = plan.leaving_bytes / d2h_bytes_s
+    both = plan.leaving_bytes / (BOTH_WAYS * min(h2d_bytes_s, d2h_bytes_s))
+    return max(0.0, down - backward_s) + (plan.accumulation - 1) * max(0.0, both - backward_s)
 
 
 def buffers_that_help(plan: PlanInput, h2d_bytes_s: float, d2h_bytes_s: float, forward_s: float) -> int:
     """The least number of buffers with which the traffic costs no time, as `seconds` counts it."""
     hides = plan.world_size == 1 and plan.settings.stage in (1, 2)
     hidden = forward_s * BOTH_WAYS * min(h2d_bytes_s, d2h_bytes_s) if hides else 0.0
-    early = max(0.0, plan.settings.ratio * host_bytes(plan) - hidden)
+    early = max(0.0, update_bytes(plan) - hidden)
     return min(chunks(plan), math.ceil(early / (chunk_elems(plan) * bytes_per_elem(plan))) + IN_FLIGHT)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bigtrain.plan.flat import flat_group, heaviest_rank, split_groups, touched_elems
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.streamed import hold_buffers
+from bigtrain.plan.states import LAYOUTS
+from bigtrain.plan.streamed import IN_FLIGHT_BYTES, hold_buffers
 from bigtrain.plan.tape import Tape
 
 
@@ -19,10 +20,12 @@ def build_whole(plan: PlanInput, tape: Tape) -> None:
     """
     rows = ["weights before flattening" if trains else "weights, frozen" for trains in plan.trains]
     sizes = [p.elems for p in plan.parameters.items]
-    if plan.drawn:
+    if plan.drawn and not plan.drawn_on_host:
         for i, elems in enumerate(sizes):
             tape.hold(("drawn", i), 4 * elems, "weights, drawn in fp32")
     for i, elems in enumerate(sizes):
+        if plan.drawn_on_host:
+            tape.touch(4 * elems, "weights, drawn in fp32")
         tape.hold(("built", i), 2 * elems, rows[i])
         tape.drop(("drawn", i))
 
@@ -53,8 +56,10 @@ class FlatSharding:
         self.place = {i: (g, at) for g, group in enumerate(self.groups) for at, i in enumerate(group.members)}
         self.touched = sum(touched_elems(self.items, g, self.rank) for g in self.groups)
         self.compact = self.zero.grad_bytes == 4
+        self.own = LAYOUTS[plan.optimizer].own_offload  # the weights are its masters (bigtrain/startup.py)
         # One rank at stage 2 leaves bf16 gradients where autograd puts them (bigtrain/reduction.py `_nobody_to_reduce_with`).
         self.alone = world == 1 and self.zero.stage == 2 and not self.zero.offload_optimizer and not self.compact
+        self.flight: list[tuple[str, int]] = []  # gradients on their way to the host, oldest first
         self.bucket: list[int] = []
         self.filled = 0
         # Without overlap_comm, stage 1 reduces after backward; so does every micro step before the last.
@@ -70,16 +75,19 @@ class FlatSharding:
         tape, offload = self.tape, self.zero.offload_optimizer
         for g, group in enumerate(self.groups):
             tape.empty_cache()
+            if self.plan.leaving:  # made flat on the host
+                tape.drop(*(("built", i) for i in group.members))
             tape.hold(("flat", g), 2 * group.padded, "weights, bf16")
             tape.drop(*(("built", i) for i in group.members))
-            tape.hold("clone", 2 * group.partition, "weights, slice clone")
+            if not self.own:
+                tape.hold("clone", 2 * group.partition, "weights, slice clone")
             if not offload:
                 tape.hold(("master", g), self.layout.remainder * group.partition, "master")
             tape.drop("clone")
         if offload:
             tape.hold("offload", 2 * self.plan.largest_trained_elems, "offload buffer on the GPU")
             return
-        for g, group in enumerate(self.groups):
+        for g, group in enumerate(self.groups if not self.own else ()):
             tape.hold(("zeros", g), self.layout.step_grad * group.partition, "gradient, zeros at start-up")
         tape.drop(*(("zeros", g) for g in range(len(self.groups))))
         hold_buffers(self.plan, tape)
@@ -109,6 +117,8 @@ class FlatSharding:
 
     def grad(self, i: int) -> None:
         """Autograd delivers the gradient of parameter `i`, 2 n bytes."""
+        if i in self.plan.leaving:
+            return self._leave(i)
         if self.alone:
             self.tape.hold(("fresh", i), 2 * self.items[i].elems, "gradients, fresh from autograd")
             self.tape.drop(("fresh", i))
@@ -125,6 +135,18 @@ class FlatSharding:
         self.tape.hold(("fresh", i), 2 * self.items[i].elems, "gradients, fresh from autograd")
         self.tape.drop(("full", i))  # stage 1: the sum of the earlier micro steps goes into the bucket with it
         self._into_bucket(i)
+
+    def _leave(self, i: int) -> None:
+        """optim/spill.py: on the GPU until it is on the host, and the sum of earlier micro steps with it."""
+        size = 2 * self.items[i].elems
+        keys = [("leaving", i), ("sum", i)][: 2 if self.micro else 1]
+        for key in keys:
+            self.tape.drop(key)  # of the micro step before, if it is the only one that leaves
+            self.flight = [held for held in self.flight if held != key]
+            self.tape.hold(key, size, "gradients, on their way")
+            self.flight.append(key)
+        while len(self.flight) > len(keys) and sum(2 * self.items[j].elems for _, j in self.flight) > IN_FLIGHT_BYTES:
+            self.tape.drop(self.flight.pop(0))
 
     def _into_bucket(self, i: int) -> None:
         elems, limit = self.items[i].elems, self.zero.reduce_bucket_elems
@@ -197,6 +219,8 @@ class FlatSharding:
     # Step.
 
     def step(self, first: bool) -> None:
+        self.tape.drop(*self.flight)
+        self.flight = []
         if self.zero.offload_optimizer:
             self.tape.phase("optimizer step")
             self.tape.drop("compact")

@@ -13,9 +13,9 @@ PACKAGE = ROOT / "bigtrain"
 # The rows, lowest first. A part imports parts of lower rows only; parts of one row do not know each other.
 ROWS: list[set[str]] = [
     {"errors"},
-    {"shapes"},
-    {"guards", "partition", "config", "plan", "whereabouts"},
-    {"builds", "heap", "network", "ranks"},
+    {"partition", "shapes"},
+    {"guards", "config", "plan", "whereabouts"},
+    {"builds", "heap", "network", "ranks", "startup"},
     {"placement", "stopping", "watch", "zero"},
     {"flat", "kernels"},
     {"weights", "optim", "data", "diagnostics", "buffers", "meeting", "precision", "steps"},

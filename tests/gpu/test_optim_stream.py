@@ -162,3 +162,70 @@ def train(root, optimizer, stage, offload):
     masters = [float(inner.master(p).double().sum()) for p in inner.state]
     engine.close()
     return seen, masters, places
+
+
+@pytest.mark.parametrize("optimizer, accumulation", [("adamw_split_8bit", 1), ("adamw_split", 3)])
+def test_an_engine_whose_gradients_leave_trains_as_without(tmp_path, optimizer, accumulation):
+    code = "import json, sys; from tests.gpu.test_optim_stream import spill; print(json.dumps(spill(*json.loads(sys.argv[1]))))"
+    found = []
+    for share in (0.0, 0.4, 1.0):
+        what = json.dumps([str(tmp_path / str(share)), optimizer, accumulation, share])
+        env = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "0"}
+        done = subprocess.run([sys.executable, "-c", code, what], env=env, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(json.loads(done.stdout.strip().splitlines()[-1]))
+    stay, some, all_ = found
+    assert stay["seen"] == some["seen"] == all_["seen"] and stay["masters"] == some["masters"] == all_["masters"]
+    assert stay["held"] == 0 and some["pinned"] and all_["held"] == 2 * all_["elems"]
+    print({k: (f["held"], f["peak"]) for k, f in zip((0.0, 0.4, 1.0), found)})
+    assert stay["peak"] - all_["peak"] > 0.4 * 2 * all_["elems"]
+
+
+def spill(root, optimizer, accumulation, share):
+    """Losses, norms and masters of a short story with a skipped step, a save, a load and an evaluation; memory."""
+    from bigtrain.engine import Engine
+    from bigtrain.models import build_model
+    from bigtrain.optim import spill as module
+    from tests.ranks.tiny import TinyLM, config, rows
+
+    module.IN_FLIGHT_BYTES, module.AREAS = 16 << 20, 2
+    cfg = config(2, bf16=True, micro=1, accumulation=accumulation)
+    cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    cfg["data_types"] = {"grad_accum_dtype": "bf16"}
+    model = build_model(lambda: TinyLM(width=2048, blocks=6), ds_config=cfg, seed=1)
+    told = {"learning_rate": 1e-3, "max_grad_norm": 0.5, "hang_s": None, "offload_gradients": share}
+    engine = Engine(model, ds_config=cfg, optimizer=optimizer, **told)
+    seen = []
+
+    def step(number, poisoned=False):
+        weight = engine.module.blocks[3].out.weight
+        hook = weight.register_hook(lambda g: g * float("nan")) if poisoned else None
+        result = engine.train_step(rows(number, accumulation))
+        seen.append([result.loss, str(result.grad_norm), result.applied, result.reason])
+        if hook:
+            hook.remove()
+
+    for number in range(3):
+        step(number)
+    torch.cuda.reset_peak_memory_stats()
+    step(3)
+    peak = torch.cuda.max_memory_allocated()
+    step(4, poisoned=True)
+    engine.save_checkpoint(root)
+    step(5)
+    engine.load_checkpoint(root)
+    step(5)
+    step(6)
+    seen.append(engine.evaluate(rows(9, 4)).loss)
+    gradients = engine._reduction.stream.gradients
+    inner = engine.deepspeed.basic_optimizer
+    found = {
+        "seen": seen,
+        "masters": [float(inner.master(p).double().sum()) for p in inner.state],
+        "held": gradients.host_bytes if gradients else 0,
+        "pinned": gradients._memory.pinned if gradients else False,
+        "elems": sum(p.numel() for p in engine.module.parameters()),
+        "peak": peak,
+    }
+    engine.close()
+    return found

@@ -119,7 +119,9 @@ def _storages(engine):
     gc.collect()
     seen = {}
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and thing.dtype == torch.bfloat16 and type(thing) is not torch.nn.Parameter:
+        if not isinstance(thing, torch.Tensor) or thing.is_meta:
+            continue
+        if thing.dtype == torch.bfloat16 and type(thing) is not torch.nn.Parameter:
             storage = thing.untyped_storage()
             seen[storage.data_ptr()] = storage.nbytes()
     return sum(seen.values())

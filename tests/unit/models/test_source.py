@@ -1,5 +1,7 @@
 """What a source is, and how a wrong one is refused."""
 
+import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -34,6 +36,27 @@ def test_a_preset_builds():
     model = build_model("preset:llama-tiny", num_hidden_layers=1)
     assert len(model.model.layers) == 1 and model.bigtrain_info.source == "preset:llama-tiny"
     assert model.bigtrain_info.tied == (("model.embed_tokens.weight", "lm_head.weight"),)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}])
+def test_values_that_wait_on_the_host_in_fp32_are_those_of_a_plain_build(monkeypatch, changes):
+    """One rank below stage 3 whose optimizer is on the host: a card that holds bf16 weights need not hold fp32 ones."""
+    from bigtrain.models import build
+
+    target, seen = build._target, []
+
+    def on_host(*args):
+        seen.append(dataclasses.replace(target(*args), shard_device=torch.device("cpu")))
+        return seen[-1]
+
+    plain = build_model(LLAMA, seed=4, **changes)
+    monkeypatch.setattr(build, "_target", on_host)
+    monkeypatch.setattr(build, "Window", functools.partial(build.Window, limit_bytes=1000))
+    parked = build_model(LLAMA, seed=4, **changes)
+    assert seen and parked.bigtrain_info.tied == plain.bigtrain_info.tied
+    pairs = zip(plain.state_dict().items(), parked.state_dict().items(), strict=True)
+    assert all(a == b and torch.equal(x, y) and x.dtype == y.dtype for (a, x), (b, y) in pairs)
+    assert all(not p.__dict__.get("_bigtrain_key") for p in parked.parameters())
 
 
 def test_the_callers_config_object_is_not_changed():

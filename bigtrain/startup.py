@@ -1,0 +1,34 @@
+"""Memory that DeepSpeed takes while it starts and an optimizer without masters of its own does not need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+SMALLEST = 1 << 12  # elements: below it nothing is saved
+
+
+class SharedMaster(TorchFunctionMode):
+    """While DeepSpeed 0.19.8's ZeRO-1/2 optimizer is built with bf16 masters: these are the weights, and zeros take one element.
+
+    `stage_1_and_2.py` `__init__` clones each flat bf16 partition as its master, then makes zeros of that size as its first gradient:
+    with the weights themselves 6 bytes a parameter, where `flat.alias_master` gives up the clone right after, and the gradient
+    is given up at the end of `__init__`. A clone of a flat bf16 tensor is that tensor here; nothing else in there makes one.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.clone and not kwargs and _large(args[0].dim(), args[0].numel(), args[0].dtype):
+            return args[0]
+        if func is torch.zeros and len(args) == 1 and isinstance(args[0], int) and _large(1, args[0], kwargs.get("dtype")):
+            return torch.zeros(1, **kwargs).expand(args[0])
+        return func(*args, **kwargs)
+
+
+def _large(dims: int, elems: int, dtype: Any) -> bool:
+    return dims == 1 and elems >= SMALLEST and dtype == torch.bfloat16
