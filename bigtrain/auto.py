@@ -14,7 +14,7 @@ from bigtrain import plan
 from bigtrain.config import GenerateOptions, RunValues, generate
 from bigtrain.errors import DoesNotFitError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, Candidate, Choice, choose
-from bigtrain.plan.inputs import PlanInput, ZeroSettings
+from bigtrain.plan.inputs import Checkpointing, PlanInput, ZeroSettings
 from bigtrain.plan.roofline import Rates
 from bigtrain.plan.show import choice_text
 from bigtrain.plan.states import layout_name
@@ -58,6 +58,8 @@ def pick(
     kernels: str = "hf",
     frozen: tuple[str, ...] = (),
     rates: Rates | None = None,
+    policy: Checkpointing = "full",
+    blocks: int | str | None = None,
 ) -> Picked:
     """Choose stage, offload, optimizer states, checkpointing, micro batch and accumulation.
 
@@ -65,6 +67,7 @@ def pick(
         model_config: parsed config.json. run: what the user said; None stands for "choose".
         gpu_memory_bytes, host_memory_bytes: of one card and of one host; None: no limit.
         rates: the machine's, for the ranking; None: the planner's defaults.
+        policy: of checkpointing. blocks: how many are recomputed, "auto", or None: as the user said nothing of it.
 
     Raises:
         DoesNotFitError: nothing that the user's values allow fits; with the ladder and what would help.
@@ -74,7 +77,8 @@ def pick(
     start["zero_optimization"]["reduce_bucket_size"] = BUCKET_ELEMS
     base = plan.plan_input(
         model_config, ds_config=start, world_size=world_size, gpus_per_node=ranks_per_node, seq_len=seq_len, device=device,
-        kernels=kernels, frozen=frozen, optimizer=layout_name(run.optim or "adamw"),
+        kernels=kernels, frozen=frozen, optimizer=layout_name(run.optim or "adamw"), checkpointing=policy,
+        checkpoint_blocks=int(blocks) if blocks not in (None, AUTO) else None,
     )  # fmt: skip
     if run.optim:
         optimizers: tuple[str, ...] = (base.optimizer,)
@@ -84,7 +88,7 @@ def pick(
         base, gpu_memory_bytes=gpu_memory_bytes, host_memory_bytes=host_memory_bytes,
         global_batch=world_size * rows_per_rank(run), optimizers=optimizers, rates=rates,
     )  # fmt: skip
-    allowed = [c for c in choice.fitting if _keeps(c, run)]
+    allowed = [c for c in choice.fitting if _keeps(c, run, blocks)]
     if not allowed:
         lead = (
             "no configuration fits" if not choice.fitting else "none of those that fit has the values given on the command line"
@@ -92,7 +96,7 @@ def pick(
         raise DoesNotFitError(f"{choice_text(choice)}\n\nds_config auto: {lead}. Nothing was built.")
     best = allowed[0]
     filled = replace(
-        run, optim=run.optim or best.input.optimizer, gradient_checkpointing=best.input.checkpointing == "full",
+        run, optim=run.optim or best.input.optimizer, gradient_checkpointing=best.input.checkpointing != "none",
         micro_batch=best.input.micro_batch, accumulation=best.input.accumulation,
     )  # fmt: skip
     return Picked(config_of(best.input.settings), filled, choice, best)
@@ -106,14 +110,16 @@ def rows_per_rank(run: RunValues) -> int:
     return accumulation * max(1, SEQUENCES_PER_RANK // accumulation) if accumulation else SEQUENCES_PER_RANK
 
 
-def _keeps(candidate: Candidate, run: RunValues) -> bool:
+def _keeps(candidate: Candidate, run: RunValues, blocks: int | str | None) -> bool:
     found: PlanInput = candidate.input
-    checkpointing = None if run.gradient_checkpointing is None else "full" if run.gradient_checkpointing else "none"
-    return (
-        checkpointing in (None, found.checkpointing)
-        and run.micro_batch in (None, found.micro_batch)
-        and run.accumulation in (None, found.accumulation)
-    )
+    said = run.gradient_checkpointing
+    if blocks == AUTO:  # as few as fit: none, if it fits without
+        recomputes = True
+    elif said and blocks is None:  # all blocks
+        recomputes = found.checkpointing != "none" and found.checkpoint_blocks is None
+    else:
+        recomputes = said in (None, found.checkpointing != "none")
+    return recomputes and run.micro_batch in (None, found.micro_batch) and run.accumulation in (None, found.accumulation)
 
 
 def config_of(settings: ZeroSettings) -> dict[str, Any]:
@@ -137,3 +143,12 @@ def config_of(settings: ZeroSettings) -> dict[str, Any]:
     if settings.offload_optimizer and settings.ratio < 1:
         zero["offload_optimizer"]["ratio"] = settings.ratio
     return config
+
+
+def flags(planned: PlanInput) -> dict[str, str | None]:
+    """The arguments of launch/train.py that recompute what was planned, beside `gradient_checkpointing`."""
+    blocks = planned.checkpoint_blocks
+    return {
+        "checkpoint_blocks": None if blocks is None else str(blocks),
+        "checkpointing_policy": "full" if planned.checkpointing == "none" else planned.checkpointing,
+    }

@@ -13,10 +13,11 @@ import torch
 
 from bigtrain import plan, ranks
 from bigtrain.arguments import TrainArguments
-from bigtrain.auto import pick
+from bigtrain.auto import flags, pick
 from bigtrain.config import Decision
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.job import Job, choose_seq_len, device_type, fused_kernels, load_model_config, run_values
+from bigtrain.plan.constants import CUDA_CONTEXT_BYTES, nccl_bytes
 from bigtrain.plan.machine import host_memory, show_bytes
 from bigtrain.plan.roofline import Rates, forward_s, stored_rates
 from bigtrain.plan.show import plan_text
@@ -178,6 +179,8 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
         device=device_type(),
         kernels="liger" if fused_kernels(args) and torch.cuda.is_available() else "hf",
         frozen=tuple(args.freeze),
+        policy=args.checkpointing_policy,
+        blocks=args.checkpoint_blocks,
         rates=ranks.main_decides(lambda: stored_rates(device_type()), "reading the rates that bigtrain doctor stored"),
     )
     logger.info("%s", picked.text())
@@ -187,6 +190,7 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
         "gradient_accumulation_steps": run.accumulation,
         "optim": run.optim,
         "gradient_checkpointing": run.gradient_checkpointing,
+        **flags(picked.candidate.input),
     }
     return replace(args, **chosen), picked.config
 
@@ -200,11 +204,12 @@ def ranks_per_host() -> int:
 
 
 def cap_gpu_memory(cap_gib: float | None) -> None:
-    """Let this process allocate at most `cap_gib` GiB of its card: a larger card stands in for a smaller one."""
+    """Let this process hold at most `cap_gib` GiB of its card, context and NCCL included: it stands in for a smaller card."""
     if cap_gib is not None and torch.cuda.is_available():
         index = torch.cuda.current_device()
         total = torch.cuda.get_device_properties(index).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / total), index)
+        outside = CUDA_CONTEXT_BYTES + nccl_bytes(ranks.world_size())
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, cap_gib * 2**30 - outside) / total), index)
 
 
 def memory_limits(cap_gib: float | None = None) -> tuple[int | None, int | None]:

@@ -107,11 +107,9 @@ def refresh_weights(ds_optimizer: Any, own_only: bool = False) -> None:
     """
     kind = zero.optimizer_kind(ds_optimizer)
     if kind in ("zero12", "bf16") and own_only:
-        flat16 = "parallel_partitioned_bit16_groups" if kind == "zero12" else "bf16_partitioned_groups"
         masters = "single_partition_of_fp32_groups" if kind == "zero12" else "fp32_groups_flat_partition"
-        groups = zip(getattr(ds_optimizer, flat16), getattr(ds_optimizer, masters), ds_optimizer.real_dp_process_group)
-        for parts, master, group in groups:
-            parts[dist.get_rank(group=group)].data.copy_(master.data)
+        for (parts, owners), master in zip(weight_partitions(ds_optimizer), getattr(ds_optimizer, masters)):
+            parts[owners.index(dist.get_rank())].data.copy_(master.data)
         return
     if kind in ("zero12", "bf16"):
         ds_optimizer.update_lp_params()
@@ -129,6 +127,15 @@ def refresh_weights(ds_optimizer: Any, own_only: bool = False) -> None:
         for part, view in zip(ds_optimizer.fp16_partitioned_groups[number], views):
             part.data = view.data
     regather_persistent(ds_optimizer)
+
+
+def weight_partitions(ds_optimizer: Any) -> list[tuple[list[torch.Tensor], list[int]]]:
+    """Stages 1 and 2: of each flat tensor of weights its parts, all of which this rank holds, and the rank that updates each."""
+    flat16 = "parallel_partitioned_bit16_groups"
+    if zero.optimizer_kind(ds_optimizer) == "bf16":
+        flat16 = "bf16_partitioned_groups"
+    groups = zip(getattr(ds_optimizer, flat16), ds_optimizer.real_dp_process_group)
+    return [([part.data for part in parts], dist.get_process_group_ranks(group)) for parts, group in groups]
 
 
 def regather_persistent(ds_optimizer: Any) -> None:

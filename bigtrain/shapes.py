@@ -2,7 +2,7 @@
 
 Plain dictionaries with the keys of a `config.json`, so that `AutoConfig.for_model(**config_dict(name))`, the planner
 and the model builder read the same thing. Sizes follow the public config files of the models that they are named after;
-`llama-tiny` and `llama-50m` are this project's own, for demonstrations and tests.
+`llama-tiny` and `llama-50m` are this project's own, for demonstrations and tests, and so are `llama-8.36b` and `llama-20b`.
 """
 
 from __future__ import annotations
@@ -124,6 +124,28 @@ def _mistral(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, voca
     return {**config, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
 
 
+_GPT_NEOX_20B = {
+    "architectures": ["GPTNeoXForCausalLM"],
+    "model_type": "gpt_neox",
+    "hidden_size": 6144,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 44,
+    "num_attention_heads": 64,
+    "vocab_size": 50432,
+    "hidden_act": "gelu_fast",
+    "max_position_embeddings": 2048,
+    "layer_norm_eps": 1e-5,
+    "rotary_pct": 0.25,
+    "rotary_emb_base": 10000,
+    "use_parallel_residual": True,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
+
 _LLAMA2: dict[str, Any] = {"vocab": 32000, "positions": 4096, "theta": 10000.0, "bos": 1, "eos": 2}
 
 _QWEN2_5_VL_7B = {
@@ -190,10 +212,12 @@ _SHAPES: dict[str, dict[str, Any]] = {
     # 8.36 B parameters: the size of a public out-of-memory case on 47.4 GB cards, as a Llama.
     "llama-8.36b": _llama(4096, 14688, 32, 32, 8, vocab=152064),
     "llama-13b": _llama(5120, 13824, 40, 40, 40, **_LLAMA2),
+    # 20.3 B parameters, not the shape of a published model: the largest that one 80 GB card is asked to train.
     "llama-20b": _llama(6144, 16384, 48, 48, 8, vocab=128256),
     "llama-34b": _llama(8192, 22016, 48, 64, 8, vocab=32000, positions=16384, theta=1e6, bos=1, eos=2),
     "llama-70b": _llama(8192, 28672, 80, 64, 8),
     "llama-405b": _llama(16384, 53248, 126, 128, 8, positions=131072),
+    "gpt-neox-20b": _GPT_NEOX_20B,
     "mistral-7b": _mistral(4096, 14336, 32, 32, 8, 32768),
     "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, vocab=151936, tied=True),
     "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, vocab=151936, tied=True),

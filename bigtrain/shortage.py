@@ -222,7 +222,7 @@ def table(held: dict[str, int], planned: dict[str, int] | None) -> list[str]:
 def nearest(now: PlanInput, gpu_memory_bytes: int | None, host_memory_bytes: int | None) -> list[Candidate]:
     """The fitting configurations that differ least from `now`, the faster first; the global batch stays."""
     choice = choose(
-        now,
+        now.but(checkpoint_blocks=None),
         gpu_memory_bytes=gpu_memory_bytes,
         host_memory_bytes=host_memory_bytes,
         optimizers=tuple(dict.fromkeys((now.optimizer, *DEFAULT_OPTIMIZERS))),
@@ -230,7 +230,9 @@ def nearest(now: PlanInput, gpu_memory_bytes: int | None, host_memory_bytes: int
     mine = Candidate(now, False, "", 0, 0, plan.predict(now, reserve=False), step_time(now)).options
 
     def differences(candidate: Candidate) -> int:
-        return sum(candidate.options[name] != mine[name] for name in mine if name != "accumulation")
+        # The number of blocks says whether there is checkpointing at all.
+        told = [name for name in mine if name not in ("accumulation", "activation_checkpointing", "checkpointing_policy")]
+        return sum(candidate.options[name] != mine[name] for name in told)
 
     others = [c for c in choice.fitting if differences(c)]
     return sorted(others, key=lambda c: (differences(c), c.time.total_s))[:NEAREST]

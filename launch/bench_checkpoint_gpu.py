@@ -238,8 +238,8 @@ def rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def main() -> None:
-    """Measure and print one line."""
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="preset:llama-3b")
     parser.add_argument("--override", nargs="*", default=[], help="KEY=INTEGER of the model's config")
@@ -252,7 +252,12 @@ def main() -> None:
     parser.add_argument("--saves", nargs="+", choices=["training", "at_once"], default=["training", "training", "at_once"])
     parser.add_argument("--dir", help="where to write; its disk is what is measured")
     parser.add_argument("--out", type=Path, help="the line also goes here")
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Measure and print one line."""
+    args = arguments()
     line = json.dumps(rounded(measure(args)))
     print(line, flush=True)
     if args.out:

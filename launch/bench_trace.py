@@ -171,7 +171,8 @@ def main(argv: list[str]) -> None:
     capacity.cap_gpu_memory(args.gpu_memory_cap)
     if args.ds_config == jobs.AUTO:
         args, config = capacity.choose(args)
-    job = make_job(args, config)
+    limits = capacity.memory_limits(args.gpu_memory_cap)
+    job = capacity.settle_blocks(capacity.use_spare_memory(make_job(args, config), *limits), *limits)
     jobs.check_engine(job)
     model, _ = jobs.build(job)
     flops = jobs.flops_formula(model, job.seq_len)
@@ -212,7 +213,8 @@ def finish(own: argparse.Namespace, found: dict[str, Any], trace: Path) -> None:
     line = json.dumps(_rounded(found))
     if own.out:
         own.out.mkdir(parents=True, exist_ok=True)
-        name = f"{found['model'].split(':')[-1].replace('/', '-')}-{found['ds_config']}-{found['optim']}"
+        batch = f"{found['micro_batch']}x{found['accumulation']}x{found['seq_len']}"
+        name = f"{found['model'].split(':')[-1].replace('/', '-')}-{found['ds_config']}-{found['optim']}-{batch}-{own.checkpointing}"
         title = f"{name}: {found['tokens_per_s_per_gpu']:.0f} tokens/s on {found['card']} without the profiler"
         (own.out / f"{name}.md").write_text(markdown(title, found), encoding="utf-8")
         (own.out / f"{name}.json").write_text(line + "\n", encoding="utf-8")

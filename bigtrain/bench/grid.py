@@ -196,6 +196,11 @@ def _describe(config: Mapping[str, Any]) -> str:
 def _check(cell: Cell) -> None:
     if cell.runner not in RUNNERS:
         raise UsageError(f"grid: runner is {cell.runner!r}; it must be one of {', '.join(RUNNERS)}")
+    mine = [name for name in ("checkpoint_blocks", "checkpointing_policy") if name in cell.arguments]
+    if mine and cell.runner != "bigtrain":
+        raise UsageError(
+            f"grid: {mine[0]} is bigtrain's own: runner {cell.runner} recomputes all blocks or none; exclude it there"
+        )
     for name in ("num_gpus", "steps"):
         value = getattr(cell, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bigtrain.auto import config_of
+from bigtrain.auto import config_of, flags
 from bigtrain.bench import sweep
 from bigtrain.bench.grid import Cell
 from bigtrain.bench.prediction import Machine
@@ -59,7 +59,8 @@ def cell_of(model: str, candidate: Candidate) -> Cell:
         "per_device_train_batch_size": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
         "optim": plan.optimizer,
-        "gradient_checkpointing": plan.checkpointing == "full",
+        "gradient_checkpointing": plan.checkpointing != "none",
+        **{name: value for name, value in flags(plan).items() if value not in (None, "full")},
         "use_liger_kernel": plan.kernels == "liger",
     }
     if plan.frozen:

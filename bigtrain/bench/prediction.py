@@ -13,7 +13,7 @@ from bigtrain.config import ModelShape, Resolved, RunValues
 from bigtrain.diagnostics.metrics import FlopsFormula
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cli import model_config
-from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.inputs import Checkpointing, PlanInput
 from bigtrain.plan.predict import Plan, Tree
 from bigtrain.plan.roofline import step_time, stored_rates
 from bigtrain.plan.show import heading
@@ -38,7 +38,13 @@ def run_values(cell: Cell) -> RunValues:
     """The cell's arguments in the words of `bigtrain.config`."""
     known = RunValues.__dataclass_fields__
     named = {_RUN_NAMES.get(k, k): v for k, v in cell.arguments.items()}
+    if cell.arguments.get("checkpoint_blocks") is not None or _policy(cell) != "full":
+        named.setdefault("gradient_checkpointing", True)  # as TrainArguments.recomputes
     return RunValues(**{k: v for k, v in named.items() if k in known}, total_steps=cell.steps)
+
+
+def _policy(cell: Cell) -> Checkpointing:
+    return cell.arguments.get("checkpointing_policy") or "full"
 
 
 def kernels(cell: Cell, machine: Machine) -> str:
@@ -54,17 +60,24 @@ def resolved(cell: Cell, machine: Machine) -> Resolved:
     Raises:
         ConfigError: it cannot be used. DoesNotFitError: nothing fits.
     """
+    return _resolved(cell, machine)[0]
+
+
+def _resolved(cell: Cell, machine: Machine) -> tuple[Resolved, PlanInput | None]:
+    """The cell's config, and what the planner chose, for ds_config auto."""
     values, run, config = model_config(cell.model), run_values(cell), cell.ds_config
+    chosen = None
     if config == AUTO:
         gpu, host = limits(cell, machine)
         picked = pick(
             values, run, world_size=cell.num_gpus, ranks_per_node=cell.num_gpus, seq_len=cell.seq_len, gpu_memory_bytes=gpu,
             host_memory_bytes=host, device=machine.device, kernels=kernels(cell, machine),
-            frozen=tuple(cell.arguments.get("freeze") or ()), rates=stored_rates(machine.device),
+            frozen=tuple(cell.arguments.get("freeze") or ()), rates=stored_rates(machine.device), policy=_policy(cell),
+            blocks=cell.arguments.get("checkpoint_blocks"),
         )  # fmt: skip
-        config, run = picked.config, picked.run
+        config, run, chosen = picked.config, picked.run, picked.candidate.input
     shape = ModelShape.from_config(values)
-    return ds.resolve(config, run=run, model=shape, world_size=cell.num_gpus, device=machine.device)
+    return ds.resolve(config, run=run, model=shape, world_size=cell.num_gpus, device=machine.device), chosen
 
 
 def limits(cell: Cell, machine: Machine) -> tuple[int | None, int | None]:
@@ -80,27 +93,30 @@ def planned(cell: Cell, machine: Machine) -> Plan:
     Raises:
         UsageError: the model's family has no formulas, or settings contradict each other.
     """
-    done = resolved(cell, machine)
+    done, chosen = _resolved(cell, machine)
     run, args = done.run, cell.arguments
+    blocks = chosen.checkpoint_blocks if chosen else args.get("checkpoint_blocks")
     assert run.micro_batch and run.accumulation
-    return plan.predict(
-        plan.plan_input(
-            model_config(cell.model),
-            ds_config=done.engine_config(),
-            world_size=cell.num_gpus,
-            gpus_per_node=cell.num_gpus,
-            seq_len=cell.seq_len,
-            micro_batch=run.micro_batch,
-            accumulation=run.accumulation,
-            optimizer=layout_name(run.optim or "adamw"),
-            checkpointing=args.get("checkpointing_policy", "full") if run.gradient_checkpointing else "none",
-            checkpoint_blocks=int(blocks) if (blocks := args.get("checkpoint_blocks")) not in (None, "auto") else None,
-            kernels=kernels(cell, machine),
-            device=machine.device,
-            frozen=tuple(args.get("freeze") or ()),
-            drawn=cell.model.startswith("preset:"),
-        )
+    found = plan.plan_input(
+        model_config(cell.model),
+        ds_config=done.engine_config(),
+        world_size=cell.num_gpus,
+        gpus_per_node=cell.num_gpus,
+        seq_len=cell.seq_len,
+        micro_batch=run.micro_batch,
+        accumulation=run.accumulation,
+        optimizer=layout_name(run.optim or "adamw"),
+        checkpointing=_policy(cell) if run.gradient_checkpointing else "none",
+        checkpoint_blocks=None if blocks in (None, AUTO) else int(blocks),
+        kernels=kernels(cell, machine),
+        device=machine.device,
+        frozen=tuple(args.get("freeze") or ()),
+        drawn=cell.model.startswith("preset:"),
     )
+    if blocks == AUTO and found.blocks_are_all:  # as capacity.settle_blocks
+        least = plan.least_blocks(found, *limits(cell, machine))
+        found = least.input if least else found
+    return plan.predict(found)
 
 
 def prediction(cell: Cell, machine: Machine) -> dict[str, Any]:

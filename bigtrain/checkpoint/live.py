@@ -109,14 +109,21 @@ def slices_to_fill(engine: Any, index: Index) -> tuple[list[LocalSlice], list[Re
     return out + _outside_optimizer(engine) + [s for r in again for s in r.slices], again
 
 
-def weights_of_others(engine: Any) -> list[LocalSlice] | None:
-    """Stages 1 and 2 on a few CPU ranks: the parts of the weights whose masters other ranks own, to be read too.
+def copies_weights(engine: Any) -> bool:
+    """True where every rank holds all weights and masters for a part of them, on CPUs: stages 1 and 2.
 
-    Every rank holds all weights. From the page cache, reading the others' masters and rounding them is quicker than gathering
-    the weights through gloo; it reads more from a cold disk (docs/results/checkpoint.md). On GPUs, and on many ranks,
-    gathering is cheaper: None then, on all ranks alike.
+    On GPUs, weights are gathered.
     """
-    if engine.stage not in (1, 2) or engine.device.type != "cpu" or not 1 < engine.world_size <= READING_RANKS:
+    return engine.stage in (1, 2) and engine.device.type == "cpu" and engine.world_size > 1
+
+
+def weights_of_others(engine: Any) -> list[LocalSlice] | None:
+    """The parts of the weights whose masters other ranks own, to be read too; for where ranks cannot see each other's memory.
+
+    From the page cache, reading the others' masters and rounding them is quicker than gathering the weights through gloo; it
+    reads more from a cold disk (docs/results/checkpoint.md). With many ranks gathering is cheaper: None then.
+    """
+    if engine.world_size > READING_RANKS:
         return None
     names = {id(p): n for n, p in engine.module.named_parameters()}
     out: list[LocalSlice] = []

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain import __version__, ranks
-from bigtrain.checkpoint import deepspeed_format, deepspeed_import, live, reshard, rng, store
+from bigtrain.checkpoint import deepspeed_format, deepspeed_import, live, neighbours, reshard, rng, store
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
 from bigtrain.errors import CheckpointError
-from bigtrain.flat import refresh_weights
+from bigtrain.flat import refresh_weights, weight_partitions
 from bigtrain.meeting import Point, meet, naming_the_lost
 from bigtrain.weights.companions import companion_files
 from bigtrain.whereabouts import HERE
@@ -144,6 +144,8 @@ class Checkpoints:
         ranks.agree((str(directory), str(tag)), "the checkpoint to load")
         if not ranks.main_decides(lambda: is_native(directory, tag), f"looking into {directory}"):
             return deepspeed_format.load(engine, directory, None if tag is None else str(tag), trust)
+        copies = live.copies_weights(engine)
+        near = copies and neighbours.reachable()
         folder = ranks.main_decides(lambda: str(choose(directory, tag)), f"looking for a checkpoint in {directory}")
         with ranks.together(f"opening {folder}"):
             opened = store.open_checkpoint(Path(folder))
@@ -151,20 +153,24 @@ class Checkpoints:
             live.check_layout(opened.run["layout"], self._layout(), index)
             changed = live.changed_settings(opened.run["state"], live.run_state(engine))
             slices, again = live.slices_to_fill(engine, index)
-            others = live.weights_of_others(engine)
+            others = live.weights_of_others(engine) if copies and not near else None
         load_slices(opened, slices + (others or []), index=index)
         for moment in again:
             moment.finish()
         if changed and ranks.is_main():
             lines = "".join(f"\n  {line}" for line in changed)
             log.warning("%s was written with other settings; training goes on with this run's:%s", folder, lines)
-        self._restore(opened, all_weights_read=others is not None)
+        live.set_scalars(engine, opened.run["state"]["scalars"])
+        optimizer = engine.deepspeed.optimizer
+        refresh_weights(optimizer, own_only=near or others is not None)
+        if near and not neighbours.gather(weight_partitions(optimizer)):
+            refresh_weights(optimizer)
+        self._restore(opened)
         return opened.run["state"]["user"]
 
-    def _restore(self, opened: store.Opened, all_weights_read: bool) -> None:
+    def _restore(self, opened: store.Opened) -> None:
+        """Counters and random generators."""
         engine, run = self._engine, opened.run["state"]
-        live.set_scalars(engine, run["scalars"])
-        refresh_weights(engine.deepspeed.optimizer, own_only=all_weights_read)
         live.set_run_state(engine, run)
         engine.deepspeed.global_steps = run["deepspeed_steps"]
         if opened.commit.world_size == engine.world_size:

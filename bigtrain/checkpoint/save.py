@@ -302,7 +302,7 @@ class Saver:
         if job.device is None or job.ready is None:
             return
         units = [unit for unit in job.units if unit.tensor.is_cuda and unit.state == LIVE]
-        self._pinned.reserve(sum(unit.tensor.nbytes for unit in units), _copiers())
+        self._pinned.reserve(sum(unit.tensor.nbytes for unit in units), _copiers(), job.device)
         with torch.cuda.device(job.device):  # a new thread begins on the first GPU
             stream = torch.cuda.Stream(job.device)
             stream.wait_event(job.ready)

@@ -71,15 +71,21 @@ class HostMemory:
             self._users[number] += 1
         return Copy(self._blocks[number][begin : begin + like.nbytes].view(like.dtype), number, self)
 
-    def reserve(self, nbytes: int, threads: int) -> None:
-        """Make the blocks that copies of `nbytes` will need, `threads` at a time: one after the other, pages are pinned at 1.5 GB/s."""
+    def reserve(self, nbytes: int, threads: int, device: torch.device | None = None) -> None:
+        """Make the blocks that copies of `nbytes` will need, `threads` at a time: one after the other, pages are pinned at 1.5 GB/s.
+
+        Args:
+            nbytes: of copies that are still to come.
+            threads: how many at a time.
+            device: whose driver pins them.
+        """
         with self._lock:
             free = sum(users == 0 for users in self._users)
         missing = -(-nbytes // BLOCK_BYTES) - free
         if missing <= 0:
             return
         with contextlib.suppress(RuntimeError):  # no thread can be started at the interpreter's end: `take` makes them
-            with ThreadPoolExecutor(min(threads, missing)) as pool:
+            with threads_on(device, min(threads, missing)) as pool:
                 list(pool.map(lambda _: self._add_block(), range(missing)))
 
     def _free_block(self, even_if_short: bool) -> int | None:
@@ -126,6 +132,11 @@ class HostMemory:
                 self._users.clear()
                 self._locked.clear()
                 self._open = -1
+
+
+def threads_on(device: torch.device | None, count: int) -> ThreadPoolExecutor:
+    """Threads that use this GPU, if one is named: a thread begins on the first, and would take memory there for every rank."""
+    return ThreadPoolExecutor(count) if device is None else ThreadPoolExecutor(count, "gpu", torch.cuda.set_device, (device,))
 
 
 def page_locked(nbytes: int) -> lanes.HostMemory:

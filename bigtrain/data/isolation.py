@@ -8,8 +8,8 @@ What transformers does with packed rows (read in masking_utils.py and modeling_f
   is dense: seq_len**2 bytes a row, and fast causal kernels are out.
 * flash attention: `position_ids` count at batch size 1 only; larger micro batches attend across documents silently. With
   `cu_seq_lens_q/k` and `max_length_q/k` in the call it is right at any batch size (`StepLoader(document_bounds=True)`).
-* `bigtrain_varlen`, registered here: document bounds from `position_ids` for any micro batch and no dense mask; torch's
-  variable-length flash attention on CUDA, one causal sdpa call per document elsewhere.
+* `bigtrain_varlen`, registered here: document bounds from `position_ids` for any micro batch and no dense mask; fused
+  kernels on CUDA (see `_attend`), one causal sdpa call per document elsewhere.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from bigtrain.errors import DataError
+from bigtrain.kernels.cudnn_attention import DTYPES, Documents, is_hopper_or_later, packed_attention
 
 VARLEN = "bigtrain_varlen"
 _BY_POSITIONS = ("sdpa", "eager", "flex_attention", VARLEN)
@@ -117,22 +118,27 @@ def prepare_isolation(model: torch.nn.Module, packing: str) -> Isolation:
     return choice
 
 
-class _BoundsCache:
-    """Document bounds of the position_ids last seen: every layer asks for the same, and finding them syncs the device."""
+class _DocumentsCache:
+    """Documents of the tensor last seen: every layer asks for the same, and finding them syncs the device."""
 
     def __init__(self) -> None:
         self._seen: Callable[[], torch.Tensor | None] = lambda: None
-        self._version = -1
-        self._bounds: torch.Tensor | None = None
+        self._key: tuple[int, ...] = ()
+        self._documents: Documents | None = None
 
-    def of(self, position_ids: torch.Tensor) -> torch.Tensor:
-        if self._seen() is not position_ids or self._version != position_ids._version or self._bounds is None:
-            self._bounds = cumulative_lengths(position_ids)
-            self._seen, self._version = weakref.ref(position_ids), position_ids._version
-        return self._bounds
+    def of(self, source: torch.Tensor, batch: int, length: int, *, is_bounds: bool) -> Documents:
+        """Documents by position_ids ([batch or 1, length]) or, with `is_bounds`, by cumulative lengths."""
+        key = (source._version, batch, length)
+        if self._seen() is not source or self._key != key or self._documents is None:
+            bounds = source if is_bounds else cumulative_lengths(source.expand(batch, -1))
+            # Bounds made here are at the begin of each row; those of a caller need not be, in more rows than one.
+            one_a_row = bounds.numel() - 1 == batch and (batch == 1 or not is_bounds)
+            self._documents = Documents(bounds, length, one_a_row)
+            self._seen, self._key = weakref.ref(source), key
+        return self._documents
 
 
-_bounds_cache = _BoundsCache()
+_documents_cache = _DocumentsCache()
 
 
 def _per_document(
@@ -163,14 +169,68 @@ def _flash(
     return out[0] if isinstance(out, tuple) else out
 
 
-def _bounds_in(kwargs: dict[str, Any], batch: int, length: int) -> torch.Tensor | None:
-    """Document bounds from the attention call's arguments; None when they do not tell any."""
-    if kwargs.get("cu_seq_lens_q") is not None:
-        return kwargs["cu_seq_lens_q"]
+def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention over whole rows, by cuDNN where it can; [batch, heads, seq_len, head_dim] in, heads third in what returns."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    grouped = query.shape[1] != key.shape[1]
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+    return out.transpose(1, 2)
+
+
+def _dense_is_best(query: torch.Tensor, documents: Documents) -> bool:
+    """Whether dense kernels can do these rows and cuDNN is among them, at its best, with no fixed order of sums asked for."""
+    if not documents.one_a_row or query.shape[-1] % 8 or torch.are_deterministic_algorithms_enabled():
+        return False
+    return is_hopper_or_later(query.device.index)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scale: float, path: str = "auto"
+) -> torch.Tensor:
+    """Causal attention inside documents on a GPU.
+
+    Args:
+        query: [batch, heads, seq_len, head_dim], 16 bits a value; key and value may have fewer heads.
+        path: "dense" (rows that are one document each), "ragged" (cuDNN, any documents) or "flash" (torch, any documents);
+            "auto" takes the first that can do it. On an H100 cuDNN takes about half of flash attention's time.
+
+    Returns:
+        [batch, seq_len, heads, head_dim].
+
+    Raises:
+        DataError: the path asked for cannot do this.
+    """
+    batch, heads, length, head_dim = query.shape
+    if path not in ("auto", "dense", "ragged", "flash"):
+        raise DataError(f"attention path {path!r} is unknown; use auto, dense, ragged or flash")
+    if path == "dense" and not documents.one_a_row:
+        raise DataError(f"{documents.count} documents in {batch} rows: the dense path takes one document a row")
+    if path == "dense" or (path == "auto" and _dense_is_best(query, documents)):
+        return _dense(query, key, value, scale)
+    q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[-1]) for x in (query, key, value))
+    out = packed_attention(q, k, v, documents, scale) if path in ("auto", "ragged") else None
+    if out is None and path == "ragged":
+        raise DataError(
+            f"cuDNN cannot do attention of {query.dtype} {list(query.shape)}, {key.shape[1]} key heads; see the log"
+        )
+    if out is None:
+        out = _flash(q, k, v, documents.bounds, length, scale)
+    return out.view(batch, length, heads, head_dim)
+
+
+def _documents_in(kwargs: dict[str, Any], batch: int, length: int) -> Documents | None:
+    """Documents by the attention call's arguments; None when they do not tell any."""
+    bounds = kwargs.get("cu_seq_lens_q")
+    if bounds is not None:
+        return _documents_cache.of(bounds, batch, length, is_bounds=True)
     positions = kwargs.get("position_ids")
     if positions is None or positions.ndim != 2 or positions.shape[-1] != length:
         return None
-    return _bounds_cache.of(positions if positions.shape[0] == batch else positions.expand(batch, -1))
+    return _documents_cache.of(positions, batch, length, is_bounds=False)
 
 
 def varlen_attention(
@@ -181,6 +241,7 @@ def varlen_attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    attention_path: str = "auto",
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers attention interface: causal attention inside documents only, without a dense mask.
@@ -188,6 +249,7 @@ def varlen_attention(
     Args:
         query: [batch, heads, seq_len, head_dim]; key and value may have fewer heads (grouped).
         attention_mask: when given (padded generation, for instance), sdpa takes over.
+        attention_path: the kernels on a GPU, "auto" or one that tests and benchmarks force; see `_attend`.
         kwargs: `position_ids` [batch, seq_len], or `cu_seq_lens_q` of the flattened batch.
 
     Returns:
@@ -195,18 +257,17 @@ def varlen_attention(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    batch, _, length, head_dim = query.shape
-    bounds = _bounds_in(kwargs, batch, length)
+    batch, heads, length, head_dim = query.shape
+    documents = _documents_in(kwargs, batch, length)
     causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True)
-    if attention_mask is not None or bounds is None or key.shape[2] != length or not causal:
+    if attention_mask is not None or documents is None or key.shape[2] != length or not causal:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     scale = scaling if scaling is not None else head_dim**-0.5
+    if query.is_cuda and query.dtype in DTYPES and head_dim <= 256 and not dropout:
+        return _attend(query, key, value, documents, scale, attention_path), None
     q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[-1]) for x in (query, key, value))
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and head_dim <= 256 and not dropout:
-        out = _flash(q, k, v, bounds, length, scale)
-    else:
-        out = _per_document(q, k, v, bounds, scale, dropout if module.training else 0.0)
-    return out.reshape(batch, length, query.shape[1], head_dim), None
+    out = _per_document(q, k, v, documents.bounds, scale, dropout if module.training else 0.0)
+    return out.reshape(batch, length, heads, head_dim), None
 
 
 def _separates_documents_only(mask_function: Callable[..., Any], whole_window: bool) -> bool:

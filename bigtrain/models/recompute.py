@@ -64,9 +64,9 @@ POLICIES: dict[str, Callable[[int], Runner]] = {"full": _full, "selective": _sel
 class _KeptProducts:
     """Makes the pair of contexts of each call of a selective block.
 
-    torch's own `create_selective_checkpoint_contexts` counts every operator, and refuses a recompute that meets one more than
-    forward did. Under ZeRO-3 that is the rule: gathering the weights of a module runs operators, and forward and backward gather
-    at different places. Here only the operators that are kept are counted; all others run as they are.
+    torch's own `create_selective_checkpoint_contexts` notices writes into what it keeps only where torch makes them, and counts
+    every operator, so that a recompute may meet none more often than forward did; gathering weights under ZeRO-3 runs operators
+    too. Here only the operators that are kept are counted, and what they gave is compared with what it was.
 
     Args:
         blocks: the first so many calls check that nobody wrote into what was kept (once for each block). A kernel that torch

@@ -106,47 +106,60 @@ struct Bf16 {
   void mark_tie(int64_t at) const { v[at] |= 0x8000u; }
 };
 
+// Tables as arrays of their size, with signed indices: only so does GCC use the instructions that gather a vector from one.
+struct Codes { float at[256]; };
+template <bool Signed>
+struct Cells {
+  static constexpr int bits = Signed ? 9 : 10;
+  int32_t at[1 << bits];
+};
+
 struct Coded {
   static constexpr bool tie_in_sign = false;
   uint8_t *m, *v;
   float *scale_m, *scale_v;
-  const float *codes_m, *middles_m, *codes_v, *middles_v;  // 256 values each
-  const int32_t *first_m, *first_v;                        // 65536 codes each
+  const Codes *codes_m, *codes_v;
+  const Cells<true>* cells_m;
+  const Cells<false>* cells_v;
   struct Block {
     const uint8_t *m, *v;
-    const float *codes_m, *codes_v;
+    const Codes &codes_m, &codes_v;
     float scale_m, scale_v;
-    float first(int64_t i) const { return codes_m[m[i]] * scale_m; }
-    float second(int64_t i) const { return codes_v[v[i]] * scale_v; }
+    float first(int64_t i) const { return codes_m.at[m[i]] * scale_m; }
+    float second(int64_t i) const { return codes_v.at[v[i]] * scale_v; }
     uint32_t tie(int64_t) const { return 0; }
   };
-  Block block(int64_t at) const { return {m + at, v + at, codes_m, codes_v, scale_m[at / BLOCK], scale_v[at / BLOCK]}; }
+  Block block(int64_t at) const { return {m + at, v + at, *codes_m, *codes_v, scale_m[at / BLOCK], scale_v[at / BLOCK]}; }
   void put(int64_t, float, float) const {}
   void close(int64_t at, int64_t n, const float* fm, const float* fv) const {
-    encode<true>(fm, n, m + at, scale_m + at / BLOCK, middles_m, first_m);
-    encode<false>(fv, n, v + at, scale_v + at / BLOCK, middles_v, first_v);
+    encode<true>(fm, n, m + at, scale_m + at / BLOCK, *cells_m);
+    encode<false>(fv, n, v + at, scale_v + at / BLOCK, *cells_v);
   }
   template <bool Signed>
-  static void encode(const float* x, int64_t n, uint8_t* out, float* scale, const float* middles, const int32_t* first) {
+  static void encode(const float* x, int64_t n, uint8_t* out, float* scale, const Cells<Signed>& cells) {
     uint32_t largest = 0;  // magnitudes of finite numbers order as their bits do
 #pragma omp simd reduction(max : largest)
     for (int64_t i = 0; i < n; ++i) largest = std::max(largest, bits_of(x[i]) & 0x7FFFFFFFu);
     *scale = float_of(largest);
     const float divisor = largest == 0 ? 1.0f : float_of(largest);
     const bool plain = divisor < 0x1p-60f || divisor > 0x1p60f;  // a residue could underflow, the inverse overflow
-    if (plain) encode_by<Signed, true>(x, n, out, divisor, middles, first);
-    else encode_by<Signed, false>(x, n, out, divisor, middles, first);
+    if (plain) encode_by<Signed, true>(x, n, out, divisor, cells);
+    else encode_by<Signed, false>(x, n, out, divisor, cells);
   }
+  // arithmetic.py, nearest and cell_of
   template <bool Signed, bool Plain>
-  static void encode_by(const float* x, int64_t n, uint8_t* out, float divisor, const float* middles, const int32_t* first) {
+  static void encode_by(const float* x, int64_t n, uint8_t* out, float divisor, const Cells<Signed>& cells) {
+    constexpr int32_t step = 1 << (23 - Cells<Signed>::bits), start = int32_t(127u * 11 << 19) - step - 4096, smallest = 103 << 23;
     const float inverse = 1.0f / divisor;
     SIMD
     for (int64_t i = 0; i < n; ++i) {
       const float ratio = Plain ? x[i] / divisor : divide(x[i], divisor, inverse);
-      int32_t index = first[int32_t(bits_of(ratio) >> 16)];
-      index += ratio > middles[index];
-      if (!Signed) index = (index == 0) & (x[i] > 0.0f) ? 1 : index;
-      out[i] = uint8_t(index);
+      const int32_t bits = int32_t(bits_of(ratio)), below = Signed ? bits >> 31 : 0;
+      const int32_t size = std::max((bits & 0x7FFFFFFF) - below, smallest);
+      const float power = float_of(uint32_t((size >> 2) + (size >> 4) + start)) + float(step);
+      const int32_t carried = cells.at[int32_t(bits_of(power)) & ((1 << Cells<Signed>::bits) - 1)];
+      const int32_t number = int32_t((uint32_t(carried) + uint32_t(size)) >> 24);
+      out[i] = uint8_t(Signed ? std::max(127 + (number ^ below) - below, 0) : std::max(number, int32_t(x[i] > 0.0f)));
     }
   }
   void mark_tie(int64_t) const {}
@@ -249,8 +262,14 @@ void update_any(const at::Tensor& weight, const at::Tensor& low, const at::Tenso
     update_all(w, l, grad.data_ptr<float>(), moments, weight.numel(), s, exact);
 }
 
+template <class Table>
+const Table* table(const at::Tensor& t) {
+  TORCH_CHECK(t.is_contiguous() && t.numel() * 4 == int64_t(sizeof(Table)) && t.element_size() == 4, "a code table of another size");
+  return static_cast<const Table*>(t.data_ptr());
+}
+
 // Flat contiguous tensors of one length, but for the scales. `scalars`: those of arithmetic.Scalars in its order.
-// `tables`: what arithmetic.code_tables gives, signed then unsigned, with int32 third tensors; empty without 8-bit moments.
+// `tables`: codes and cells of arithmetic.code_tables, signed then unsigned; empty without 8-bit moments.
 void update(
     const at::Tensor& weight, const at::Tensor& low, const at::Tensor& m, const at::Tensor& v, const at::Tensor& scale_m,
     const at::Tensor& scale_v, const at::Tensor& grad, double factor, at::ArrayRef<double> scalars, int64_t first, int64_t salt,
@@ -267,11 +286,11 @@ void update(
     update_any(weight, low, grad, Bf16{static_cast<uint16_t*>(m.data_ptr()), static_cast<uint16_t*>(v.data_ptr()),
                                        uint32_t(first), uint32_t(salt)}, s, exact);
   } else {
-    TORCH_CHECK(tables.size() == 6, "8-bit moments need their code tables");
-    update_any(weight, low, grad, Coded{m.data_ptr<uint8_t>(), v.data_ptr<uint8_t>(), scale_m.data_ptr<float>(),
-                                        scale_v.data_ptr<float>(), tables[0].data_ptr<float>(), tables[1].data_ptr<float>(),
-                                        tables[3].data_ptr<float>(), tables[4].data_ptr<float>(), tables[2].data_ptr<int32_t>(),
-                                        tables[5].data_ptr<int32_t>()}, s, exact);
+    TORCH_CHECK(tables.size() == 4, "8-bit moments need their code tables");
+    update_any(weight, low, grad,
+               Coded{m.data_ptr<uint8_t>(), v.data_ptr<uint8_t>(), scale_m.data_ptr<float>(), scale_v.data_ptr<float>(),
+                     table<Codes>(tables[0]), table<Codes>(tables[2]), table<Cells<true>>(tables[1]), table<Cells<false>>(tables[3])},
+               s, exact);
   }
 }
 

@@ -131,6 +131,25 @@ def round_moments(
     return m_bits.to(torch.int16).view(torch.bfloat16), v_bits.to(torch.int16).view(torch.bfloat16)
 
 
+# Cells are even steps of t^(5/16), which puts the 127 or 255 mid-points about evenly on [0, 1]: none holds two.
+CELL_BITS = {True: 9, False: 10}
+SMALLEST_CELL = 103 << 23  # 2^-24, below every mid-point: smaller magnitudes are looked up as this one
+
+
+def cell_start(signed: bool) -> int:
+    """What makes the power of 1.0 fall into the last cell; half a cell's width below 1.0, and a little for rounding."""
+    return (127 << 23) * 11 // 16 - (1 << 23 - CELL_BITS[signed]) - 4096
+
+
+def cell_of(bits: torch.Tensor, signed: bool) -> torch.Tensor:
+    """The cells (see `code_tables`) of magnitudes in [2^-24, 1], given as the int32 `bits` of fp32 numbers.
+
+    Bits of a float are about its logarithm, so 5/16 of them are about a power; adding a large number rounds that to a cell.
+    """
+    power = ((bits >> 2) + (bits >> 4) + cell_start(signed)).view(torch.float32)
+    return (power + float(1 << 23 - CELL_BITS[signed])).view(torch.int32) & (1 << CELL_BITS[signed]) - 1
+
+
 @functools.cache
 def _codes(signed: bool) -> torch.Tensor:
     """bitsandbytes' dynamic map with 8 bits, ascending: decades of fractions, precise near 1, reaching down to 1e-7.
@@ -155,30 +174,46 @@ def code_tables(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch
     """What decoding and encoding look up, on `device`.
 
     Returns:
-        The 256 code values, ascending, fp32; the 255 mid-points between neighbours and infinity, fp32; and for each value of an
-        fp32 number's upper 16 bits the code of the smallest such number, uint8 [65536]. Mid-points lie further apart than such
-        numbers reach, so the nearest code is that one or the next: one comparison instead of a search.
+        The 256 code values, ascending, fp32; the 255 mid-points between neighbours and infinity, fp32; and the cells, int32 [512]
+        signed, [1024] unsigned, by which the mid-points below a magnitude t are counted without a search (`nearest`): the upper
+        8 bits of t's cell plus t's own bits, modulo 2^32. Such a cell is c * 2^24 + 2^24 - 1 - (bits of the one mid-point in
+        it), c being those before it: a greater t carries. Both are less than 2^24 units, two binades, apart. In a cell without a
+        mid-point a number one binade above its middle stands for it, which nothing in it reaches.
     """
     codes = _codes(signed)
     middles = torch.cat([(codes[:-1] + codes[1:]) / 2, torch.tensor([float("inf")])])
-    upper = torch.arange(1 << 16, dtype=torch.int32)
-    smallest = torch.where(upper < 1 << 15, upper << 16, ((upper - (1 << 16)) << 16) | 0xFFFF).to(torch.int32)
-    first = torch.bucketize(smallest.view(torch.float32).nan_to_num(0.0), middles).clamp_(max=255).to(torch.uint8)
-    return codes.to(device), middles.to(device), first.to(device)
+    bits = (middles[127:-1] if signed else middles[:-1]).view(torch.int32).long()
+    count = 1 << CELL_BITS[signed]
+    at = cell_of(bits.to(torch.int32), signed).long()
+    heights = ((torch.arange(count) / count).float().view(torch.int32).long() - cell_start(signed)).clamp_(min=0)
+    limits = heights * 16 // 5 + (1 << 23)
+    limits[at] = bits
+    before = torch.searchsorted(at, torch.arange(count))
+    entries = (before << 24) + (1 << 24) - 1 - limits
+    cells = (entries + (1 << 31)).remainder_(1 << 32).sub_(1 << 31).to(torch.int32)
+    return codes.to(device), middles.to(device), cells.to(device)
 
 
 def encode(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """8-bit codes and block scales of flat fp32 `values`: uint8 [n], fp32 [ceil(n / 256)]."""
-    _, middles, first = code_tables(signed, values.device)
     n = values.numel()
     padded = torch.nn.functional.pad(values, (0, -n % BLOCK_ELEMS)).view(-1, BLOCK_ELEMS)
     scale = padded.abs().amax(dim=1)
     ratio = padded / scale.masked_fill(scale == 0, 1.0).unsqueeze(1)
-    index = first[(ratio.view(torch.int32) >> 16) & 0xFFFF]
-    index += ratio > middles[index.to(torch.int32)]
+    index = nearest(ratio, signed)
     if not signed:
         index.masked_fill_((index == 0) & (padded > 0), 1)
-    return index.view(-1)[:n], scale
+    return index.to(torch.uint8).view(-1)[:n], scale
+
+
+def nearest(ratio: torch.Tensor, signed: bool) -> torch.Tensor:
+    """The codes nearest to fp32 `ratio` in [-1, 1] ([0, 1] if unsigned), int32; of two equally near ones the smaller."""
+    _, _, cells = code_tables(signed, ratio.device)
+    bits = ratio.view(torch.int32)
+    below = bits >> 31  # -1 where negative: there a mid-point itself counts, as if the magnitude were one unit larger
+    size = ((bits & 0x7FFFFFFF) - below).clamp_(min=SMALLEST_CELL)
+    number = (cells[cell_of(size, signed)] + size >> 24) & 0xFF
+    return (127 + (number ^ below) - below).clamp_(min=0) if signed else number
 
 
 def decode(index: torch.Tensor, scale: torch.Tensor, signed: bool) -> torch.Tensor:

@@ -133,4 +133,4 @@ def update(
 @functools.cache
 def _tables() -> list[Any]:
     cpu = torch.device("cpu")
-    return [t.to(torch.int32) if t.dtype == torch.uint8 else t for signed in (True, False) for t in code_tables(signed, cpu)]
+    return [table for signed in (True, False) for table in code_tables(signed, cpu)[::2]]

@@ -26,7 +26,7 @@ from bigtrain.optim.table import BLOCK_ELEMS
 # A chunk's state: large enough that a copy runs at the bus's full rate (53 GB/s on PCIe gen 5: 2.5 ms), four of them in flight.
 CHUNK_BYTES = 128 << 20
 BUFFERS = 4
-AHEAD = 8  # chunks asked for beyond those that something waits for: 20 ms of the bus, so that it never runs dry
+AHEAD = 8  # chunks asked for beyond those that are on the GPU and those that something waits for: 20 ms of the bus
 
 State = dict[str, torch.Tensor]
 # Updates one chunk of a flat parameter in place: weight, gradient, state, where the chunk begins in the parameter.
@@ -219,7 +219,7 @@ class Stream:
             self._lanes.keep(tensor, UPDATE)
         plan.jobs, plan.grads = jobs, {p: dict(cut(job.pieces, self.chunk_elems)) for p, job in jobs.items()}
         plan.asked, plan.waited = 0, -1
-        self._ask(plan, AHEAD)
+        self._ask(plan, len(plan.uploaded) + AHEAD)  # else the bus would stand still until forward asks for more
 
     def _ask(self, plan: Plan, count: int) -> None:
         """Ask the lanes for the first `count` chunks of the update under way."""
@@ -302,7 +302,7 @@ class Stream:
     def wait_for(self, plan: Plan, position: int) -> None:
         """COMPUTE goes on only when chunk number `position` of the plan, and with it all before, is updated."""
         if position > plan.waited:
-            self._ask(plan, position + 1 + AHEAD)
+            self._ask(plan, position + 1 + self._buffers + AHEAD)
             self._lanes.wait(COMPUTE, plan.chunks[position].done)
             plan.waited = position
 

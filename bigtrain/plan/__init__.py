@@ -6,7 +6,8 @@ configuration that fits. `plan_input(config, ...)` makes the input from a Huggin
 
 from __future__ import annotations
 
-from bigtrain.plan.choose import Candidate, Choice, choose, least_blocks
+from bigtrain.plan.blocks import least_blocks
+from bigtrain.plan.choose import Candidate, Choice, choose
 from bigtrain.plan.families import model_parameters, parameters_from_shapes
 from bigtrain.plan.inputs import PlanInput, ZeroSettings, block_count, plan_input, settings_from_config
 from bigtrain.plan.predict import Plan, Row, Tree, predict

@@ -7,71 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.errors import UsageError
-from bigtrain.plan.flat import slice_elems
+from bigtrain.plan.blocks import with_fewer_blocks
 from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge
 from bigtrain.plan.machine import show_bytes
-from bigtrain.plan.predict import Plan, fragments, predict
-from bigtrain.plan.roofline import Rates, StepTime, step_time
+from bigtrain.plan.roofline import Rates
 from bigtrain.plan.spilled import least_share
 from bigtrain.plan.states import LAYOUTS
 
 # Optimizers that compute the same update as AdamW with an fp32 master, or nearly (8-bit moments).
 DEFAULT_OPTIMIZERS = ("adamw", "adamw_8bit", "adamw_split", "adamw_split_8bit")
-# Tried in place of the asked bucket only where that does not fit; smaller buckets cost more collectives.
-SMALL_BUCKET_ELEMS = 50_000_000
 _MOST_RANKS = 4096
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One configuration.
-
-    Attributes:
-        input: what it is. fits: whether it does. why: what is short, empty if it fits.
-        gpu_short_bytes, host_short_bytes: what is missing (0 if enough).
-        plan: its bytes; None if its states alone are too large. time: its roofline.
-    """
-
-    input: PlanInput
-    fits: bool
-    why: str
-    gpu_short_bytes: int
-    host_short_bytes: int
-    plan: Plan | None
-    time: StepTime
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The names that `config generate` and the training script use."""
-        zero = self.input.settings
-        offload = "all" if zero.offload_param else "optimizer" if zero.offload_optimizer else "none"
-        return {
-            "stage": zero.stage,
-            "offload": offload,
-            "ratio": zero.ratio,
-            "optimizer": self.input.optimizer,
-            "activation_checkpointing": self.input.checkpointing == "full",
-            "micro_batch": self.input.micro_batch,
-            "accumulation": self.input.accumulation,
-            "reduce_bucket_size": zero.reduce_bucket_elems,
-            "grad_accum_dtype": "fp32" if zero.grad_bytes == 4 else "bf16",
-            "world_size": self.input.world_size,
-        }
-
-    def describe(self) -> str:
-        """One line."""
-        o = self.options
-        parts = [f"ZeRO-{o['stage']}", f"offload {o['offload']}", str(o["optimizer"])]
-        if o["offload"] != "none" and o["ratio"] < 1:
-            parts[1] += f" ratio {o['ratio']:g}"
-        if self.input.leaving:
-            parts[1] += f" and {self.input.settings.offload_gradients:.0%} of the gradients"
-        parts.append("checkpointing" if o["activation_checkpointing"] else "no checkpointing")
-        parts.append(f"micro batch {o['micro_batch']} x {o['accumulation']}")
-        if o["reduce_bucket_size"] == SMALL_BUCKET_ELEMS:
-            parts.append("small buckets")
-        parts.append(f"{o['grad_accum_dtype']} gradients")
-        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -135,7 +81,8 @@ def _micro_batches(per_rank: int) -> list[int]:
 
 
 def _families(base: PlanInput, optimizers: tuple[str, ...]) -> Iterator[PlanInput]:
-    """Everything but the micro batch."""
+    """Everything but the micro batch: the base's policy and number of blocks (without one: all, fully), and no checkpointing."""
+    policy = "full" if base.checkpointing == "none" else base.checkpointing
     for optimizer in optimizers:
         layout = LAYOUTS[optimizer]
         for place in _placements(base.world_size):
@@ -143,88 +90,16 @@ def _families(base: PlanInput, optimizers: tuple[str, ...]) -> Iterator[PlanInpu
                 continue
             if layout.own_offload and place["offload_param"] and base.device == "cuda":
                 continue
-            for checkpointing in ("none", "full"):
+            for checkpointing in ("none", policy):
+                blocks = base.checkpoint_blocks if checkpointing == policy else None
                 yield base.but(
-                    optimizer=optimizer, checkpointing=checkpointing, bf16_states=False, overlap_comm=True,
+                    optimizer=optimizer, checkpointing=checkpointing, checkpoint_blocks=blocks, bf16_states=False, overlap_comm=True,
                     **{"ratio": 1.0, **place},
                 )  # fmt: skip
 
 
-def state_bytes(plan: PlanInput) -> tuple[int, int]:
-    """(GPU, host) bytes of weights and optimizer states of one rank: less than this is impossible."""
-    zero, layout = plan.settings, LAYOUTS[plan.optimizer]
-    total = plan.parameters.elems
-    owned = slice_elems(plan.trained_elems, plan.world_size)
-    weights = 2 * (slice_elems(total, plan.world_size) if zero.stage == 3 else total)
-    kept = layout.remainder + min(layout.moments, layout.matrix_moments)
-    share = zero.ratio if plan.told.offload_optimizer or plan.streams else 0.0
-    gpu = (0 if zero.offload_param else weights) + (kept + (2 if zero.stage >= 2 else 0)) * owned * (1 - share)
-    host = (kept + (0 if layout.own_offload else layout.step_grad)) * share * owned + (weights if zero.offload_param else 0)
-    # A ratio moves whole sub-groups; the bound stays a bound with one sub-group's slack.
-    slack = kept * zero.sub_group_elems if 0 < share < 1 else 0
-    return max(0, int(gpu - slack)), max(0, int(host - slack))
-
-
-def _short(need: float, have: int | None) -> int:
-    return 0 if have is None else max(0, int(need - have))
-
-
-def _reason(gpu_short: int, host_short: int, plan: Plan | None) -> str:
-    parts = []
-    if gpu_short:
-        where = f", peak in {plan.gpu.phase}" if plan else ", weights and states alone"
-        parts.append(f"GPU short by {show_bytes(gpu_short)}{where}")
-    if host_short:
-        where = "" if plan else ", states alone"
-        parts.append(f"host short by {show_bytes(host_short)}{where}")
-    return "; ".join(parts)
-
-
-def judge(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None = None) -> Candidate:
-    """Does one configuration fit, and how fast would it be?
-
-    Args:
-        plan: the configuration. gpu: bytes of one card; host: bytes of one host; None: no limit.
-    """
-    time, ranks = step_time(plan, rates), plan.ranks_per_node
-    least_gpu, least_host = state_bytes(plan)
-    gpu_short, host_short = _short(least_gpu, gpu), _short(least_host * ranks, host)
-    if gpu_short or host_short:
-        return Candidate(plan, False, _reason(gpu_short, host_short, None), gpu_short, host_short, None, time)
-    found = predict(plan, reserve=False)
-    gpu_short, host_short = _short(found.gpu_need_bytes(), gpu), _short(found.host_need_bytes(), host)
-    why = _reason(gpu_short, host_short, found)
-    if not why and gpu is not None and fragments(plan, gpu):
-        why = "GPU memory would fragment: allocations fit, the allocator's segments do not"
-    return Candidate(plan, not why, why, gpu_short, host_short, found, time)
-
-
-def least_blocks(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None = None) -> Candidate | None:
-    """The plan with the fewest recomputed blocks that fits, 0 included; None if not even all of them suffice.
-
-    Args:
-        plan: the configuration; its policy is kept ("full" where it has none), its number of blocks is what is looked for.
-        gpu, host: bytes of one card and of one host; None: no limit.
-    """
-    policy = "full" if plan.checkpointing == "none" else plan.checkpointing
-
-    def candidate(blocks: int, host: int | None) -> Candidate:
-        return judge(plan.but(checkpointing=policy, checkpoint_blocks=blocks), gpu, host, rates)
-
-    # More blocks never hold more, except on the host of inputs that are kept there: that is looked at in the end.
-    limit = None if policy == "offload" and plan.device == "cuda" else host
-    low, high = -1, plan.block_count
-    if not candidate(high, limit).fits:
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if candidate(middle, limit).fits else (middle, high)
-    found = candidate(high, host)
-    return found if found.fits else None
-
-
 def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> Candidate:
-    """The plan as it is, with smaller buckets, gradients summed in bf16, or some of these leaving: the first that fits, else as it is."""
+    """The plan as it is, with smaller buckets, gradients in bf16, or some of these leaving: the first that fits, else as it is."""
     asked = judge(plan, gpu, host, rates)
     if asked.fits or asked.plan is None:  # weights and states alone are too large: these do not help
         return asked
@@ -250,8 +125,11 @@ def choose(
 ) -> Choice:
     """Search stage, offload, optimizer states, checkpointing and micro batch at a fixed global batch.
 
+    Where a configuration fits with checkpointing only, the fewest blocks with which it does are looked for too, unless `base`
+    says a number.
+
     Args:
-        base: model, ranks, sequence length, kernels; its other values are what the search replaces.
+        base: model, ranks, sequence length, kernels, policy of checkpointing; its other values are what the search replaces.
         gpu_memory_bytes, host_memory_bytes: of one card and of one host; None: no limit.
         global_batch: sequences of one step over all ranks; None: what `base` has.
         optimizers: which ones may be chosen, best liked first (ties in speed go to the earlier one).
@@ -272,6 +150,8 @@ def choose(
             (fitting if candidate.fits else rejected).append(candidate)
             if not candidate.fits and candidate.gpu_short_bytes:
                 break  # a larger micro batch holds more
+    if base.checkpoint_blocks is None and base.blocks_are_all:
+        fitting += with_fewer_blocks(fitting, gpu_memory_bytes, host_memory_bytes, rates)
     order = {name: at for at, name in enumerate(optimizers)}
     fitting.sort(key=lambda c: (round(c.time.total_s, 3), order[c.input.optimizer], c.input.settings.stage))
     rejected.sort(key=lambda c: c.gpu_short_bytes * world + c.host_short_bytes)
@@ -284,8 +164,10 @@ def choose(
 
 def _smallest(base: PlanInput, optimizers: tuple[str, ...]) -> list[PlanInput]:
     """The configurations that hold least, one for each optimizer and placement."""
-    least = base.but(micro_batch=1, accumulation=1, reduce_bucket_elems=SMALL_BUCKET_ELEMS, grad_bytes=2)
-    return [f for f in _families(least, optimizers) if f.checkpointing == "full" and f.settings.stage >= 2]
+    least = base.but(
+        micro_batch=1, accumulation=1, checkpoint_blocks=None, reduce_bucket_elems=SMALL_BUCKET_ELEMS, grad_bytes=2
+    )
+    return [f for f in _families(least, optimizers) if f.checkpointing != "none" and f.settings.stage >= 2]
 
 
 def _any_fits(base: PlanInput, gpu: int | None, host: int | None, optimizers: tuple[str, ...]) -> Candidate | None:

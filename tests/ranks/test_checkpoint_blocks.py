@@ -1,13 +1,17 @@
 """Some blocks recomputed and others not, under every policy: the same bits as without, at stages 0 to 3."""
 
 import functools
+import json
 import types
 
 import pytest
 import torch
 from torch import nn
 
+from bigtrain.data.demo import stdlib_corpus, train_tokenizer
 from tests.ranks import zoo
+from tests.ranks.test_host_memory import container
+from tests.ranks.test_train import ALONE, flags, rows_of, run
 
 
 class Block(nn.Module):
@@ -34,12 +38,20 @@ class TwoStacks(nn.Module):
         return types.SimpleNamespace(loss=x.float().square().mean())
 
 
+# Weights are gathered module by module, some ahead of time, and let go of at once: where in forward, and where in backward, differs.
+ZERO3 = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 100,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 1500,
+}
+
+
 def _config(stage):
     return {
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
-        # Small enough that ZeRO-3 gathers and lets go of single modules, in forward and again in backward.
-        "zero_optimization": {"stage": stage, **({"stage3_param_persistence_threshold": 100} if stage == 3 else {})},
+        "zero_optimization": ZERO3 if stage == 3 else {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_allow_untested_optimizer": True,
     }
@@ -125,3 +137,26 @@ def _too_many(stage):
 
 def test_more_blocks_than_there_are(rank_pool):
     assert all(rank_pool(2).run(_too_many, 3))
+
+
+def test_a_run_with_some_blocks_with_auto_and_with_too_many(tmp_path):
+    """auto on a host with room for what one recomputed block needs, and for no more: one. Too many are refused before data is read."""
+    folder = stdlib_corpus(tmp_path, max_bytes=200_000, validation_every=10)
+    train_tokenizer(folder.train_path, tmp_path / "tokenizer", vocab_size=512)
+
+    def command(out, blocks, **more):
+        shape = {"seq_len": 512, "per_device_train_batch_size": 16, "num_train_epochs": 100, "max_steps": 2, "no_export": True}
+        return [*ALONE, *flags(tmp_path, out, checkpoint_blocks=blocks, ds_config="ds_configs/zero2.json", **shape, **more)]
+
+    said = run(command(tmp_path / "one", 1))
+    told = json.loads((tmp_path / "one" / "run.json").read_text())
+    assert "activation checkpointing, full: 1 blocks are recomputed" in said and told["planned"]["checkpoint_blocks"] == 1
+    root = container(tmp_path / "host", told["planned"]["host_need_bytes"], 2**20)
+    said = run(command(tmp_path / "auto", "auto"), BIGTRAIN_HOST_ROOT=str(root))
+    told = json.loads((tmp_path / "auto" / "run.json").read_text())
+    assert "checkpoint_blocks auto: 1 (as few of " in said and "of host memory with the plan's margin" in said
+    assert told["planned"]["checkpoint_blocks"] == 1 and told["arguments"]["checkpoint_blocks"] == "1"
+    assert [d["value"] for d in told["decisions"] if d["path"] == "checkpoint_blocks"] == [1]
+    assert [r["loss"] for r in rows_of(tmp_path / "auto")] == [r["loss"] for r in rows_of(tmp_path / "one")]
+    said = run(command(tmp_path / "many", 99, train_data=tmp_path / "tokenizer"), expect=2)
+    assert "--checkpoint_blocks 99, but preset:llama-tiny has " in said and not (tmp_path / "many" / "run.json").exists()

@@ -14,6 +14,7 @@ from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError
 from bigtrain.models import build_model
 from bigtrain.optim import arithmetic
+from launch import bench_checkpoint_gpu
 from tests.ranks.tiny import TinyLM, config, rows
 
 SAMPLES = 12  # a multiple of every world size here
@@ -299,3 +300,16 @@ def test_B27_nothing_in_a_native_checkpoint_is_unpickled(rank_pool, tmp_path):
     ):  # fmt: skip
         text = (folder / f"{name}.py").read_text()
         assert "torch.load" not in text and "pickle" not in text, name
+
+
+def _bench(root):
+    argv = ["--model", "preset:llama-tiny", "--seq_len", "16", "--warmup", "1", "--steps", "1", "--dir", root]
+    return bench_checkpoint_gpu.measure(bench_checkpoint_gpu.arguments([*argv, "--saves", "training", "at_once"]))
+
+
+def test_the_gpu_benchmark_measures_and_compares_what_it_loads(rank_pool, tmp_path):
+    """On the host here; on a GPU it is launch/bench_checkpoint_gpu.py itself that is the test (docs/results/checkpoint.md)."""
+    (result,) = rank_pool(1).run(_bench, str(tmp_path))
+    assert result["loaded_equal"] and [row["mode"] for row in result["saves"]] == ["training", "at_once"]
+    assert all(row["steps_beside"] >= 1 and row["stall_s"] >= row["call_s"] for row in result["saves"])
+    assert not any(tmp_path.iterdir())

@@ -219,6 +219,67 @@ def test_absolute_positions_restart_too(make_rows):
     assert _worst_difference(model, make_rows(DOCUMENTS, 13, pad_token_id=0), 2) < 2e-6
 
 
+def test_documents_are_found_once_for_all_layers(monkeypatch):
+    import bigtrain.data.isolation as isolation
+
+    found = []
+    monkeypatch.setattr(isolation, "cumulative_lengths", lambda positions: found.append(1) or cumulative_lengths(positions))
+    cache = isolation._DocumentsCache()
+    one_row = torch.arange(6)[None]
+    first = cache.of(one_row, 2, 6, is_bounds=False)  # the same positions for both rows
+    assert cache.of(one_row, 2, 6, is_bounds=False) is first and len(found) == 1
+    assert first.one_a_row and first.bounds.tolist() == [0, 6, 12]
+    one_row[0, 3:] -= 3
+    packed = cache.of(one_row, 2, 6, is_bounds=False)
+    assert len(found) == 2 and not packed.one_a_row and packed.bounds.tolist() == [0, 3, 6, 9, 12]
+
+
+def test_bounds_of_a_caller_are_whole_rows_only_where_that_is_sure():
+    from bigtrain.data.isolation import _DocumentsCache
+
+    across = torch.tensor([0, 4, 12], dtype=torch.int32)  # as many documents as rows, but not one in each
+    assert not _DocumentsCache().of(across, 2, 6, is_bounds=True).one_a_row
+    assert _DocumentsCache().of(across[::2], 1, 12, is_bounds=True).one_a_row
+
+
+@pytest.mark.parametrize(
+    ("path", "one_a_row", "hopper", "cudnn", "taken"),
+    [
+        ("auto", True, True, True, "dense"),
+        ("auto", False, True, True, "ragged"),
+        ("auto", False, True, False, "flash"),
+        ("auto", True, False, False, "flash"),
+        ("ragged", True, True, True, "ragged"),
+        ("flash", True, True, True, "flash"),
+        ("dense", True, False, False, "dense"),
+        ("dense", False, True, True, "error"),
+        ("ragged", False, True, False, "error"),
+        ("fastest", True, True, True, "error"),
+    ],
+)
+def test_the_path_attention_takes_on_a_gpu(monkeypatch, path, one_a_row, hopper, cudnn, taken):
+    import bigtrain.data.isolation as isolation
+
+    query, key = torch.zeros(2, 4, 6, 8, dtype=torch.bfloat16), torch.zeros(2, 2, 6, 8, dtype=torch.bfloat16)
+    went = []
+
+    def through(name, result):
+        return lambda *args: went.append(name) or result
+
+    monkeypatch.setattr(isolation, "is_hopper_or_later", lambda device: hopper)
+    monkeypatch.setattr(isolation, "_dense", through("dense", query.transpose(1, 2)))
+    monkeypatch.setattr(isolation, "packed_attention", through("ragged", torch.zeros(12, 4, 8) if cudnn else None))
+    monkeypatch.setattr(isolation, "_flash", through("flash", torch.zeros(12, 4, 8)))
+    bounds = torch.tensor([0, 6, 12] if one_a_row else [0, 3, 6, 12], dtype=torch.int32)
+    documents = isolation.Documents(bounds, 6, one_a_row)
+    if taken == "error":
+        with pytest.raises(DataError, match=r"path|dense|cuDNN"):
+            isolation._attend(query, key, key, documents, 0.3, path)
+    else:
+        assert isolation._attend(query, key, key, documents, 0.3, path).shape == (2, 6, 4, 8)
+        assert went[-1] == taken
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)])

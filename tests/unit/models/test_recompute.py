@@ -1,11 +1,13 @@
 """What a recomputed block keeps, and that nothing writes into it."""
 
+import functools
 import sys
 import types
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from bigtrain.errors import ModelError
 from bigtrain.models import build_model, enable_activation_checkpointing
@@ -150,3 +152,35 @@ def test_a_model_that_can_only_recompute_all_its_blocks_says_so():
 
     with pytest.raises(ModelError, match="Old recomputes all of its blocks or none"):
         enable_activation_checkpointing(Old(), None, 1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "opt"])
+def test_the_planner_knows_what_selective_keeps(kind):
+    """The bytes of kept results of one block, counted, and as planned."""
+    from bigtrain.models.recompute import _KeptProducts
+    from bigtrain.plan.activations import block_bytes
+    from bigtrain.plan.geometry import geometry
+    from tests.ranks import zoo
+
+    model = build_model(zoo.source(kind)).train()
+    ids = torch.randint(0, 59, (2, 16))
+    seen = []
+
+    class Counted(_KeptProducts):
+        def contexts(self):
+            keep, replay = super().contexts()
+            seen.append(keep._kept)
+            return keep, replay
+
+    enable_activation_checkpointing(model)
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = functools.partial(
+                torch.utils.checkpoint.checkpoint, use_reentrant=False, context_fn=Counted(2).contexts
+            )
+    loss = model(input_ids=ids, labels=ids).loss
+    sizes = [sum(t.nbytes for results in kept.values() for out, _ in results for t in tree_leaves(out)) for kept in seen]
+    planned = block_bytes(geometry(model.config.to_dict()), ids.numel()).results
+    assert sizes == [pytest.approx(planned, rel=0.01)] * 2  # statistics of attention that are empty on a CPU are a few bytes
+    loss.backward()
+    assert not any(seen)  # all of it was taken out again

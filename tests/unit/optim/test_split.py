@@ -104,6 +104,21 @@ def test_encoding_finds_the_nearest_code(signed):
     assert (scale == 1).all() and torch.equal(index.long(), expected)
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_cells_count_the_mid_points_below_a_number(signed):
+    _, middles, cells = arithmetic.code_tables(signed, torch.device("cpu"))
+    one = 127 << 23
+    spread = torch.arange(0, one + 1, 997, dtype=torch.int32)
+    found = arithmetic.cell_of(spread.clamp(min=arithmetic.SMALLEST_CELL), signed)
+    borders = spread[1:][found.diff() > 0]  # within 997 units above the border of a cell
+    near = [t + d for t in (middles[:-1].view(torch.int32) & 0x7FFFFFFF, torch.tensor([0, one])) for d in range(-3, 4)]
+    bits = torch.cat([spread, *near, *(borders - d for d in range(998))]).to(torch.int32).clamp_(0, one)
+    for numbers in (bits.view(torch.float32), -bits.view(torch.float32)) if signed else (bits.view(torch.float32),):
+        assert torch.equal(arithmetic.nearest(numbers, signed), torch.bucketize(numbers, middles[:-1], out_int32=True))
+    at = arithmetic.cell_of(middles[127 if signed else 0 : -1].view(torch.int32), signed)
+    assert len(cells) == 1 << arithmetic.CELL_BITS[signed] and (at.diff() > 0).all(), "two mid-points in one cell"
+
+
 def test_8bit_error_is_bounded_and_a_positive_second_moment_is_never_lost():
     values = torch.randn(10_001, generator=torch.Generator().manual_seed(0))
     index, scale = arithmetic.encode(values, signed=True)

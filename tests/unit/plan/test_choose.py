@@ -8,7 +8,7 @@ import pytest
 from bigtrain import shapes
 from bigtrain.errors import UsageError
 from bigtrain.plan import ZeroSettings, choose, plan_input, predict, rates_from, step_time
-from bigtrain.plan.choose import judge, state_bytes
+from bigtrain.plan.judge import judge, state_bytes
 from bigtrain.plan.states import LAYOUTS
 
 GIB = 2**30

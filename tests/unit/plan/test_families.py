@@ -59,6 +59,17 @@ def test_presets_equal_the_real_class(name):
     check_equal(build(auto_class, config), model_parameters(config))
 
 
+@pytest.mark.parametrize(
+    ("name", "elems"),
+    [  # published counts, and those that issues name
+        ("llama-8b", 8_030_261_248), ("llama-8.36b", 8_361_000_000), ("llama-13b", 13_015_864_320),
+        ("llama-20b", 20_000_000_000), ("gpt-neox-20b", 20_554_567_680),
+    ],
+)  # fmt: skip
+def test_presets_have_the_size_that_they_are_named_after(name, elems):
+    assert model_parameters(shapes.config_dict(name)).elems == pytest.approx(elems, rel=0.02)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt2", "opt"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_and_untied(name, tied):

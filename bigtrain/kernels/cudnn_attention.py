@@ -1,0 +1,189 @@
+"""Causal attention of packed documents by cuDNN: the kernels of dense attention, over documents of any lengths.
+
+cuDNN has had such kernels for Hopper cards and later since 9.6: tensors of [tokens, heads, head_dim] with an offset and a
+length for each document ("ragged", THD), heads grouped without copies. torch reaches them only for dense batches; its
+`aten._cudnn_attention_forward` with cumulative lengths takes 65 ms a call and gives wrong gradients (torch 2.11). The
+library `nvidia-cudnn-frontend` (module `cudnn`, extra `gpu`) builds such graphs in the cuDNN that torch brings; see
+`cudnn_graphs`.
+
+A graph belongs to a `Shape`. The number of documents differs from micro batch to micro batch, so a graph has a power of
+two of places for them, and places left over hold documents of length 0 after the last token. Graphs are kept; a call is a
+dictionary lookup, the outputs' allocation and one execute on the current stream, without a device sync.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import threading
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from bigtrain.kernels.cudnn_graphs import Graphs, Shape
+
+logger = logging.getLogger(__name__)
+
+DTYPES = (torch.bfloat16, torch.float16)
+# Grouped heads over ragged tensors, and workspaces by the number of tokens, came with 9.6; backward of 9.10.0 and 9.10.1 is broken.
+OLDEST_CUDNN = 90600
+BROKEN_CUDNN = (91000, 91001)
+
+
+def places_for(documents: int) -> int:
+    """Places in the graph for so many documents: the next power of two, so that few graphs serve all micro batches."""
+    return 1 << max(documents - 1, 0).bit_length()
+
+
+class Documents:
+    """Where the documents of a flattened micro batch begin, and the tensors kernels want of it: made once for all layers.
+
+    Attributes:
+        bounds: int32 [documents + 1], from 0 to the number of tokens.
+        longest: no document has more tokens; a bound known without asking the device, such as the row length.
+        one_a_row: every row of the micro batch is one document, so that dense kernels do.
+    """
+
+    def __init__(self, bounds: torch.Tensor, longest: int, one_a_row: bool = False):
+        self.bounds, self.longest, self.one_a_row = bounds, longest, one_a_row
+        self.count = bounds.numel() - 1
+        self.places = places_for(self.count)
+        self._padded: torch.Tensor | None = None
+        self._lengths: torch.Tensor | None = None
+        self._offsets: dict[int, torch.Tensor] = {}
+
+    def _all_places(self) -> torch.Tensor:
+        """int64 [places + 1]: bounds, with the places left over at the end of the last document."""
+        if self._padded is None:
+            rest = self.bounds[-1:].expand(self.places - self.count)
+            self._padded = torch.cat([self.bounds, rest]).to(torch.int64)
+        return self._padded
+
+    def lengths(self) -> torch.Tensor:
+        """int32 [places]: tokens of each document, 0 in places left over."""
+        if self._lengths is None:
+            self._lengths = torch.diff(self._all_places()).to(torch.int32)
+        return self._lengths
+
+    def offsets(self, elements: int) -> torch.Tensor:
+        """int64 [places + 1]: where each document begins in a tensor with so many elements a token."""
+        if elements not in self._offsets:
+            self._offsets[elements] = self._all_places() * elements
+        return self._offsets[elements]
+
+
+_graphs: dict[Shape, Graphs | None] = {}
+_building = threading.Lock()  # a backward that recomputes builds in autograd's thread
+_said: set[str] = set()
+
+
+@functools.cache
+def is_hopper_or_later(device: int) -> bool:
+    """Whether cuDNN's attention is faster than flash attention 2 on this card."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def why_not(shape: Shape) -> str | None:
+    """Why there is no cuDNN graph of this shape, as far as can be told without building it; None when there may be one."""
+    if shape.dtype not in DTYPES:
+        return f"{shape.dtype} is not bfloat16 or float16"
+    # Kernels write gradients in whole blocks of 16 columns, and workspaces are counted in blocks of 64 tokens.
+    if shape.head_dim > 128 or shape.head_dim % 16:
+        return f"head_dim {shape.head_dim} is over 128 or not a multiple of 16"
+    if shape.tokens % 64:
+        return f"{shape.tokens} tokens are not a multiple of 64"
+    if shape.longest < 2 or shape.heads % shape.key_heads:
+        return f"rows of {shape.longest} tokens, {shape.heads} heads over {shape.key_heads}"
+    if not is_hopper_or_later(shape.device):
+        return f"{torch.cuda.get_device_name(shape.device)} is older than Hopper"
+    try:
+        version = int(importlib.import_module("cudnn").backend_version())
+    except Exception as error:  # not installed, or its cuDNN cannot be loaded: the reason is what is of use
+        return f"nvidia-cudnn-frontend cannot be used ({type(error).__name__}: {error}); pip install 'bigtrain[gpu]'"
+    if version < OLDEST_CUDNN or version in BROKEN_CUDNN:
+        return f"cuDNN {version} is older than {OLDEST_CUDNN} or has broken gradients"
+    return None
+
+
+def _say_once(what: str) -> None:
+    if what not in _said:
+        _said.add(what)
+        logger.warning("packed attention keeps to torch's flash attention: %s", what)
+
+
+def _build(shape: Shape) -> Graphs | None:
+    """Both graphs of a shape; None (and one warning per reason) when cuDNN has none."""
+    reason = why_not(shape)
+    if reason is None:
+        try:
+            with torch.cuda.device(shape.device):
+                return Graphs(shape)
+        except Exception as error:  # the library raises its own types, RuntimeError and ValueError
+            reason = f"cuDNN cannot build {shape} ({type(error).__name__}: {error})"
+    _say_once(reason)
+    return None
+
+
+def graphs_for(query: torch.Tensor, key: torch.Tensor, documents: Documents, scale: float) -> Graphs | None:
+    """The graphs for [tokens, heads, head_dim] tensors on a GPU, built at their first use; None where cuDNN cannot."""
+    tokens, heads, width = query.shape
+    shape = Shape(
+        documents.places, tokens, documents.longest, heads, key.shape[1], width, query.dtype, scale, query.device.index
+    )
+    try:
+        return _graphs[shape]
+    except KeyError:
+        with _building:
+            if shape not in _graphs:
+                _graphs[shape] = _build(shape)
+        return _graphs[shape]
+
+
+class _Packed(torch.autograd.Function):
+    """Causal attention inside each document; [tokens, heads, head_dim]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, documents: Documents, graphs: Graphs) -> torch.Tensor:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        tokens, heads, _ = query.shape
+        out = torch.empty_like(query)
+        stats = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
+        lengths, width = documents.lengths(), heads * graphs.shape.head_dim
+        at = (documents.offsets(width), documents.offsets(key.shape[1] * graphs.shape.head_dim), documents.offsets(heads))
+        with torch.cuda.device(graphs.shape.device):
+            graphs.follow_stream()
+            graphs.forward.run((lengths, lengths, *at, query, key, value, out, stats))
+        ctx.save_for_backward(query, key, value, out, stats)
+        ctx.graphs, ctx.small = graphs, (lengths, lengths, *at)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        grads = tuple(torch.empty_like(one) for one in saved[:3])
+        ctx.graphs.follow_stream()  # autograd has set the device and its stream
+        ctx.graphs.backward.run((*ctx.small, *saved, grad.contiguous(), *grads))
+        return *grads, None, None
+
+
+def packed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scale: float
+) -> torch.Tensor | None:
+    """Causal attention inside each document by cuDNN.
+
+    Args:
+        query: [tokens, heads, head_dim] on a GPU; key and value may have fewer heads, of which `heads` is a multiple.
+        documents: of the flattened micro batch; the last ends at the last token.
+        scale: factor of the products of query and key.
+
+    Returns:
+        [tokens, heads, head_dim]; None where cuDNN cannot do it (logged once), while torch compiles and where deterministic
+        algorithms are asked for: gradients of queries are summed in no fixed order.
+    """
+    if torch.compiler.is_compiling() or torch.are_deterministic_algorithms_enabled():
+        return None
+    graphs = graphs_for(query, key, documents, scale)
+    return None if graphs is None else _Packed.apply(query, key, value, documents, graphs)

@@ -1,0 +1,92 @@
+"""How many blocks to recompute: as few as fit."""
+
+from __future__ import annotations
+
+from bigtrain.plan.activations import block_bytes
+from bigtrain.plan.constants import GPU_MARGIN
+from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.judge import Candidate, judge
+from bigtrain.plan.roofline import Rates, step_time
+
+
+def least_blocks(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None = None) -> Candidate | None:
+    """The plan with the fewest recomputed blocks that fits, 0 included; None if not even all of them suffice.
+
+    Args:
+        plan: the configuration; its policy is kept ("full" where it has none), its number of blocks is what is looked for.
+        gpu, host: bytes of one card and of one host; None: no limit.
+    """
+    # More blocks never hold more, except on the host of inputs that are kept there: that is looked at in the end.
+    limit = None if _policy(plan) == "offload" and plan.device == "cuda" else host
+    none = judge(plan.but(checkpointing="none"), gpu, limit, rates)
+    if none.fits:
+        return none if limit == host else judge(none.input, gpu, host, rates)
+    found = _search(none, plan, gpu, limit, rates)
+    if found is not None and limit != host:
+        found = judge(found.input, gpu, host, rates)
+    return found if found is not None and found.fits else None
+
+
+def _policy(plan: PlanInput) -> str:
+    return "full" if plan.checkpointing == "none" else plan.checkpointing
+
+
+def _search(none: Candidate, plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> Candidate | None:
+    def tried(blocks: int) -> Candidate:
+        return judge(plan.but(checkpointing=_policy(plan), checkpoint_blocks=blocks), gpu, host, rates)
+
+    high = plan.block_count
+    best = tried(high)
+    if not best.fits:
+        return None
+    low = blocks_needed(none, _policy(plan)) - 1
+    ahead = 1  # mostly right: what is short, over what a block saves
+    while high - low > 1:
+        guess = min(low + ahead, high - 1)
+        candidate = tried(guess)
+        if candidate.fits:
+            high, best, ahead = guess, candidate, max(1, (guess - low) // 2)
+        else:
+            low, ahead = guess, 2 * ahead
+    return best
+
+
+def blocks_needed(none: Candidate, policy: str) -> int:
+    """No fewer blocks can suffice where this candidate, which recomputes none, is short on the GPU: at least 1."""
+    plan = none.input
+    if plan.device == "cpu" or none.plan is None:
+        return 1
+    g = plan.geometry
+    costs = [block_bytes(g, plan.tokens, plan.kernels, block, plan.seq_len) for block in {0, g.dense_layers}]
+    left = {"full": 1, "selective": 1, "offload": 0}[policy]
+    saved = max(c.kept - left * c.stream - (c.results if policy == "selective" else 0) for c in costs) + _ROUNDING
+    short = none.gpu_short_bytes / (1 + GPU_MARGIN)
+    return min(plan.block_count, max(1, -(-int(short) // max(1, saved))))
+
+
+# The allocator's units in the tensors of one block.
+_ROUNDING = 16 * 512
+
+
+def with_fewer_blocks(fitting: list[Candidate], gpu: int | None, host: int | None, rates: Rates | None) -> list[Candidate]:
+    """Of the candidates that recompute all blocks and do not fit without, those with as few as fit; only such as may win.
+
+    What may win is what would be the fastest at its micro batch with as few blocks as could suffice.
+    """
+    found: list[Candidate] = []
+    plain = [c.input for c in fitting if c.input.checkpointing == "none"]
+    for candidate in sorted(fitting, key=lambda c: c.time.total_s):
+        plan = candidate.input
+        bare = plan.but(checkpointing="none")
+        if plan.checkpointing == "none" or bare in plain:
+            continue
+        best = min(c.time.total_s for c in (*fitting, *found) if c.input.micro_batch == plan.micro_batch)
+        if step_time(bare, rates).total_s > best:
+            continue
+        at_least = blocks_needed(judge(bare, gpu, host, rates), plan.checkpointing)
+        if step_time(plan.but(checkpoint_blocks=at_least), rates).total_s > best:
+            continue
+        fewer = least_blocks(plan, gpu, host, rates)
+        if fewer is not None and 0 < fewer.input.recomputed_blocks < plan.recomputed_blocks:
+            found.append(fewer)
+    return found

@@ -1,0 +1,127 @@
+"""Whether one configuration fits, and how fast it would be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bigtrain.plan.flat import slice_elems
+from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.machine import show_bytes
+from bigtrain.plan.predict import Plan, fragments, predict
+from bigtrain.plan.roofline import Rates, StepTime, step_time
+from bigtrain.plan.states import LAYOUTS
+
+# Tried in place of the asked bucket only where that does not fit; smaller buckets cost more collectives.
+SMALL_BUCKET_ELEMS = 50_000_000
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One configuration.
+
+    Attributes:
+        input: what it is. fits: whether it does. why: what is short, empty if it fits.
+        gpu_short_bytes, host_short_bytes: what is missing (0 if enough).
+        plan: its bytes; None if its states alone are too large. time: its roofline.
+    """
+
+    input: PlanInput
+    fits: bool
+    why: str
+    gpu_short_bytes: int
+    host_short_bytes: int
+    plan: Plan | None
+    time: StepTime
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The names that `config generate` and the training script use."""
+        zero = self.input.settings
+        offload = "all" if zero.offload_param else "optimizer" if zero.offload_optimizer else "none"
+        return {
+            "stage": zero.stage,
+            "offload": offload,
+            "ratio": zero.ratio,
+            "optimizer": self.input.optimizer,
+            "activation_checkpointing": self.input.checkpointing != "none",
+            "checkpointing_policy": self.input.checkpointing,
+            "checkpoint_blocks": self.input.recomputed_blocks,
+            "micro_batch": self.input.micro_batch,
+            "accumulation": self.input.accumulation,
+            "reduce_bucket_size": zero.reduce_bucket_elems,
+            "grad_accum_dtype": "fp32" if zero.grad_bytes == 4 else "bf16",
+            "world_size": self.input.world_size,
+        }
+
+    def describe(self) -> str:
+        """One line."""
+        o = self.options
+        parts = [f"ZeRO-{o['stage']}", f"offload {o['offload']}", str(o["optimizer"])]
+        if o["offload"] != "none" and o["ratio"] < 1:
+            parts[1] += f" ratio {o['ratio']:g}"
+        if self.input.leaving:
+            parts[1] += f" and {self.input.settings.offload_gradients:.0%} of the gradients"
+        parts.append(_checkpointing(self.input))
+        parts.append(f"micro batch {o['micro_batch']} x {o['accumulation']}")
+        if o["reduce_bucket_size"] == SMALL_BUCKET_ELEMS:
+            parts.append("small buckets")
+        parts.append(f"{o['grad_accum_dtype']} gradients")
+        return ", ".join(parts)
+
+
+def _checkpointing(plan: PlanInput) -> str:
+    if plan.checkpointing == "none":
+        return "no checkpointing"
+    policy = "" if plan.checkpointing == "full" else f"{plan.checkpointing} "
+    some = "" if plan.checkpoint_blocks is None else f" of {plan.checkpoint_blocks} of {plan.block_count} blocks"
+    return f"{policy}checkpointing{some}"
+
+
+def state_bytes(plan: PlanInput) -> tuple[int, int]:
+    """(GPU, host) bytes of weights and optimizer states of one rank: less than this is impossible."""
+    zero, layout = plan.settings, LAYOUTS[plan.optimizer]
+    total = plan.parameters.elems
+    owned = slice_elems(plan.trained_elems, plan.world_size)
+    weights = 2 * (slice_elems(total, plan.world_size) if zero.stage == 3 else total)
+    kept = layout.remainder + min(layout.moments, layout.matrix_moments)
+    share = zero.ratio if plan.told.offload_optimizer or plan.streams else 0.0
+    gpu = (0 if zero.offload_param else weights) + (kept + (2 if zero.stage >= 2 else 0)) * owned * (1 - share)
+    host = (kept + (0 if layout.own_offload else layout.step_grad)) * share * owned + (weights if zero.offload_param else 0)
+    # A ratio moves whole sub-groups; the bound stays a bound with one sub-group's slack.
+    slack = kept * zero.sub_group_elems if 0 < share < 1 else 0
+    return max(0, int(gpu - slack)), max(0, int(host - slack))
+
+
+def _short(need: float, have: int | None) -> int:
+    return 0 if have is None else max(0, int(need - have))
+
+
+def _reason(gpu_short: int, host_short: int, plan: Plan | None) -> str:
+    parts = []
+    if gpu_short:
+        where = f", peak in {plan.gpu.phase}" if plan else ", weights and states alone"
+        parts.append(f"GPU short by {show_bytes(gpu_short)}{where}")
+    if host_short:
+        where = "" if plan else ", states alone"
+        parts.append(f"host short by {show_bytes(host_short)}{where}")
+    return "; ".join(parts)
+
+
+def judge(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None = None) -> Candidate:
+    """Does one configuration fit, and how fast would it be?
+
+    Args:
+        plan: the configuration. gpu: bytes of one card; host: bytes of one host; None: no limit.
+    """
+    time, ranks = step_time(plan, rates), plan.ranks_per_node
+    least_gpu, least_host = state_bytes(plan)
+    gpu_short, host_short = _short(least_gpu, gpu), _short(least_host * ranks, host)
+    if gpu_short or host_short:
+        return Candidate(plan, False, _reason(gpu_short, host_short, None), gpu_short, host_short, None, time)
+    found = predict(plan, reserve=False)
+    gpu_short, host_short = _short(found.gpu_need_bytes(), gpu), _short(found.host_need_bytes(), host)
+    why = _reason(gpu_short, host_short, found)
+    if not why and gpu is not None and fragments(plan, gpu):
+        why = "GPU memory would fragment: allocations fit, the allocator's segments do not"
+    return Candidate(plan, not why, why, gpu_short, host_short, found, time)
