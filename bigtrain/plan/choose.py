@@ -99,7 +99,7 @@ def _families(base: PlanInput, optimizers: tuple[str, ...]) -> Iterator[PlanInpu
 
 
 def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> Candidate:
-    """The plan as it is, with smaller buckets, gradients summed in bf16, or some of these leaving: the first that fits, else as it is."""
+    """The plan as it is, with smaller buckets, gradients in bf16, or some of these leaving: the first that fits, else as it is."""
     asked = judge(plan, gpu, host, rates)
     if asked.fits or asked.plan is None:  # weights and states alone are too large: these do not help
         return asked

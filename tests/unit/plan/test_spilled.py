@@ -5,8 +5,8 @@ import pytest
 from bigtrain import shapes
 from bigtrain.errors import UsageError
 from bigtrain.plan import predict
-from bigtrain.plan.choose import judge
 from bigtrain.plan.inputs import ZeroSettings, plan_input
+from bigtrain.plan.judge import judge
 from bigtrain.plan.predict import fragments
 from bigtrain.plan.roofline import Rates, step_time
 from bigtrain.plan.spilled import ROOM_SHARE, asked_share, least_share
