@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bigtrain.errors import DataError
+from bigtrain.kernels import documents
 
 IGNORE = -100
 Batch = Mapping[str, Any]
@@ -92,6 +93,7 @@ def move(batch: Batch, device: torch.device, dtype: torch.dtype) -> dict[str, An
         if isinstance(value, torch.Tensor):
             value = value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
         out[name] = value
+    documents.remember(batch.get("position_ids"), out.get("position_ids"))
     return out
 
 

@@ -14,9 +14,9 @@ What transformers does with packed rows (read in masking_utils.py and modeling_f
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,27 +24,14 @@ from typing import Any
 import torch
 
 from bigtrain.errors import DataError
-from bigtrain.kernels.cudnn_attention import DTYPES, Documents, is_hopper_or_later, packed_attention
+from bigtrain.kernels import documents as packed
+from bigtrain.kernels.cudnn_attention import DTYPES, is_hopper_or_later, packed_attention
+from bigtrain.kernels.documents import Documents
 
 VARLEN = "bigtrain_varlen"
 _BY_POSITIONS = ("sdpa", "eager", "flex_attention", VARLEN)
 # Layers that carry a state from token to token: no attention mask separates documents in them.
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "rwkv", "conv")
-
-
-def cumulative_lengths(position_ids: torch.Tensor) -> torch.Tensor:
-    """Bounds of documents in a flattened micro batch.
-
-    Args:
-        position_ids: int [batch, seq_len]; a document starts at each row's begin and wherever positions do not go up by one.
-
-    Returns:
-        int32 [documents + 1] on the same device, from 0 to batch * seq_len.
-    """
-    starts = torch.ones_like(position_ids, dtype=torch.bool)
-    starts[:, 1:] = torch.diff(position_ids, dim=-1) != 1
-    end = torch.tensor([position_ids.numel()], device=position_ids.device)
-    return torch.cat([starts.flatten().nonzero().flatten(), end]).to(torch.int32)
 
 
 @dataclass(frozen=True)
@@ -118,27 +105,19 @@ def prepare_isolation(model: torch.nn.Module, packing: str) -> Isolation:
     return choice
 
 
-class _DocumentsCache:
-    """Documents of the tensor last seen: every layer asks for the same, and finding them syncs the device."""
+def _packed_indices(original: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """transformers' `find_packed_sequence_indices`, which asks the device whether there is more than one document in a row."""
 
-    def __init__(self) -> None:
-        self._seen: Callable[[], torch.Tensor | None] = lambda: None
-        self._key: tuple[int, ...] = ()
-        self._documents: Documents | None = None
+    @functools.wraps(original)
+    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
+        found = packed.cache.known(position_ids)
+        if found is None:
+            return original(position_ids)
+        if found.one_a_row:
+            return None
+        return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
 
-    def of(self, source: torch.Tensor, batch: int, length: int, *, is_bounds: bool) -> Documents:
-        """Documents by position_ids ([batch or 1, length]) or, with `is_bounds`, by cumulative lengths."""
-        key = (source._version, batch, length)
-        if self._seen() is not source or self._key != key or self._documents is None:
-            bounds = source if is_bounds else cumulative_lengths(source.expand(batch, -1))
-            # Bounds made here are at the begin of each row; those of a caller need not be, in more rows than one.
-            one_a_row = bounds.numel() - 1 == batch and (batch == 1 or not is_bounds)
-            self._documents = Documents(bounds, length, one_a_row)
-            self._seen, self._key = weakref.ref(source), key
-        return self._documents
-
-
-_documents_cache = _DocumentsCache()
+    return find
 
 
 def _per_document(
@@ -226,11 +205,11 @@ def _documents_in(kwargs: dict[str, Any], batch: int, length: int) -> Documents 
     """Documents by the attention call's arguments; None when they do not tell any."""
     bounds = kwargs.get("cu_seq_lens_q")
     if bounds is not None:
-        return _documents_cache.of(bounds, batch, length, is_bounds=True)
+        return packed.cache.of(bounds, batch, length, is_bounds=True)
     positions = kwargs.get("position_ids")
     if positions is None or positions.ndim != 2 or positions.shape[-1] != length:
         return None
-    return _documents_cache.of(positions, batch, length, is_bounds=False)
+    return packed.cache.of(positions, batch, length, is_bounds=False)
 
 
 def varlen_attention(
@@ -304,7 +283,7 @@ def register_varlen() -> str:
     Layers whose mask is more than causal (a sliding window shorter than the row, blocks of image tokens) keep sdpa's dense
     mask, as does anything called with an attention mask.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -318,4 +297,8 @@ def register_varlen() -> str:
 
     AttentionInterface.register(VARLEN, varlen_attention)
     AttentionMaskInterface.register(VARLEN, mask)
+    find = getattr(masking_utils, "find_packed_sequence_indices", None)
+    if find is not None and not hasattr(find, "__wrapped__"):
+        masking_utils.find_packed_sequence_indices = _packed_indices(find)  # type: ignore[assignment]
+    packed.wanted = True
     return VARLEN

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from bigtrain.data.chat import IGNORE
-from bigtrain.data.isolation import cumulative_lengths
 from bigtrain.data.order import EvalPlan, SampleOrder, StepPlan
 from bigtrain.errors import DataError
+from bigtrain.kernels.documents import cumulative_lengths
 
 logger = logging.getLogger(__name__)
 

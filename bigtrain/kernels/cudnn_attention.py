@@ -23,6 +23,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from bigtrain.kernels.cudnn_graphs import Graphs, Shape
+from bigtrain.kernels.documents import Documents
 
 logger = logging.getLogger(__name__)
 
@@ -30,48 +31,6 @@ DTYPES = (torch.bfloat16, torch.float16)
 # Grouped heads over ragged tensors, and workspaces by the number of tokens, came with 9.6; backward of 9.10.0 and 9.10.1 is broken.
 OLDEST_CUDNN = 90600
 BROKEN_CUDNN = (91000, 91001)
-
-
-def places_for(documents: int) -> int:
-    """Places in the graph for so many documents: the next power of two, so that few graphs serve all micro batches."""
-    return 1 << max(documents - 1, 0).bit_length()
-
-
-class Documents:
-    """Where the documents of a flattened micro batch begin, and the tensors kernels want of it: made once for all layers.
-
-    Attributes:
-        bounds: int32 [documents + 1], from 0 to the number of tokens.
-        longest: no document has more tokens; a bound known without asking the device, such as the row length.
-        one_a_row: every row of the micro batch is one document, so that dense kernels do.
-    """
-
-    def __init__(self, bounds: torch.Tensor, longest: int, one_a_row: bool = False):
-        self.bounds, self.longest, self.one_a_row = bounds, longest, one_a_row
-        self.count = bounds.numel() - 1
-        self.places = places_for(self.count)
-        self._padded: torch.Tensor | None = None
-        self._lengths: torch.Tensor | None = None
-        self._offsets: dict[int, torch.Tensor] = {}
-
-    def _all_places(self) -> torch.Tensor:
-        """int64 [places + 1]: bounds, with the places left over at the end of the last document."""
-        if self._padded is None:
-            rest = self.bounds[-1:].expand(self.places - self.count)
-            self._padded = torch.cat([self.bounds, rest]).to(torch.int64)
-        return self._padded
-
-    def lengths(self) -> torch.Tensor:
-        """int32 [places]: tokens of each document, 0 in places left over."""
-        if self._lengths is None:
-            self._lengths = torch.diff(self._all_places()).to(torch.int32)
-        return self._lengths
-
-    def offsets(self, elements: int) -> torch.Tensor:
-        """int64 [places + 1]: where each document begins in a tensor with so many elements a token."""
-        if elements not in self._offsets:
-            self._offsets[elements] = self._all_places() * elements
-        return self._offsets[elements]
 
 
 _graphs: dict[Shape, Graphs | None] = {}

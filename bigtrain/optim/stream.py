@@ -79,14 +79,14 @@ class Plan:
         asked: how many chunks of this step's update were asked of the lanes.
         waited: up to which chunk, as an index from 0, COMPUTE has waited.
         uploaded: state that is on its way before its update is asked for.
-        jobs, grads: of this step; the latter by parameter and start of chunk.
+        updates, grads: of this step, and not asked for yet; the latter by parameter and start of chunk.
     """
 
     chunks: list[Chunk]
     asked: int = 0
     waited: int = -1
     uploaded: dict[Chunk, Buffer] = field(default_factory=dict)
-    jobs: Mapping[torch.Tensor, Job] = field(default_factory=dict)
+    updates: dict[torch.Tensor, Update] = field(default_factory=dict)
     grads: dict[torch.Tensor, dict[int, list[torch.Tensor]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -217,7 +217,9 @@ class Stream:
             self.gradients.expect()
         for tensor in (t for job in jobs.values() for t in job.reads):
             self._lanes.keep(tensor, UPDATE)
-        plan.jobs, plan.grads = jobs, {p: dict(cut(job.pieces, self.chunk_elems)) for p, job in jobs.items()}
+        # Views by chunk, and nothing else that holds a gradient: each is freed as its last chunk is asked for.
+        plan.grads = {p: dict(cut(job.pieces, self.chunk_elems)) for p, job in jobs.items()}
+        plan.updates = {p: job.update for p, job in jobs.items()}
         plan.asked, plan.waited = 0, -1
         self._ask(plan, len(plan.uploaded) + AHEAD)  # else the bus would stand still until forward asks for more
 
@@ -225,13 +227,13 @@ class Stream:
         """Ask the lanes for the first `count` chunks of the update under way."""
         for chunk in plan.chunks[plan.asked : count]:
             buffer = plan.uploaded.pop(chunk, None)
-            if chunk.param in plan.jobs:
-                self._update(chunk, buffer, plan.jobs[chunk.param].update, plan.grads[chunk.param].pop(chunk.start))
+            if chunk.param in plan.updates:
+                self._update(chunk, buffer, plan.updates[chunk.param], plan.grads[chunk.param].pop(chunk.start))
             else:  # nothing to do for it in this step; a mark all the same, so that marks stay in order
                 chunk.done = self._lanes.mark(UPDATE)
         plan.asked = max(plan.asked, min(count, len(plan.chunks)))
         if plan.asked == len(plan.chunks):
-            plan.jobs, plan.grads = {}, {}
+            plan.updates, plan.grads = {}, {}
 
     def _update(self, chunk: Chunk, buffer: Buffer | None, update: Update, grads: list[torch.Tensor]) -> None:
         lanes, area = self._lanes, None
@@ -400,5 +402,4 @@ def _outermost_lists(module: torch.nn.Module) -> list[list[torch.nn.Module]]:
 
 
 def _copy(to: State, source: State) -> None:
-    for name, tensor in to.items():
-        tensor.copy_(source[name], non_blocking=True)
+    torch._foreach_copy_(list(to.values()), [source[name] for name in to], non_blocking=True)

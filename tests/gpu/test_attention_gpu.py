@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from bigtrain.data.isolation import varlen_attention
-from bigtrain.kernels.cudnn_attention import Documents, packed_attention, why_not
+from bigtrain.kernels.cudnn_attention import packed_attention, why_not
 from bigtrain.kernels.cudnn_graphs import Shape
+from bigtrain.kernels.documents import Documents
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -67,7 +68,7 @@ def test_every_path_equals_fp32_within_bf16(path, layout):
     for mine, expected in zip(_results(path, rows), _reference(rows)):
         assert not mine.isnan().any()
         # Probabilities, their gradients and results are rounded to bf16, 2**-9 each of its size; a leak between documents is 0.1
-        # and more. Measured with flash attention: 3e-3.
+        # and more. Measured on an H100: 2e-3 forward and 4e-3 in gradients, cuDNN as flash attention.
         assert (mine.float() - expected).norm() <= 1e-2 * expected.norm()
 
 

@@ -166,7 +166,16 @@ class Job:
             command = ["deepspeed", "--hostfile", hosts.work / "hostfile", "--master_addr", hosts.address["a"], *train]
             self.launchers = {"a": hosts.start("a", command, self.logs["a"])}
         elif launcher == "torchrun":
-            meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "host-a:29400", "--rdzv_id", out.name]
+            meet = [
+                "--rdzv_backend",
+                "c10d",
+                "--rdzv_endpoint",
+                "host-a:29400",
+                "--rdzv_id",
+                out.name,
+                "--rdzv_conf",
+                "read_timeout=15",
+            ]
             meet += ["--nproc_per_node", 1, *(agent or ["--nnodes", 2])]
             self.launchers = {n: hosts.start(n, ["torchrun", *meet, *train], self.logs[n]) for n in NAMES}
         elif launcher == "slurm.sbatch":

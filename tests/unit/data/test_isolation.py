@@ -16,13 +16,14 @@ from transformers import (
 
 from bigtrain.data.isolation import (
     VARLEN,
-    cumulative_lengths,
     isolation_for,
     prepare_isolation,
     register_varlen,
 )
 from bigtrain.data.loader import stack
 from bigtrain.errors import DataError
+from bigtrain.kernels import documents
+from bigtrain.kernels.documents import cumulative_lengths
 
 register_varlen()
 SHAPE = {
@@ -220,11 +221,9 @@ def test_absolute_positions_restart_too(make_rows):
 
 
 def test_documents_are_found_once_for_all_layers(monkeypatch):
-    import bigtrain.data.isolation as isolation
-
     found = []
-    monkeypatch.setattr(isolation, "cumulative_lengths", lambda positions: found.append(1) or cumulative_lengths(positions))
-    cache = isolation._DocumentsCache()
+    monkeypatch.setattr(documents, "cumulative_lengths", lambda positions: found.append(1) or cumulative_lengths(positions))
+    cache = documents.DocumentsCache()
     one_row = torch.arange(6)[None]
     first = cache.of(one_row, 2, 6, is_bounds=False)  # the same positions for both rows
     assert cache.of(one_row, 2, 6, is_bounds=False) is first and len(found) == 1
@@ -235,11 +234,70 @@ def test_documents_are_found_once_for_all_layers(monkeypatch):
 
 
 def test_bounds_of_a_caller_are_whole_rows_only_where_that_is_sure():
-    from bigtrain.data.isolation import _DocumentsCache
-
     across = torch.tensor([0, 4, 12], dtype=torch.int32)  # as many documents as rows, but not one in each
-    assert not _DocumentsCache().of(across, 2, 6, is_bounds=True).one_a_row
-    assert _DocumentsCache().of(across[::2], 1, 12, is_bounds=True).one_a_row
+    assert not documents.DocumentsCache().of(across, 2, 6, is_bounds=True).one_a_row
+    assert documents.DocumentsCache().of(across[::2], 1, 12, is_bounds=True).one_a_row
+
+
+class Asked(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts what a device would have to be waited for: values and sizes that the host asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select"):
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_nothing_is_asked_of_the_device_once_the_documents_are_known(monkeypatch, packed):
+    """Each such wait would also queue behind the copies of a streamed optimizer update."""
+    monkeypatch.setattr("bigtrain.data.isolation._per_document", lambda q, *rest: q)  # the CPU's path reads the bounds
+    positions = torch.arange(12).repeat(2, 1)
+    if packed:
+        positions[0, 5:] -= 5
+    config = LlamaConfig(**SHAPE, attn_implementation=VARLEN)
+    model = LlamaForCausalLM(config)
+    prepare_isolation(model, "isolated")
+    batch = {"input_ids": torch.ones(2, 12, dtype=torch.int64), "position_ids": positions.clone()}
+    with Asked() as before:
+        model(**batch)
+    documents.cache.remember(positions, batch["position_ids"])
+    with Asked() as after:
+        model(**batch)
+    assert before.names and not after.names
+    found = documents.cache.known(batch["position_ids"])
+    assert found.bounds.tolist() == ([0, 5, 12, 24] if packed else [0, 12, 24]) and found.one_a_row != packed
+    batch["position_ids"].add_(0)  # written to: not known any more
+    assert documents.cache.known(batch["position_ids"]) is None
+
+
+def test_known_documents_give_the_indices_that_transformers_finds():
+    from transformers.masking_utils import find_packed_sequence_indices as find
+
+    whole, packed = torch.arange(8).repeat(2, 1), torch.arange(8).repeat(2, 1)
+    packed[1, 3:] -= 3
+    for positions in (whole, packed):
+        expected = find.__wrapped__(positions)
+        documents.cache.remember(positions, positions)
+        assert find(positions) is None if expected is None else torch.equal(find(positions), expected)
+        assert find(positions.clone()) is None if expected is None else torch.equal(find(positions.clone()), expected)
+
+
+def test_documents_are_remembered_only_for_an_attention_that_wants_them(monkeypatch):
+    meta = torch.empty(1, 4, device="meta", dtype=torch.int64)
+    noted = []
+    monkeypatch.setattr(documents.cache, "remember", lambda *pair: noted.append(pair))
+    documents.remember(torch.arange(4)[None], meta)
+    documents.remember(None, None)
+    documents.remember(torch.arange(4)[None], torch.arange(4)[None])  # both on the host
+    documents.remember(torch.arange(4), meta[0])  # not [batch, seq_len]
+    monkeypatch.setattr(documents, "wanted", False)
+    documents.remember(torch.arange(4)[None], meta)
+    assert len(noted) == 1
 
 
 @pytest.mark.parametrize(
@@ -271,12 +329,12 @@ def test_the_path_attention_takes_on_a_gpu(monkeypatch, path, one_a_row, hopper,
     monkeypatch.setattr(isolation, "packed_attention", through("ragged", torch.zeros(12, 4, 8) if cudnn else None))
     monkeypatch.setattr(isolation, "_flash", through("flash", torch.zeros(12, 4, 8)))
     bounds = torch.tensor([0, 6, 12] if one_a_row else [0, 3, 6, 12], dtype=torch.int32)
-    documents = isolation.Documents(bounds, 6, one_a_row)
+    packed = documents.Documents(bounds, 6, one_a_row)
     if taken == "error":
         with pytest.raises(DataError, match=r"path|dense|cuDNN"):
-            isolation._attend(query, key, key, documents, 0.3, path)
+            isolation._attend(query, key, key, packed, 0.3, path)
     else:
-        assert isolation._attend(query, key, key, documents, 0.3, path).shape == (2, 6, 4, 8)
+        assert isolation._attend(query, key, key, packed, 0.3, path).shape == (2, 6, 4, 8)
         assert went[-1] == taken
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from bigtrain.kernels import cudnn_attention, cudnn_graphs
-from bigtrain.kernels.cudnn_attention import Documents, packed_attention, places_for, why_not
+from bigtrain.kernels.cudnn_attention import packed_attention, why_not
 from bigtrain.kernels.cudnn_graphs import Shape
+from bigtrain.kernels.documents import Documents, places_for
 
 SHAPE = Shape(8, 16384, 4096, 24, 8, 128, torch.bfloat16, 128**-0.5, 0)
 

@@ -5,6 +5,7 @@ allow. What a schedule forgets to wait for shows as wrong bits.
 """
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -209,6 +210,28 @@ def test_work_is_asked_for_as_forward_needs_it(monkeypatch):
     _step(other, streamed, 1, None)
     stream.begin()  # without a forward in between
     assert updates() == len(plan.chunks) + 2
+
+
+def test_gradients_are_let_go_as_their_update_is_asked_for(monkeypatch):
+    """Held until the end they would lie beside the next forward's activations."""
+    monkeypatch.setattr(streams, "AHEAD", 1)
+    _, _, other, streamed = _pair("8bit", InPlace(), buffers=1)
+    stream = other.stream
+    stream.deferred = True
+    plan = stream.plan(streamed)
+    grads = [torch.zeros_like(p) for p in streamed]
+    alive = [weakref.ref(g) for g in grads]
+    for param, grad in zip(streamed, grads):
+        other.hand_over(param, [grad])
+    del grads, grad
+    other.step()
+    stream.begin()
+    first = next(i for i, c in enumerate(plan.chunks) if c.param is not plan.chunks[0].param)
+    assert all(ref() is not None for ref in alive)
+    stream.wait_for(plan, first - 1)
+    assert [ref() is None for ref in alive] == [True, True, False]  # two chunks ahead: all of the second parameter's
+    stream.finish()
+    assert all(ref() is None for ref in alive)
 
 
 def test_only_so_many_chunks_come_up_before_the_norm_is_known():
