@@ -99,8 +99,15 @@ class _Run:
             self._keep_input(block)
         else:
             self._keep_block(block)
-            self.tape.touch(cost.forward_extra - cost.feed, "activations, in passing")
+            self.tape.touch(self._beside_kept(cost), "activations, in passing")
         self.shards.release(f"f{block}")
+
+    def _beside_kept(self, cost: BlockBytes) -> int:
+        """Most that a forward with gradients holds beside what it keeps: with fused kernels a block's output alone.
+
+        Measured on an H200, Llama 3B, 16,384 tokens: 0.101e9 B beside 1.478e9 kept.
+        """
+        return cost.stream if self.plan.kernels == "liger" else cost.forward_extra - cost.feed
 
     def _keep_input(self, block: int) -> None:
         """What stays of a block that is recomputed."""
@@ -188,7 +195,8 @@ class _Run:
         self.tape.hold("dhidden", 2 * self.t * self.g.hidden, "fused loss")
         if self._head_trains():
             self.tape.hold("dhead", 2 * weight, "fused loss")
-        self.tape.touch(2 * fused_loss_rows(self.g, self.t) * self.g.vocab + 6 * weight, "fused loss")
+        # The chunk's logits become their gradients in place, and the head's gradient is summed up in place (torch 2.8 and later).
+        self.tape.touch(2 * fused_loss_rows(self.g, self.t) * (self.g.vocab + self.g.hidden), "fused loss")
         self.tape.phase("loss backward")
         self._open_backward()
         self.tape.drop("dhead")
@@ -245,7 +253,7 @@ class _Run:
             self._bring_input(block)
             tape.drop(("results", block))  # the same bytes are among what follows
             self._keep_block(block)
-            tape.touch(cost.forward_extra - cost.feed, "activations, in passing")
+            tape.touch(self._beside_kept(cost), "activations, in passing")
         feed, attention, rest = self._parts(members)
         self._feed_forward_backward(block, feed)
         tape.touch(cost.norm_extra, "backward, norm temporaries")
@@ -268,15 +276,18 @@ class _Run:
         for i in last:
             self._grad(i)
         tape.drop(("product", block))
-        if cost.middle:
-            tape.hold("dmiddle", 2 * cost.feed, row)
-            tape.drop("dproduct", ("middle", block))
-        tape.hold("dgate", cost.feed, row)
-        tape.drop("dproduct", ("gate", block))
+        if self.plan.kernels == "liger" and cost.middle:  # gate and up become their own gradients
+            tape.drop("dproduct")
+        else:
+            if cost.middle:
+                tape.hold("dmiddle", 2 * cost.feed, row)
+                tape.drop("dproduct", ("middle", block))
+            tape.hold("dgate", cost.feed, row)
+            tape.drop("dproduct", ("gate", block))
         tape.hold("dinput", 2 * cost.stream, row)
         for i in reversed(others):
             self._grad(i)
-        tape.drop("dmiddle", "dgate", "dinput", ("routing", block))
+        tape.drop("dmiddle", "dgate", "dinput", ("middle", block), ("gate", block), ("routing", block))
 
     def _parts(self, members: list[int]) -> tuple[list[int], list[int], list[int]]:
         """Feed-forward, attention and other parameters of a block, by the names that all families use."""

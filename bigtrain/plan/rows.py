@@ -67,7 +67,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "logits, soft cap": ("4 t V", f"{_HF} final_logit_softcapping"),
     "loss gradients, fp32": ("4 t V + 4 t V", "torch nll_loss and log_softmax backward"),
     "loss gradient, bf16": ("2 t V", "torch autograd of .float()"),
-    "fused loss": ("2 V d + 2 t d + a chunk of logits + 6 V d", "liger_kernel fused_linear_cross_entropy.py"),
+    "fused loss": ("2 V d + 2 t d + a chunk of logits", "liger_kernel fused_linear_cross_entropy.py"),
     "loss in chunks": ("2 t d + 4 V d + a chunk of logits, then 2 x (2 t d + 2 V d)", "kernels/cross_entropy.py"),
     "gradient of the head": ("2 V d", "torch autograd of lm_head"),
     "batch": ("3 x 8 t", "input_ids, labels, position_ids in int64"),

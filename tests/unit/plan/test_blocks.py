@@ -44,7 +44,9 @@ def test_all_blocks_are_full_and_no_block_is_none(policy, stage):
 def test_memory_falls_and_time_rises_with_each_block(policy, stage):
     plans = [base(stage=stage, checkpointing=policy, checkpoint_blocks=n, world_size=2) for n in (0, 1, 2, 9, 27, 28)]
     for a, b in itertools.pairwise(plans):
-        assert predict(a).gpu.bytes >= predict(b).gpu.bytes and step_time(a).total_s < step_time(b).total_s
+        # Where results are kept, the last block's recompute holds its output beside them.
+        output = 2 * a.tokens * a.geometry.hidden if policy == "selective" else 0
+        assert predict(a).gpu.bytes + output >= predict(b).gpu.bytes and step_time(a).total_s < step_time(b).total_s
     none, one = predict(plans[0]), predict(plans[1])
     stream = 2 * plans[0].tokens * plans[0].geometry.hidden
     if policy == "full":  # exactly: what a block keeps goes, its input stays

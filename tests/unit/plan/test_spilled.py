@@ -29,7 +29,9 @@ def test_what_leaves_the_gpu_is_on_the_host(accumulation):
     assert 0.3 <= moved / (2 * _plan().parameters.elems) < 0.32
     assert found[0.3].host_pinned_bytes - found[0.0].host_pinned_bytes == moved
     saved = found[0.0].gpu_peak_allocated_bytes - found[0.3].gpu_peak_allocated_bytes
-    assert moved - 2 * IN_FLIGHT_BYTES < saved <= moved
+    # With several micro batches a sum comes up again beside the fresh gradient, the largest of which is the embedding's.
+    beside = 2 * IN_FLIGHT_BYTES if accumulation == 1 else 4 * IN_FLIGHT_BYTES + 2 * 128256 * 6144 // 4
+    assert moved - beside < saved <= moved
     assert "gradients, kept" not in {row.name for row in found[1.0].gpu.rows}
 
 
