@@ -10,6 +10,7 @@ a tiny model on one rank a host, does something to it, and looks at what every p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -97,6 +98,13 @@ class TwoHosts:
     def ranks(self, host: str) -> list[int]:
         """Ranks that live on a host."""
         return [p for p in _processes(host, self.work) if _is_rank(_command(p))]
+
+    def kill_torchrun(self, host: str) -> None:
+        """End torchrun's own processes on a host."""
+        for pid in _processes(host, self.work):
+            if re.search(r"torchrun|torch\.distributed", _command(pid)):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
 
     def busy(self) -> bool:
         """True while any launcher or rank lives on either host."""
@@ -491,7 +499,7 @@ def off_first(bench: Bench) -> list[Row]:
         hosts.do("off", "a")
         end = job.no_rank_left("b")
         # torchrun's own process goes on asking the rendezvous store, which is gone with host-a, for some minutes: Slurm ends it.
-        job.launchers["b"].terminate()
+        hosts.kill_torchrun("b")
         _, found = job.finish(living=("b",))
         said = pick(job.output("b"), GONE.format(0)) + "; then torchrun itself was ended"
         good = 0 not in found.values() and not said.startswith("NOTHING")
