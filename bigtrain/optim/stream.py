@@ -80,6 +80,8 @@ class Plan:
         waited: up to which chunk, as an index from 0, COMPUTE has waited.
         uploaded: state that is on its way before its update is asked for.
         updates, grads: of this step, and not asked for yet; the latter by parameter and start of chunk.
+        last: the chunks that the buffers hold when the update is over.
+        staying: those of them that are updated, and whose way down waits (see `Stream.store_rest`).
     """
 
     chunks: list[Chunk]
@@ -88,6 +90,8 @@ class Plan:
     uploaded: dict[Chunk, Buffer] = field(default_factory=dict)
     updates: dict[torch.Tensor, Update] = field(default_factory=dict)
     grads: dict[torch.Tensor, dict[int, list[torch.Tensor]]] = field(default_factory=dict)
+    last: frozenset[Chunk] = frozenset()
+    staying: list[tuple[Chunk, Buffer]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.asked, self.waited = len(self.chunks), len(self.chunks) - 1
@@ -159,7 +163,7 @@ class Stream:
         for chunk in chunks:
             left -= chunk.end - chunk.start
             chunk.kept = left >= 0
-        plan = Plan(chunks)
+        plan = Plan(chunks, last=frozenset([c for c in chunks if not c.kept][-self._buffers :]))
         self._plans.update(dict.fromkeys(params, plan))
         self._first = self._first or plan
         return plan
@@ -195,6 +199,7 @@ class Stream:
         if plan is None or plan.uploaded or any(c.param not in self._memory for c in plan.chunks):
             return
         self._ask(plan, len(plan.chunks))  # buffers go round in the order of asking
+        self.store_rest()
         for chunk in [c for c in plan.chunks if not c.kept][: self._buffers]:
             plan.uploaded[chunk] = self._upload(chunk)
 
@@ -202,6 +207,18 @@ class Stream:
         """Ask the lanes for all of the update under way, if forward did not need it; call when backward begins."""
         for plan in dict.fromkeys(self._plans.values()):
             self._ask(plan, len(plan.chunks))
+        self.store_rest()
+
+    def store_rest(self) -> None:
+        """Send down what stayed in the last buffers.
+
+        Nobody needs these buffers before backward brings up state again. Sent at once, they would keep the bus to the host
+        busy when forward ends, where whatever the host asks of the device (a loss, a number of targets) queues behind them.
+        """
+        for plan in dict.fromkeys(self._plans.values()):
+            staying, plan.staying = plan.staying, []
+            for chunk, buffer in staying:
+                self._store(chunk, buffer)
 
     def begin(self) -> None:
         """Start the updates that were added; returns at once. Gradients and factor must be final in COMPUTE's order."""
@@ -212,6 +229,7 @@ class Stream:
 
     def _start(self, plan: Plan, jobs: Mapping[torch.Tensor, Job]) -> None:
         self._ask(plan, len(plan.chunks))  # the update before this one, if forward did not need all of it
+        self.store_rest()
         self._lanes.wait(UPDATE, self._lanes.mark(COMPUTE))
         if self.gradients is not None:
             self.gradients.expect()
@@ -225,17 +243,23 @@ class Stream:
 
     def _ask(self, plan: Plan, count: int) -> None:
         """Ask the lanes for the first `count` chunks of the update under way."""
+        alone = all(other is plan for other in self._plans.values())  # several plans share the buffers
         for chunk in plan.chunks[plan.asked : count]:
             buffer = plan.uploaded.pop(chunk, None)
             if chunk.param in plan.updates:
-                self._update(chunk, buffer, plan.updates[chunk.param], plan.grads[chunk.param].pop(chunk.start))
+                used = self._update(chunk, buffer, plan.updates[chunk.param], plan.grads[chunk.param].pop(chunk.start))
+                if used is not None and chunk in plan.last and alone:
+                    plan.staying.append((chunk, used))
+                elif used is not None:
+                    self._store(chunk, used)
             else:  # nothing to do for it in this step; a mark all the same, so that marks stay in order
                 chunk.done = self._lanes.mark(UPDATE)
         plan.asked = max(plan.asked, min(count, len(plan.chunks)))
         if plan.asked == len(plan.chunks):
             plan.updates, plan.grads = {}, {}
 
-    def _update(self, chunk: Chunk, buffer: Buffer | None, update: Update, grads: list[torch.Tensor]) -> None:
+    def _update(self, chunk: Chunk, buffer: Buffer | None, update: Update, grads: list[torch.Tensor]) -> Buffer | None:
+        """Ask for one chunk's update; the buffer that holds its new state, None if it stays on the device."""
         lanes, area = self._lanes, None
         if self.gradients is not None:
             grads, area = self.gradients.bring(grads)
@@ -254,8 +278,10 @@ class Stream:
         chunk.done = lanes.mark(UPDATE)
         if area is not None:
             area.free = chunk.done
-        if chunk.kept:
-            return
+        return None if chunk.kept else buffer
+
+    def _store(self, chunk: Chunk, buffer: Buffer) -> None:
+        lanes, parts = self._lanes, self._narrow(buffer.tensors, chunk, 0)
         lanes.wait(DOWN, chunk.done)
         lanes.run(DOWN, lambda: _copy(self._on_host(chunk), parts))
         chunk.stored = buffer.free = lanes.mark(DOWN)
@@ -319,6 +345,7 @@ class Stream:
         if not self._plans:
             return
         self.finish()
+        self.store_rest()
         for chunk, tensors in self._kept.items():
             self._lanes.wait(DOWN, chunk.done)
             self._lanes.run(DOWN, lambda c=chunk, t=tensors: _copy(self._on_host(c), t))  # type: ignore[misc]

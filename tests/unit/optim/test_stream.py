@@ -167,6 +167,7 @@ def test_both_directions_and_the_update_are_busy_at_once():
     other.stream.plan(streamed)
     _step(other, streamed, 0, None)
     other.stream.finish()
+    other.stream.ask_rest()
     now, spans = 0, {lane: [] for lane in (UP, UPDATE, DOWN)}
     while any(lanes.queues.values()):  # each work takes one unit of time; a lane does one at a time
         now += 1
@@ -212,6 +213,28 @@ def test_work_is_asked_for_as_forward_needs_it(monkeypatch):
     assert updates() == len(plan.chunks) + 2
 
 
+def test_what_the_last_buffers_hold_goes_down_when_backward_begins():
+    """Until then whatever the host asks of the device would queue behind it."""
+    lanes = Ahead(0)
+    _, _, other, streamed = _pair("8bit", lanes, buffers=3)
+    stream = other.stream
+    stream.deferred = True
+    plan = stream.plan(streamed)
+    _step(other, streamed, 0, None)
+    stream.finish()
+    lanes.finish()
+    count = len(plan.chunks)
+    assert (lanes.log.count(UPDATE), lanes.log.count(DOWN)) == (count, count - 3)
+    stream.ask_rest()
+    lanes.finish()
+    assert lanes.log.count(DOWN) == count
+    stream.prefetch()
+    _step(other, streamed, 1, None)
+    stream.begin()
+    other.synchronize()  # whoever reads state on the host finds all of it
+    assert lanes.log.count(DOWN) == 2 * count
+
+
 def test_gradients_are_let_go_as_their_update_is_asked_for(monkeypatch):
     """Held until the end they would lie beside the next forward's activations."""
     monkeypatch.setattr(streams, "AHEAD", 1)
@@ -242,6 +265,7 @@ def test_only_so_many_chunks_come_up_before_the_norm_is_known():
     _step(other, streamed, 0, None)
     other.stream.begin()
     other.stream.finish()
+    other.stream.ask_rest()
     lanes.finish()
     lanes.log.clear()
     other.stream.prefetch()
