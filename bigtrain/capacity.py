@@ -27,7 +27,7 @@ from bigtrain.plan.streamed import buffers_that_help
 
 logger = logging.getLogger(__name__)
 
-SPARE_SHARE = 0.95  # of a card, beside the margin of every plan: memory that is only useful must not bring a run near the edge
+SPARE_SHARE = 0.9  # of a card, beside the margin of every plan: memory that is only useful must not bring a run near the edge
 
 
 def plan_of(job: Job) -> plan.Plan | None:
