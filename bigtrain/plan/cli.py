@@ -186,7 +186,9 @@ def run(args: argparse.Namespace) -> int:
     if args.auto and share is not None:
         raise UsageError(f"--auto chooses the share of the gradients that leaves: leave --offload_gradients {share:g} out")
     if args.checkpointing == "none" and args.checkpoint_blocks:
-        raise UsageError(f"--checkpoint_blocks {args.checkpoint_blocks} contradicts --checkpointing none: leave one of them out")
+        raise UsageError(
+            f"--checkpoint_blocks {args.checkpoint_blocks} contradicts --checkpointing none: leave one of them out"
+        )
     base, rates = _input(args), _rates(args)
     gpu, host = _memories(args)
     if not args.auto:

@@ -75,7 +75,9 @@ def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def _buffers(optimizer: Mapping[str, Any]) -> int:
     count = optimizer.get("buffer_count")
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
-        raise UsageError(f"zero_optimization.offload_optimizer.buffer_count is {count!r}: a whole number of at least 0 is needed")
+        raise UsageError(
+            f"zero_optimization.offload_optimizer.buffer_count is {count!r}: a whole number of at least 0 is needed"
+        )
     return count or 4
 
 
