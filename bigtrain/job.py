@@ -337,7 +337,8 @@ def choose_attention(args: TrainArguments, model_config: Any) -> str:
     if args.attn_implementation != "auto":
         return args.attn_implementation
     mapped = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
-    pluggable = bool(getattr(mapped, "_supports_attention_backend", False))
+    # Where sdpa will not do, attention is more than a product: capped scores, sinks.
+    pluggable = all(getattr(mapped, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
     if args.packing == "isolated" and torch.cuda.is_available() and pluggable and data.has_varlen():
         return data.register_varlen()
     return "sdpa"

@@ -199,7 +199,7 @@ def settle(
     norm = 1.0 if norm is None else float(norm)
     private = _private(config, stage, bf16, micro, accum, world_size, norm, notes)
     _own_offload_only(name, zero)
-    if offload_gradients:
+    if offload_gradients != 0.0:
         _gradients_can_leave(offload_gradients, name, private, world_size, offload)
     _add_what_the_optimizer_needs(private, name, stage, offload)
     steps = total_steps if total_steps is not None else scheduled.get("total_num_steps")
@@ -253,8 +253,8 @@ def _own_offload_only(name: str, zero: dict[str, Any]) -> None:
 
 def _gradients_can_leave(share: float, name: str, private: dict[str, Any], world_size: int, offload: bool) -> None:
     """Refuse a share of gradients to be offloaded where they would not stay as autograd leaves them (bigtrain/reduction.py)."""
-    if not 0.0 <= share <= 1.0:
-        raise UsageError(f"offload_gradients is {share}: it is a share of the gradients, from 0 to 1.")
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 <= share <= 1.0:
+        raise UsageError(f"offload_gradients is {share!r}: it is a share of the gradients, from 0 to 1.")
     summed_in = (private.get("data_types") or {}).get("grad_accum_dtype")
     wanted = {
         "one rank": world_size == 1,

@@ -25,9 +25,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from bigtrain.arguments import TrainArguments, read_run_file
+from bigtrain.arguments import Policy, TrainArguments, read_run_file
 from bigtrain.config import load
 from bigtrain.errors import UsageError
 
@@ -201,6 +201,7 @@ def _check(cell: Cell) -> None:
         raise UsageError(
             f"grid: {mine[0]} is bigtrain's own: runner {cell.runner} recomputes all blocks or none; exclude it there"
         )
+    _check_recomputing(cell.arguments)
     for name in ("num_gpus", "steps"):
         value = getattr(cell, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -209,6 +210,21 @@ def _check(cell: Cell) -> None:
         raise UsageError(f"grid: warmup {cell.warmup} leaves none of {cell.steps} steps to measure; give more steps")
     if not cell.max_cell_s > 0:
         raise UsageError(f"grid: max_cell_s is {cell.max_cell_s}; it must be a positive number of seconds")
+
+
+def _check_recomputing(arguments: Mapping[str, Any]) -> None:
+    """As the program's own check: a value that it refuses would end each cell, or the planner before the first."""
+    blocks, policy = arguments.get("checkpoint_blocks"), arguments.get("checkpointing_policy", "full")
+    number = None if isinstance(blocks, bool) or not str(blocks).isdecimal() else int(str(blocks))
+    if blocks not in (None, "auto") and not number:
+        raise UsageError(f"grid: checkpoint_blocks is {blocks!r}; it must be a whole number of at least 1, or auto")
+    if policy not in get_args(Policy):
+        raise UsageError(f"grid: checkpointing_policy is {policy!r}; it must be one of {', '.join(get_args(Policy))}")
+    if arguments.get("gradient_checkpointing") is False and (blocks is not None or policy != "full"):
+        raise UsageError(
+            "grid: gradient_checkpointing false contradicts checkpoint_blocks and checkpointing_policy; leave one of them out, or "
+            "exclude it there"
+        )
 
 
 def labels(cells: Sequence[Cell]) -> list[str]:

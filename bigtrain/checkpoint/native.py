@@ -135,11 +135,16 @@ class Checkpoints:
             The `state` given to `save`.
 
         Raises:
-            CheckpointError: not there, damaged, or of another model or optimizer; nothing has been changed then, unless the
-                damage is inside a data file.
+            CheckpointError: in the middle of an accumulation; not there, damaged, or of another model or optimizer; nothing
+                has been changed then, unless the damage is inside a data file.
         """
         engine = self._engine
         meet(Point.LOAD, engine.global_step, 0, limit_s=MEET_S)
+        if not engine.between_steps:
+            raise CheckpointError(
+                "a checkpoint loaded in the middle of an accumulation would be updated with gradients of the weights before it: "
+                "load after engine.step(), or into a new Engine"
+            )
         self.wait()
         ranks.agree((str(directory), str(tag)), "the checkpoint to load")
         if not ranks.main_decides(lambda: is_native(directory, tag), f"looking into {directory}"):

@@ -87,7 +87,8 @@ def prepare_isolation(model: torch.nn.Module, packing: str) -> Isolation:
     come from transformers are left alone: what they do with `position_ids` is theirs.
 
     Raises:
-        DataError: see `isolation_for`; also when the model's forward takes no `position_ids`.
+        DataError: see `isolation_for`; also when the model's forward takes no `position_ids`. By the first forward with
+            `position_ids`, if they reach neither the masks nor the attention (OPT makes a mask of its own, for instance).
     """
     config = getattr(model, "config", None)
     if packing != "isolated" or config is None or not hasattr(config, "model_type"):
@@ -99,10 +100,48 @@ def prepare_isolation(model: torch.nn.Module, packing: str) -> Isolation:
             "packing='none' or packing='concatenate'"
         )
     choice = isolation_for(config, packing)
+    if choice.method == "position_ids":
+        _listen_to_masks()
+        _check_first_forward(model)
     config.use_cache = False
     if hasattr(config, "get_text_config"):
         config.get_text_config().use_cache = False
     return choice
+
+
+def _check_first_forward(model: torch.nn.Module) -> None:
+    """See that the first forward with `position_ids` asks for documents: some models do not pass them on, and nothing would tell."""
+    asked: list[int] = []
+
+    def now() -> int:
+        return packed.asked_by["attention" if model.config._attn_implementation == VARLEN else "masks"]  # type: ignore[union-attr]
+
+    def before(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        own = any(kwargs.get(name) is not None for name in ("attention_mask", "past_key_values")) or kwargs.get("use_cache")
+        asked[:] = [] if own or kwargs.get("position_ids") is None else [now()]
+
+    def after(module: torch.nn.Module, *_: Any) -> None:
+        if not asked:
+            return
+        if now() == asked[0]:
+            raise DataError(
+                f"{type(module).__name__} with attn_implementation={model.config._attn_implementation!r} does not pass "  # type: ignore[union-attr]
+                "position_ids on, so documents in a row would see each other; use another attn_implementation (sdpa, eager, "
+                f"{VARLEN}), or packing='none' or packing='concatenate'"
+            )
+        for hook in hooks:
+            hook.remove()
+
+    hooks = (model.register_forward_pre_hook(before, with_kwargs=True), model.register_forward_hook(after))
+
+
+def _listen_to_masks() -> None:
+    """Put `_packed_indices` around transformers' function, once."""
+    from transformers import masking_utils
+
+    find = getattr(masking_utils, "find_packed_sequence_indices", None)
+    if find is not None and not getattr(find, "of_bigtrain", False):
+        masking_utils.find_packed_sequence_indices = _packed_indices(find)  # type: ignore[assignment]
 
 
 def _packed_indices(original: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[torch.Tensor], torch.Tensor | None]:
@@ -110,6 +149,7 @@ def _packed_indices(original: Callable[[torch.Tensor], torch.Tensor | None]) -> 
 
     @functools.wraps(original)
     def find(position_ids: torch.Tensor) -> torch.Tensor | None:
+        packed.asked_by["masks"] += 1
         found = packed.cache.known(position_ids)
         if found is None:
             return original(position_ids)
@@ -117,6 +157,7 @@ def _packed_indices(original: Callable[[torch.Tensor], torch.Tensor | None]) -> 
             return None
         return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
 
+    find.of_bigtrain = True  # type: ignore[attr-defined]
     return find
 
 
@@ -190,6 +231,9 @@ def _attend(
         raise DataError(f"{documents.count} documents in {batch} rows: the dense path takes one document a row")
     if path == "dense" or (path == "auto" and _dense_is_best(query, documents)):
         return _dense(query, key, value, scale)
+    width = value.shape[-1]
+    if width < head_dim:  # latent attention: these kernels want one width; columns of zeros add nothing to the others
+        value = torch.nn.functional.pad(value, (0, head_dim - width))
     q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[-1]) for x in (query, key, value))
     out = packed_attention(q, k, v, documents, scale) if path in ("auto", "ragged") else None
     if out is None and path == "ragged":
@@ -198,7 +242,7 @@ def _attend(
         )
     if out is None:
         out = _flash(q, k, v, documents.bounds, length, scale)
-    return out.view(batch, length, heads, head_dim)
+    return out.view(batch, length, heads, head_dim)[..., :width]
 
 
 def _documents_in(kwargs: dict[str, Any], batch: int, length: int) -> Documents | None:
@@ -232,21 +276,32 @@ def varlen_attention(
         kwargs: `position_ids` [batch, seq_len], or `cu_seq_lens_q` of the flattened batch.
 
     Returns:
-        [batch, seq_len, heads, head_dim], and None for the attention weights.
+        [batch, seq_len, heads, head_dim of value], and None for the attention weights.
+
+    Raises:
+        DataError: the model caps its scores or has attention sinks.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    extra = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+    if extra:
+        raise DataError(
+            f"{type(module).__name__} gives attention {extra[0]}, which {VARLEN} and sdpa do not know: it would be left out. "
+            "Use attn_implementation eager or flex_attention"
+        )
     batch, heads, length, head_dim = query.shape
     documents = _documents_in(kwargs, batch, length)
     causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True)
-    if attention_mask is not None or documents is None or key.shape[2] != length or not causal:
+    separate = documents is not None and key.shape[2] == length and causal
+    packed.asked_by["attention"] += separate or attention_mask is not None
+    if attention_mask is not None or documents is None or not separate:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     scale = scaling if scaling is not None else head_dim**-0.5
-    if query.is_cuda and query.dtype in DTYPES and head_dim <= 256 and not dropout:
+    if query.is_cuda and query.dtype in DTYPES and value.shape[-1] <= head_dim <= 256 and not dropout:
         return _attend(query, key, value, documents, scale, attention_path), None
     q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[-1]) for x in (query, key, value))
     out = _per_document(q, k, v, documents.bounds, scale, dropout if module.training else 0.0)
-    return out.reshape(batch, length, heads, head_dim), None
+    return out.reshape(batch, length, heads, value.shape[-1]), None
 
 
 def _separates_documents_only(mask_function: Callable[..., Any], whole_window: bool) -> bool:
@@ -283,7 +338,7 @@ def register_varlen() -> str:
     Layers whose mask is more than causal (a sliding window shorter than the row, blocks of image tokens) keep sdpa's dense
     mask, as does anything called with an attention mask.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -297,8 +352,6 @@ def register_varlen() -> str:
 
     AttentionInterface.register(VARLEN, varlen_attention)
     AttentionMaskInterface.register(VARLEN, mask)
-    find = getattr(masking_utils, "find_packed_sequence_indices", None)
-    if find is not None and not hasattr(find, "__wrapped__"):
-        masking_utils.find_packed_sequence_indices = _packed_indices(find)  # type: ignore[assignment]
+    _listen_to_masks()
     packed.wanted = True
     return VARLEN

@@ -67,39 +67,63 @@ class Documents:
 
 
 class DocumentsCache:
-    """Documents of the tensor last seen: every layer asks for the same, and finding them on a device waits for it."""
+    """Documents of the tensor last seen: every layer asks for the same, and finding them on a device waits for it.
+
+    A tensor is known again if it is the same object and nothing was written into it. Of that its version tells, but not where
+    memory is shared with numpy or `.data` was written: on a host its content is compared too, which costs nothing there.
+    """
 
     def __init__(self) -> None:
         self._seen: Callable[[], torch.Tensor | None] = lambda: None
         self._key: tuple[int, ...] = ()
+        self._content: torch.Tensor | None = None
         self._documents: Documents | None = None
 
     def of(self, source: torch.Tensor, batch: int, length: int, *, is_bounds: bool) -> Documents:
         """Documents by position_ids ([batch or 1, length]) or, with `is_bounds`, by cumulative lengths."""
-        key = (source._version, batch, length)
-        if self._seen() is not source or self._key != key or self._documents is None:
+        found = self._remembered(source, batch, length)
+        if found is None:
             bounds = source if is_bounds else cumulative_lengths(source.expand(batch, -1))
             # Bounds made here are at the begin of each row; those of a caller need not be, in more rows than one.
             one_a_row = bounds.numel() - 1 == batch and (batch == 1 or not is_bounds)
-            self._documents = Documents(bounds, length, one_a_row)
-            self._seen, self._key = weakref.ref(source), key
-        return self._documents
+            found = Documents(bounds, length, one_a_row)
+            self._note(source, batch, length, found)
+        return found
 
     def remember(self, on_host: torch.Tensor, on_device: torch.Tensor) -> None:
         """Find the documents where it costs no wait."""
         bounds = cumulative_lengths(on_host)
         batch, length = on_host.shape
         there = bounds.to(on_device.device, non_blocking=True)
-        self._documents = Documents(there, length, bounds.numel() - 1 == batch)
-        self._seen, self._key = weakref.ref(on_device), (on_device._version, batch, length)
+        self._note(on_device, batch, length, Documents(there, length, bounds.numel() - 1 == batch))
 
     def known(self, source: torch.Tensor) -> Documents | None:
         """What is remembered of this very tensor."""
-        same = self._seen() is source and self._key == (source._version, *source.shape)
-        return self._documents if same else None
+        return self._remembered(source, *source.shape)
+
+    def _note(self, source: torch.Tensor, batch: int, length: int, found: Documents) -> None:
+        version = _version(source)
+        if version is None:  # what is not noted is not known
+            self._documents = None
+            return
+        self._documents, self._content = found, source.clone() if source.device.type == "cpu" else None
+        self._seen, self._key = weakref.ref(source), (version, batch, length)
+
+    def _remembered(self, source: torch.Tensor, *shape: int) -> Documents | None:
+        if self._documents is None or self._seen() is not source or self._key != (_version(source), *shape):
+            return None
+        return self._documents if self._content is None or torch.equal(self._content, source) else None
+
+
+def _version(source: torch.Tensor) -> int | None:
+    """How often it was written to; None where nobody counts: tensors made under `torch.inference_mode`, on a device."""
+    if not source.is_inference():
+        return source._version
+    return 0 if source.device.type == "cpu" else None
 
 
 cache = DocumentsCache()
+asked_by = {"masks": 0, "attention": 0}  # how often documents were kept apart, or looked for, by each
 wanted = False  # set by an attention that looks documents up here
 
 

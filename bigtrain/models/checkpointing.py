@@ -83,6 +83,8 @@ def enable_activation_checkpointing(
 
 
 def _checked_number(asked: int | None, there: int, model: torch.nn.Module) -> int:
+    if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int)):
+        raise ModelError(f"{asked!r} blocks are to be recomputed: give a whole number, or None for all")
     if asked is None or there == 0:
         return there
     if not 0 < asked <= there:
@@ -129,6 +131,8 @@ def _is_layer(module: torch.nn.Module) -> bool:
 
 
 def _blocks_of(model: torch.nn.Module, classes: list[type | str]) -> list[torch.nn.Module]:
+    if wrong := [c for c in classes if not isinstance(c, (str, type))]:
+        raise ModelError(f"block_classes holds {wrong[0]!r}: give classes, or names of classes")
     names = {c for c in classes if isinstance(c, str)}
     kinds = tuple(c for c in classes if isinstance(c, type))
     known = set().union(*(_class_names(m) for m in model.modules()))

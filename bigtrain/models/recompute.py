@@ -41,8 +41,8 @@ def runner(policy: Policy, blocks: int) -> Runner:
     Raises:
         ModelError: there is no such policy.
     """
-    if policy not in POLICIES:
-        raise ModelError(f"checkpointing policy {policy!r}: it must be one of {', '.join(POLICIES)}", [policy])
+    if not isinstance(policy, str) or policy not in POLICIES:
+        raise ModelError(f"checkpointing policy {policy!r}: it must be one of {', '.join(POLICIES)}", [str(policy)])
     return POLICIES[policy](blocks)
 
 

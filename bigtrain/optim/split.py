@@ -201,6 +201,11 @@ class AdamWSplit(torch.optim.Optimizer):
         if self.stream is not None:
             self.stream.synchronize()
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; what streams is in host memory when it returns, until the next step."""
+        self.synchronize()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but every state tensor keeps its dtype."""
         self.synchronize()

@@ -6,7 +6,7 @@ it starts only when the norm of the whole gradient is known (the clipping factor
 weight waits for the chunk that it lies in. Chunks go in the order in which forward will need them, so the next forward starts
 on the first layers while the last are still being updated; the first chunks come up during backward already.
 
-What waits: modules, by forward hooks (`wait_in_forward`); everything else through `finish` (weights are final for COMPUTE) or
+What waits: modules, by hooks of forward (`wait_in_forward`) and of `state_dict`; everything else through `finish` (weights are final for COMPUTE) or
 `synchronize` (weights are final and all state is in host memory, for whoever reads or writes it).
 """
 
@@ -395,6 +395,8 @@ class Stream:
         plan = self.plan(list(places), need)
         last = {id(p): i for i, c in enumerate(plan.chunks) for p in held(c.param, c.start, c.end)}
         self.wait_in_forward(module, plan, last)
+        for part in module.modules():  # for whoever saves the model without asking the engine for it
+            part.register_state_dict_pre_hook(lambda *_: self.finish())
 
 
 def who_waits(module: torch.nn.Module) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:

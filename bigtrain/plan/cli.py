@@ -182,10 +182,16 @@ def run(args: argparse.Namespace) -> int:
     """Plan or choose, print it, and say by the exit code whether it fits."""
     if args.measure and not args.auto:
         raise UsageError("--measure goes with --auto: it runs the best that --auto found")
+    share = asked_share(args.offload_gradients)
+    if args.auto and share is not None:
+        raise UsageError(f"--auto chooses the share of the gradients that leaves: leave --offload_gradients {share:g} out")
+    if args.checkpointing == "none" and args.checkpoint_blocks:
+        raise UsageError(
+            f"--checkpoint_blocks {args.checkpoint_blocks} contradicts --checkpointing none: leave one of them out"
+        )
     base, rates = _input(args), _rates(args)
     gpu, host = _memories(args)
     if not args.auto:
-        share = asked_share(args.offload_gradients)
         base = base.but(offload_gradients=least_share(base, gpu, host) if share is None else share)
         return _print_plan(args, predict(base), gpu, host, rates)
     choice = _choice(args, base, gpu, host, rates)

@@ -65,8 +65,31 @@ def _number(block: Mapping[str, Any], key: str, default: float, auto: float | No
     return int(value)
 
 
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    block = config.get(key) or {}
+    if not isinstance(block, Mapping):
+        raise UsageError(f"{key} is {block!r}: the plan needs an object, {{...}}")
+    return block
+
+
+def _buffers(optimizer: Mapping[str, Any]) -> int:
+    count = optimizer.get("buffer_count")
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
+        raise UsageError(
+            f"zero_optimization.offload_optimizer.buffer_count is {count!r}: a whole number of at least 0 is needed"
+        )
+    return count or 4
+
+
+def _ratio(optimizer: Mapping[str, Any]) -> float:
+    ratio = optimizer.get("ratio", 1.0)
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0.0 <= ratio <= 1.0:
+        raise UsageError(f"zero_optimization.offload_optimizer.ratio is {ratio!r}: a number from 0 to 1 is needed")
+    return float(ratio)
+
+
 def _offload(zero: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
-    block = zero.get(key) or {}
+    block = _section(zero, key)
     device = block.get("device", "none")
     if device == "nvme":
         raise UsageError(f"zero_optimization.{key}.device is 'nvme': the planner covers GPU and host memory only")
@@ -82,21 +105,21 @@ def settings_from_config(config: Mapping[str, Any], hidden: int) -> ZeroSettings
     Raises:
         UsageError: a value that the plan needs is wrong, or NVMe offload is asked for.
     """
-    zero = config.get("zero_optimization") or {}
+    zero = _section(config, "zero_optimization")
     stage = zero.get("stage", 0)
     if not isinstance(stage, int):
         raise UsageError(f"zero_optimization.stage is {stage!r}: the plan needs a number")
     overlap = zero.get("overlap_comm")
     optimizer, param = _offload(zero, "offload_optimizer"), _offload(zero, "offload_param")
-    grad = (config.get("data_types") or {}).get("grad_accum_dtype")
-    bf16 = config.get("bf16") or {}
+    grad = _section(config, "data_types").get("grad_accum_dtype")
+    bf16 = _section(config, "bf16")
     return ZeroSettings(
         stage=stage,
         offload_optimizer=optimizer is not None,
         offload_param=param is not None,
         pin_memory=bool((optimizer or param or {}).get("pin_memory", True)),
-        ratio=float((optimizer or {}).get("ratio", 1.0)),
-        buffers=max(1, int((optimizer or {}).get("buffer_count") or 4)),
+        ratio=_ratio(optimizer or {}),
+        buffers=_buffers(optimizer or {}),
         reduce_bucket_elems=_number(zero, "reduce_bucket_size", 5e8, hidden * hidden),
         overlap_comm=(stage == 3) if overlap in (None, "auto") else bool(overlap),
         reduce_scatter=bool(zero.get("reduce_scatter", True)),

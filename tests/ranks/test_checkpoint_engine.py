@@ -244,6 +244,30 @@ def test_B25_the_tag_asked_for_is_the_tag_loaded(rank_pool, tmp_path):
     assert rank_pool(2).run(_two_tags, str(tmp_path)) == [(True, True)] * 2
 
 
+def _between_backwards(root, stage):
+    """A checkpoint is asked for with one of two micro batches done: nothing is changed, and the step goes on."""
+    cfg = config(stage, bf16=True, micro=1, accumulation=2)
+    engine = Engine(build_model(TinyLM, ds_config=cfg), ds_config=cfg, optimizer="adamw_torch", hang_s=None)
+    batches, said = rows(0, 4)[engine.rank :: engine.world_size], []
+    engine.save_checkpoint(root)
+    engine.backward(engine(**batches[0])["loss"])
+    for act in (engine.save_checkpoint, engine.load_checkpoint):
+        try:
+            act(root)
+        except BigtrainError as error:
+            said.append(str(error))
+    engine.backward(engine(**batches[1])["loss"])
+    said.append(engine.step().applied)
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_no_checkpoint_in_the_middle_of_an_accumulation(rank_pool, tmp_path, stage):
+    for save, load, applied in rank_pool(2).run(_between_backwards, str(tmp_path), stage):
+        assert "in the middle of an accumulation" in save and "in the middle of an accumulation" in load and applied
+
+
 def _only_rank_0_saves(root):
     from bigtrain.checkpoint import native
 

@@ -130,6 +130,28 @@ def test_nothing_is_read_before_its_update(rank_pool, tmp_path, world, stage, op
         assert waits > 0
 
 
+def _past_the_engine(late):
+    """Model and optimizer as their owner holds them, saved after a step without a word to the engine."""
+    engine = _engine(2, "adamw_split", late)
+    model, inner = engine.module, engine.deepspeed.basic_optimizer
+    engine.train_step(rows(0, SAMPLES))
+    head = model.head.state_dict()["weight"].clone()
+    engine.train_step(rows(1, SAMPLES))
+    weights = [t.clone() for t in model.state_dict().values()]
+    state = [t.clone() for s in inner.state_dict()["state"].values() for t in s.values() if isinstance(t, torch.Tensor)]
+    engine.close()
+    return [head, *weights, *state]
+
+
+def _both_past_the_engine():
+    return [torch.equal(a, b) for a, b in zip(_past_the_engine(None), _past_the_engine(Late()), strict=True)]
+
+
+def test_state_dicts_wait_for_the_update(rank_pool):
+    (same,) = rank_pool(1).run(_both_past_the_engine)
+    assert all(same)
+
+
 def _reshard(root, stage, optimizer):
     """Load into a fresh engine, at another size; its state lies in the stream's own host memory at once."""
     engine = _engine(stage, optimizer, Late(), seed=99)

@@ -33,6 +33,12 @@ def test_arguments_win_over_the_config_and_it_is_said():
     assert "optimizer" not in s.config and s.config["gradient_clipping"] == 0.7
 
 
+@pytest.mark.parametrize("share", ["auto", "0.5", True, None, -0.1, 1.5, float("nan")])
+def test_a_share_of_gradients_is_a_number_from_0_to_1(share):
+    with pytest.raises(UsageError, match="a share of the gradients, from 0 to 1"):
+        settle(base(), offload_gradients=share)
+
+
 def test_clipping_defaults_to_one_and_auto_is_not_a_value():
     assert settle(base()).max_grad_norm == 1.0
     assert settle(base(gradient_clipping="auto")).max_grad_norm == 1.0

@@ -1,5 +1,7 @@
 """Grid files: axes, parts, exclusions, and every mistake named before anything runs."""
 
+import json
+
 import pytest
 
 from bigtrain.bench.grid import Cell, expand, labels, read_grid
@@ -93,3 +95,21 @@ def test_labels_say_only_what_differs():
 @pytest.mark.parametrize("name", ["cpu_smoke", "memory_vs_throughput"])
 def test_shipped_grids_are_readable(name):
     assert all(isinstance(cell, Cell) for cell in read_grid(f"launch/grids/{name}.yaml"))
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        ({"checkpoint_blocks": "some"}, "checkpoint_blocks is 'some'"),
+        ({"checkpoint_blocks": 0}, "checkpoint_blocks is 0"),
+        ({"checkpoint_blocks": True}, "checkpoint_blocks is True"),
+        ({"checkpoint_blocks": [2, -1]}, "checkpoint_blocks is -1"),
+        ({"checkpointing_policy": "half"}, "checkpointing_policy is 'half'"),
+        ({"checkpoint_blocks": 2, "gradient_checkpointing": False}, "gradient_checkpointing false contradicts"),
+    ],
+)
+def test_recomputing_is_checked_before_the_first_cell(tmp_path, values, said):
+    file = tmp_path / "grid.yaml"
+    file.write_text(json.dumps({"model": "preset:llama-tiny", "ds_config": "zero2", **values}))
+    with pytest.raises(UsageError, match=said):
+        read_grid(file)

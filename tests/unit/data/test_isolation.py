@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from transformers import (
@@ -176,6 +177,39 @@ def test_varlen_generates_like_sdpa():
         for attention in ("sdpa", VARLEN)
     ]
     assert torch.equal(out[0], out[1])
+
+
+def test_forward_under_inference_mode():
+    """Nobody counts writes into tensors that are made there."""
+    model = _build("llama", VARLEN)
+    ids, positions = torch.tensor([[3, 4, 5, 6, 7, 8]]), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    with torch.no_grad():
+        expected = model(input_ids=ids, position_ids=positions).logits
+    with torch.inference_mode():
+        positions = positions + 0
+        assert torch.equal(model(input_ids=ids, position_ids=positions).logits, expected)
+        positions[:] = torch.arange(6)
+        assert torch.equal(model(input_ids=ids, position_ids=positions).logits, model(input_ids=ids).logits)
+
+
+def test_documents_follow_memory_that_is_shared_with_numpy():
+    """A loader that fills the same array for every micro batch: torch counts no write."""
+    array = numpy.arange(6)[None]
+    positions, cache = torch.from_numpy(array), documents.DocumentsCache()
+    assert cache.of(positions, 1, 6, is_bounds=False).count == 1
+    array[0, 3:] -= 3
+    assert cache.known(positions) is None
+    assert cache.of(positions, 1, 6, is_bounds=False).count == 2
+
+
+def test_transformers_function_is_wrapped_once():
+    from transformers.masking_utils import find_packed_sequence_indices as find
+
+    prepare_isolation(_build("llama", "sdpa"), "isolated")
+    register_varlen()
+    from transformers.masking_utils import find_packed_sequence_indices as again
+
+    assert again is find and not hasattr(find.__wrapped__, "of_bigtrain")
 
 
 def test_bounds_of_documents():

@@ -130,6 +130,13 @@ def test_wrong_numbers_and_policies_are_refused_and_a_second_call_decides():
         enable_activation_checkpointing(model, Block, 4)
     with pytest.raises(ModelError, match="'half': it must be one of full, selective, offload"):
         enable_activation_checkpointing(model, Block, policy="half")
+    for number in (True, 1.5, "2", "auto"):
+        with pytest.raises(ModelError, match="give a whole number, or None for all"):
+            enable_activation_checkpointing(model, Block, number)
+    with pytest.raises(ModelError, match="must be one of full, selective, offload"):
+        enable_activation_checkpointing(model, Block, policy=["full"])
+    with pytest.raises(ModelError, match="block_classes holds 3"):
+        enable_activation_checkpointing(model, [Block, 3])
     calls = []
     for block in model.blocks:
         block.q.register_forward_hook(lambda *_: calls.append(1))

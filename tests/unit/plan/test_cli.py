@@ -52,6 +52,37 @@ def test_model_can_be_a_folder_or_a_file(tmp_path, capsys):
         run("--model", tmp_path, *LIMITS)
 
 
+@pytest.mark.parametrize(
+    "block, said",
+    [
+        ({"offload_optimizer": {"device": "cpu", "buffer_count": "auto"}}, "buffer_count is 'auto'"),
+        ({"offload_optimizer": {"device": "cpu", "buffer_count": -3}}, "buffer_count is -3"),
+        ({"offload_optimizer": {"device": "cpu", "buffer_count": True}}, "buffer_count is True"),
+        ({"offload_optimizer": {"device": "cpu", "ratio": "x"}}, "ratio is 'x'"),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "ratio is 1.5"),
+        ({"offload_optimizer": "cpu"}, "offload_optimizer is 'cpu'"),
+    ],
+)
+def test_values_that_mean_nothing_are_named(tmp_path, block, said):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2, **block}}))
+    with pytest.raises(UsageError, match=said):
+        run("--model", "preset:llama-1b", "--ds_config", file, *LIMITS)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("--auto", "--offload_gradients", "0.5"), "--auto chooses the share"),
+        (("--auto", "--offload_gradients", "most"), "got 'most'"),
+        (("--checkpointing", "none", "--checkpoint_blocks", 3), "contradicts --checkpointing none"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(words, said):
+    with pytest.raises(UsageError, match=said):
+        run("--model", "preset:llama-1b", *words, *LIMITS)
+
+
 def test_shapes_file(tmp_path, capsys):
     file = tmp_path / "shapes.json"
     file.write_text(json.dumps([["a.0.weight", [64, 64]], ["a.0.bias", [64]]]))

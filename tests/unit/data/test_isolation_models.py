@@ -1,0 +1,99 @@
+"""Models that attend in their own way: told apart by their documents all the same, or refused; never silently mixed."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from bigtrain import job
+from bigtrain.arguments import TrainArguments
+from bigtrain.data.isolation import VARLEN, prepare_isolation, register_varlen
+from bigtrain.errors import DataError
+from bigtrain.kernels import documents
+
+register_varlen()
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    "kind, attention", [("opt", "sdpa"), ("opt", "eager"), ("persimmon", VARLEN), ("gpt_bigcode", VARLEN), ("bert", VARLEN)]
+)
+def test_models_that_do_not_pass_positions_on_are_refused(kind, attention):
+    """OPT makes a mask of its own; Persimmon and GPT-BigCode give their attention no positions; BERT looks ahead."""
+    model = _by_name(kind, attention)
+    prepare_isolation(model, "isolated")
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    with pytest.raises(DataError, match="does not pass position_ids on"):
+        model(input_ids=torch.ones_like(positions), position_ids=positions)
+
+
+@pytest.mark.parametrize("kind, attention", [("opt", VARLEN), ("persimmon", "sdpa"), ("gpt_bigcode", "eager")])
+def test_the_same_models_where_they_do(kind, attention):
+    model = _by_name(kind, attention)
+    prepare_isolation(model, "isolated")
+    ids, positions = torch.tensor([[3, 4, 5, 6, 7, 8]]), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    packed = model(input_ids=ids, position_ids=positions).logits
+    alone = model(input_ids=ids[:, 3:], position_ids=positions[:, 3:]).logits
+    assert (packed[:, 3:] - alone).abs().max() < 1e-6  # other kernels for other sizes
+    assert not model._forward_pre_hooks  # looked at once
+
+
+def _by_name(kind, attention, **more):
+    torch.manual_seed(0)
+    gpt = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    shape = gpt if kind == "gpt_bigcode" else {**SHAPE, "ffn_dim": 48, "word_embed_proj_dim": 32, **more}
+    config = AutoConfig.for_model(kind, **shape, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
+    return auto.from_config(config, attn_implementation=attention).eval()
+
+
+@pytest.mark.parametrize("kind, what", [("gemma2", "softcap"), ("gpt_oss", "s_aux")])
+def test_varlen_refuses_to_leave_out_caps_and_sinks(kind, what):
+    model = _by_name(kind, VARLEN)
+    with pytest.raises(DataError, match=what):
+        model(input_ids=torch.ones(1, 6, dtype=torch.int64))
+
+
+def test_heads_whose_values_are_narrower_than_their_keys():
+    """Latent attention: on a GPU by zeros beside the values, elsewhere as they are."""
+    width = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32}
+    ids, positions = torch.tensor([[3, 4, 5, 6, 7, 8]]), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    heads = {"num_key_value_heads": 4}
+    models = [_by_name("deepseek_v3", a, **width, **experts, **heads) for a in ("eager", VARLEN)]
+    for model in models:
+        prepare_isolation(model, "isolated")
+    with torch.no_grad():
+        eager, varlen = (m(input_ids=ids, position_ids=positions).logits for m in models)
+    assert (eager - varlen).abs().max() < 1e-5
+
+
+def test_narrower_values_on_the_path_of_a_gpu(monkeypatch):
+    import bigtrain.data.isolation as isolation
+
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 5)
+    bounds = torch.tensor([0, 4, 6, 12], dtype=torch.int32)
+    monkeypatch.setattr(isolation, "packed_attention", lambda *args: None)
+    monkeypatch.setattr(isolation, "is_hopper_or_later", lambda device: False)
+    monkeypatch.setattr(isolation, "_flash", lambda q, k, v, b, longest, scale: isolation._per_document(q, k, v, b, scale, 0.0))
+    out = isolation._attend(query, key, value, documents.Documents(bounds, 6), 0.3)
+    flat = [x.transpose(1, 2).reshape(12, x.shape[1], x.shape[-1]) for x in (query, key, value)]
+    expected = isolation._per_document(*flat, bounds, 0.3, 0.0).view(2, 6, 4, 5)
+    assert out.shape == expected.shape and (out - expected).abs().max() < 1e-6  # other sums for another width
+
+
+@pytest.mark.parametrize("kind, chosen", [("llama", VARLEN), ("gemma2", "sdpa"), ("gpt_oss", "sdpa")])
+def test_auto_on_a_gpu_leaves_models_alone_that_sdpa_cannot_do(monkeypatch, kind, chosen):
+    """The builder takes the model's own default where it has no sdpa."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    arguments = TrainArguments(model_name_or_path="x", output_dir="x", train_data=["x"], ds_config="x")
+    assert arguments.packing == "isolated" and arguments.attn_implementation == "auto"
+    assert job.choose_attention(arguments, AutoConfig.for_model(kind)) == chosen
