@@ -16,7 +16,7 @@ from bigtrain.bench.processes import MARK
 ROOT = Path(__file__).resolve().parents[2]
 GRID = {
     "model": "preset:llama-tiny", "ds_config": "zero2", "seq_len": 32, "micro_batch": 2, "steps": 5, "warmup": 2,
-    "max_cell_s": 200,
+    "max_cell_s": 300,
     "cells": [
         {"num_gpus": 2, "runner": ["bigtrain", "raw_deepspeed", "hf_trainer"]},
         {"model": "preset:llama-70b"},  # no such host holds its states: exit 3
@@ -24,6 +24,8 @@ GRID = {
         {"max_cell_s": 1.5, "seq_len": 48},
     ],
 }  # fmt: skip
+
+pytestmark = pytest.mark.timeout(600)  # a sweep of seven cells, each a start of its own: minutes beside other tests
 
 
 def start(grid, out):
@@ -51,7 +53,7 @@ def sweep(tmp_path_factory):
     """(output folder, rows by what became of them, in order)."""
     out = tmp_path_factory.mktemp("sweep") / "out"
     process = start(GRID, out)
-    said, _ = process.communicate(timeout=280)
+    said, _ = process.communicate(timeout=560)
     assert process.returncode == 0, said
     return out, lines(out / "rows.jsonl")
 
