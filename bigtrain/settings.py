@@ -179,7 +179,6 @@ def settle(
     notes: list[str] = []
     stage, bf16, offload = _regime(config)
     zero = config.get("zero_optimization") or {}
-    on_host = zero.get("offload_optimizer") or {}
     optimizer_section = config.pop("optimizer", None) or {}
     scheduler_section = config.pop("scheduler", None) or {}
     params = {k: v for k, v in (optimizer_section.get("params") or {}).items() if v != "auto"}
@@ -208,10 +207,8 @@ def settle(
         stage=stage,
         bf16=bf16,
         offload=offload,
-        offload_ratio=float(on_host.get("ratio", 1.0)),
-        pin_memory=on_host.get("pin_memory", True) is not False,
-        offload_buffers=max(1, int(on_host.get("buffer_count") or 4)),
         offload_gradients=float(offload_gradients),
+        **_on_host(zero.get("offload_optimizer") or {}),
         micro_batch=micro,
         accumulation=accum,
         max_grad_norm=norm,
@@ -226,6 +223,15 @@ def settle(
         scheduler_kwargs=dict(lr_scheduler_kwargs or {}),
         notes=notes,
     )
+
+
+def _on_host(block: Mapping[str, Any]) -> dict[str, Any]:
+    """What an `offload_optimizer` block says to optimizers that keep their own state on the host."""
+    return {
+        "offload_ratio": float(block.get("ratio", 1.0)),
+        "pin_memory": block.get("pin_memory", True) is not False,
+        "offload_buffers": max(1, int(block.get("buffer_count") or 4)),
+    }
 
 
 def _add_what_the_optimizer_needs(private: dict[str, Any], name: str, stage: int, offload: bool) -> None:

@@ -134,4 +134,5 @@ def test_write_the_table(grid):
         lines.append(
             f"| {stage} | {world} | {accumulation} | {equal} | {curve[0][0]:.6f} | {curve[-1][0]:.6f} | {' | '.join(cells)} |"
         )
+    assert not any("DIFFERENT" in line for line in lines)
     Path(os.environ["BIGTRAIN_GRID_TABLE"]).write_text("\n".join(lines) + "\n")

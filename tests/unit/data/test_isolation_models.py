@@ -9,17 +9,9 @@ from bigtrain.arguments import TrainArguments
 from bigtrain.data.isolation import VARLEN, prepare_isolation, register_varlen
 from bigtrain.errors import DataError
 from bigtrain.kernels import documents
+from tests.unit.data.test_isolation import SHAPE
 
 register_varlen()
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 
 
 @pytest.mark.parametrize(
