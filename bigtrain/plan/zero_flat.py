@@ -7,9 +7,10 @@ comments are its functions and attributes.
 from __future__ import annotations
 
 from bigtrain.plan.flat import FlatGroup, flat_group, heaviest_rank, split_groups, touched_elems
+from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
-from bigtrain.plan.streamed import IN_FLIGHT_BYTES, hold_buffers
+from bigtrain.plan.streamed import IN_FLIGHT_BYTES, Update
 from bigtrain.plan.tape import Tape
 
 
@@ -81,8 +82,12 @@ class FlatSharding:
         # Without overlap_comm, stage 1 reduces after backward; so does every micro step before the last.
         self.deferred: list[int] = []
         self.side = 1 if self.zero.overlap_comm else 0  # 'reduction_stream'
+        self.streamed = Update(plan, tape) if plan.streams else None
 
     # Start-up.
+
+    def learn(self, visits: list[Visit], recomputed: frozenset[str]) -> None:
+        pass
 
     def build(self) -> None:
         build_whole(self.plan, self.tape)
@@ -106,7 +111,6 @@ class FlatSharding:
         for g, group in enumerate(self.groups if not self.own else ()):
             tape.hold(("zeros", g), self.layout.step_grad * group.partition, "gradient, zeros at start-up")
         tape.drop(*(("zeros", g) for g in range(len(self.groups))))
-        hold_buffers(self.plan, tape)
 
     # Forward: the weights are all there.
 
@@ -114,7 +118,8 @@ class FlatSharding:
         pass
 
     def release(self, key: str) -> None:
-        pass
+        if self.streamed is not None and key[0] in "fb":  # a backward takes the host twice as long as a forward
+            self.streamed.block_asked_for(2.0 if key[0] == "b" else 1.0)
 
     # Backward.
 
@@ -246,8 +251,19 @@ class FlatSharding:
             largest = max(g.owned(at, self.items[i].elems, self.rank) for g in self.groups for at, i in enumerate(g.members))
             self.tape.touch(8 * largest, "gradient norm in fp64")
         self.tape.phase("optimizer step")
+        if self.streamed is not None:
+            self._stream()
         for g, group in enumerate(self.groups):
             self._update(g, group.partition, first, last=g == len(self.groups) - 1)
+
+    def _stream(self) -> None:
+        """optim/stream.py: one rank's gradients are updated in the order of the model, those of more ranks lie in one buffer."""
+        assert self.streamed is not None
+        if self.alone:
+            grads = [(("own", i), self.items[i].elems) for i in range(len(self.items)) if self.tape.holds(("own", i))]
+            return self.streamed.run(grads, apart=True)
+        key = "compact" if self.compact else ("kept grads", 0)
+        self.streamed.run([(key, sum(group.partition for group in self.groups))], apart=False)
 
     def _update(self, g: int, partition: int, first: bool, last: bool) -> None:
         tape, layout = self.tape, self.layout

@@ -7,6 +7,7 @@ partition; `bf16.immediate_grad_update` (on by default) moves each gradient into
 from __future__ import annotations
 
 from bigtrain.plan.flat import flat_group, split_groups
+from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
@@ -21,6 +22,9 @@ class WholeSharding:
         self.items, self.layout = plan.parameters.items, LAYOUTS[plan.optimizer]
         members = split_groups(self.items, plan.decay_groups, plan.trains)
         self.groups = [flat_group(self.items, m, plan.world_size) for m in members]
+
+    def learn(self, visits: list[Visit], recomputed: frozenset[str]) -> None:
+        pass
 
     def build(self) -> None:
         build_whole(self.plan, self.tape)

@@ -1,6 +1,6 @@
 """The plan against measured runs. Nothing is fitted to these rows; tolerances are what is promised, not what is seen.
 
-Seen: allocated off by at most 0.2 %, device-used by at most 2.8 % (mean 1.5 %), host by at most 1 % where anything is
+Measured with fixed segments. Seen: allocated off by at most 0.2 %, device-used by at most 2.8 % (mean 1.5 %), host by at most 1 % where anything is
 offloaded, speed by at most 12 %.
 """
 
@@ -52,6 +52,9 @@ class Unsharded:
     def __init__(self, plan, tape, states):
         self.plan, self.tape, self.states = plan, tape, states
         tape.hold("weights", 2 * plan.parameters.elems, "weights, bf16")
+
+    def learn(self, visits, recomputed):
+        pass
 
     def fetch(self, key, members, *, backward, steady):
         pass
