@@ -87,10 +87,15 @@ def without_targets(batch: Batch) -> Batch:
 
 
 def move(batch: Batch, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Tensors onto the device; floating inputs to the model's dtype, as the Hugging Face Trainer does under DeepSpeed."""
+    """Tensors onto the device; floating inputs to the model's dtype, as the Hugging Face Trainer does under DeepSpeed.
+
+    A copy from pageable memory may wait for the device, whatever it is told: such tensors are page-locked first.
+    """
     out = {}
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
+            if device.type == "cuda" and value.device.type == "cpu" and not value.is_pinned():
+                value = value.pin_memory()
             value = value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
         out[name] = value
     documents.remember(batch.get("position_ids"), out.get("position_ids"))

@@ -94,6 +94,8 @@ class DocumentsCache:
         """Find the documents where it costs no wait."""
         bounds = cumulative_lengths(on_host)
         batch, length = on_host.shape
+        if on_device.device.type == "cuda":
+            bounds = bounds.pin_memory()  # a copy from pageable memory may wait for the device
         there = bounds.to(on_device.device, non_blocking=True)
         self._note(on_device, batch, length, Documents(there, length, bounds.numel() - 1 == batch))
 
