@@ -18,13 +18,15 @@ def to_device(tensor: torch.Tensor, device: torch.device, held: list[torch.Tenso
         device: where it goes.
         held: gets what must be kept until the device has passed this point; None for an ordinary copy.
     """
-    if held is None or device.type != "cuda" or tensor.device.type != "cpu" or tensor.numel() == 0:
+    if device.type != "cuda" or tensor.device.type != "cpu" or tensor.numel() == 0:
         return tensor.to(device, non_blocking=True)
+    source = tensor.contiguous()
+    if not source.is_pinned():  # a copy from pageable memory may wait for the device, whatever it is told
+        source = source.pin_memory()
+    if held is None:
+        return source.to(device, non_blocking=True)
     from bigtrain.kernels import upload_kernel
 
-    source = tensor.contiguous()
-    if not source.is_pinned():
-        source = source.pin_memory()
     held.append(source)
     out = torch.empty(source.shape, dtype=source.dtype, device=device)
     upload_kernel.copy(_words(source), _words(out))
