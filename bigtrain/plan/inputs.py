@@ -153,6 +153,7 @@ class PlanInput:
         frozen: names of modules or parameters that do not train: no gradient, no states.
         drawn: values are drawn in fp32 from a seed (a preset) instead of read from files.
         device: "cuda", or "cpu" for a run whose device memory is host memory.
+        expandable: the caching allocator's `expandable_segments`, which bigtrain turns on unless the user has set something.
     """
 
     parameters: ModelParameters
@@ -172,6 +173,7 @@ class PlanInput:
     frozen: tuple[str, ...] = ()
     drawn: bool = False
     device: Literal["cuda", "cpu"] = "cuda"
+    expandable: bool = True
 
     def __post_init__(self) -> None:
         for name in ("world_size", "micro_batch", "seq_len", "accumulation"):
