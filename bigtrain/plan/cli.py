@@ -64,7 +64,7 @@ def _configuration(p: argparse.ArgumentParser) -> None:
     p.add_argument("--freeze", nargs="+", default=(), metavar="NAME", help="modules or parameters that do not train")
     p.add_argument("--kernels", choices=["hf", "liger"], default="hf")
     p.add_argument(
-        "--loss", choices=["full", "chunked", "fused"], help="all logits in fp32, a chunk of tokens at a time, or liger's"
+        "--loss", choices=["full", "chunked", "fused"], help="all logits in fp32, a chunk of tokens at a time, or that in place"
     )
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     p.add_argument(

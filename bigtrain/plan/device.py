@@ -36,8 +36,9 @@ def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:
     return SlicedSharding(plan, tape) if plan.settings.stage == 3 else WholeSharding(plan, tape)
 
 
-# fp32 logits alive at a time, in elements (kernels/cross_entropy.py CHUNK_LOGITS).
+# fp32 logits alive at a time without Triton, in elements (kernels/cross_entropy.py CHUNK_LOGITS).
 CHUNK_LOGITS = {"cuda": 2**27, "cpu": 2**22}
+SCALED_AT_A_TIME = 2**22
 
 
 class _Run:
@@ -191,22 +192,20 @@ class _Run:
             tape.drop("dhead32")
         tape.phase("loss backward")
         self._open_backward()
-        # What was kept, and that times the gradient of the loss.
-        tape.hold("scaled hidden", hidden, row)
-        if trains:
-            tape.touch(2 * weight, row)
-        tape.drop("dhidden", "dhead")
+        # Scaled where they lie, 2^22 elements in fp32 at a time.
+        tape.touch(2 * 4 * min(SCALED_AT_A_TIME, max(hidden // 2, weight if trains else 0)), row)
+        tape.drop("dhead")
         self._deliver_head_grad()
-        tape.drop("scaled hidden")
+        tape.drop("dhidden")
 
     def _fused_loss(self) -> None:
-        # The gradients of hidden states and head are made in forward, chunk by chunk.
+        """bigtrain/kernels/cross_entropy.py with Triton: both gradients are made in forward and scaled where they lie."""
         weight = self.g.vocab * self.g.hidden
         self.tape.hold("dhidden", 2 * self.t * self.g.hidden, "fused loss")
         if self._head_trains():
             self.tape.hold("dhead", 2 * weight, "fused loss")
-        # The chunk's logits become their gradients in place, and the head's gradient is summed up in place (torch 2.8 and later).
-        self.tape.touch(2 * fused_loss_rows(self.g, self.t) * (self.g.vocab + self.g.hidden), "fused loss")
+        # The chunk's logits become their gradient in place, and the head's gradient is summed up in place.
+        self.tape.touch(2 * fused_loss_rows(self.g.vocab, self.t) * self.g.vocab, "fused loss")
         self.tape.phase("loss backward")
         self._open_backward()
         self.tape.drop("dhead")
