@@ -150,6 +150,7 @@ class Plan:
             "zero": {k: getattr(plan.settings, k) for k in plan.settings.__dataclass_fields__},
             "gpu_peak_allocated_bytes": self.gpu.bytes,
             "gpu_reserved_bytes": self.gpu_reserved_bytes,
+            "gpu_floor_bytes": self.gpu_floor_bytes,
             "gpu_used_bytes": self.gpu_used_bytes,
             "gpu_need_bytes": self.gpu_need_bytes(),
             "host_peak_bytes": self.host.bytes,

@@ -61,8 +61,8 @@ def plan_text(plan: Plan, gpu_memory: int | None, host_memory: int | None, rates
     if plan.input.device == "cuda":
         lines += [
             tree_text(plan.gpu),
-            f"  allocated {show_bytes(plan.gpu.bytes)}, reserved {show_bytes(plan.gpu_reserved_bytes)}, "
-            f"device-used {show_bytes(plan.gpu_used_bytes)} (with CUDA context and NCCL)",
+            f"  allocated {show_bytes(plan.gpu.bytes)}, reserved {show_bytes(plan.gpu_reserved_bytes)} (on a full card "
+            f"{show_bytes(min(plan.gpu_floor_bytes, plan.gpu_reserved_bytes))}), device-used {show_bytes(plan.gpu_used_bytes)} (with CUDA context and NCCL)",
             "",
         ]
     lines += [

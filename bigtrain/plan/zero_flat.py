@@ -268,7 +268,8 @@ class FlatSharding:
     def _update(self, g: int, partition: int, first: bool, last: bool) -> None:
         tape, layout = self.tape, self.layout
         if not layout.flat_step:
-            tape.touch(2 * min(partition, GATHER_ELEMS), "gradients, flat for the step")
+            together = 0 if self.streamed else 2 * min(partition, GATHER_ELEMS)
+            tape.touch(together, "gradients, flat for the step")
         elif not self.compact:
             tape.hold("flat grad", 2 * partition, "gradients, flat for the step")
             if layout.step_grad == 4:

@@ -6,7 +6,6 @@ Follows deepspeed 0.19.8 runtime/zero/stage3.py, partition_parameters.py and par
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
 
 from bigtrain.plan.constants import MALLOC_MMAP_BYTES, WINDOW_BYTES
 from bigtrain.plan.flat import slice_elems, split_groups, sub_groups
@@ -20,9 +19,9 @@ from bigtrain.plan.zero_flat import GATHER_ELEMS, update_temporaries
 _REDUCES_IN_FLIGHT = 1
 # '_constant_buffered_norm2' works through 250e6 elements at a time.
 _NORM_CHUNK_ELEMS = 250_000_000
-# Blocks that the device is behind the host, which nothing makes wait but what is gathered. Read off what one run reserved beyond what
-# it had allocated (8B, four H200, fixed segments: 32.05 and 26.42e9 B). At its limit the allocator waits for the device.
-BLOCKS_BEHIND = 6
+# What the device is behind the host, which nothing makes wait but gathers: so many blocks, and elements. Read off what one run reserved
+# beyond what it had allocated (8B, four H200, fixed segments: 32.05 and 26.42e9 B). At its limit the allocator waits for the device.
+BLOCKS_BEHIND, ELEMS_BEHIND = 6, 1_400_000_000
 
 
 class SlicedSharding:
@@ -42,7 +41,7 @@ class SlicedSharding:
         self.filled = 0
         self.streamed = Update(plan, tape) if plan.streams else None
         self.steady = False
-        self.lent: deque[list[Hashable]] = deque()
+        self.lent: deque[list[int]] = deque()
         self.unused: list[list[int]] = []  # gathered together ahead, none of them used so far
         # 'reduce_and_partition_stream' and the coordinator's '__allgather_stream'.
         self.side, self.gather = (1, 2) if self.zero.overlap_comm else (0, 0)
@@ -141,12 +140,12 @@ class SlicedSharding:
             self.tape.touch(2 * sum(self.local[i] * self.world for i in group), self._row(), self.gather)
             self.unused.remove(group)
 
-    def _lend(self, keys: list[Hashable]) -> None:
+    def _lend(self, params: list[int]) -> None:
         """Compute still reads what the host releases ('free_param': record_stream); it is some blocks behind."""
-        self.tape.lend(*keys)
-        self.lent.append(keys)
-        if len(self.lent) > BLOCKS_BEHIND:
-            self.tape.returned(*self.lent.popleft())
+        self.tape.lend(*(("whole", i) for i in params))
+        self.lent.append(params)
+        while len(self.lent) > BLOCKS_BEHIND or sum(self.items[i].elems for lent in self.lent for i in lent) > ELEMS_BEHIND:
+            self.tape.returned(*(("whole", i) for i in self.lent.popleft()))
 
     def _hole(self, i: int) -> None:
         """On CPUs weights are gathered flat and copied apart one after the other in malloc's heap: where the flat buffer was,
@@ -166,7 +165,7 @@ class SlicedSharding:
         if not self.steady:
             return self.tape.drop(("window", key))
         members = self.trace.visits[self.trace.visit - 1][1]
-        self._lend([("whole", i) for i in self.trace.release()])
+        self._lend(self.trace.release())
         if key[0] == "f":
             for i in members:
                 if i in self.trace.here:
@@ -216,7 +215,7 @@ class SlicedSharding:
         self._flush()
         if self.steady:
             self.trace.start()
-            self.tape.returned(*(key for keys in self.lent for key in keys))  # the reduction is waited for
+            self.tape.returned(*(("whole", i) for lent in self.lent for i in lent))  # the reduction is waited for
             self.lent.clear()
 
     # Step.
@@ -231,7 +230,8 @@ class SlicedSharding:
             self.streamed.run([], apart=False)  # 'averaged_gradients' are views of one buffer that stays
         for s, size in enumerate(self.on_gpu):
             if not self.layout.flat_step:
-                self.tape.touch(2 * min(size, GATHER_ELEMS), "gradients, flat for the step")
+                together = 0 if self.streamed else 2 * min(size, GATHER_ELEMS)
+                self.tape.touch(together, "gradients, flat for the step")
             elif not self.zero.offload_optimizer:
                 self.tape.hold("flat grad", self.zero.grad_bytes * size, "gradients, flat for the step")
                 if self.layout.step_grad != self.zero.grad_bytes:
