@@ -49,7 +49,7 @@ class Plan:
         gpu_used_bytes: as the driver counts: reserved + CUDA context + NCCL.
         host: tree of one rank's peak resident memory.
         ranks_per_node: ranks that share the host.
-        tapes: of the ranks that may need most, where there is a GPU.
+        tapes: of the ranks that may need most, from the first step on; made when they are needed if there are none.
     """
 
     input: PlanInput
@@ -91,9 +91,10 @@ class Plan:
         Less than `gpu_reserved_bytes`: at its limit the allocator gives back what is free. More than what is allocated: what lies
         between blocks in use cannot be given back.
         """
-        expandable = self.input.expandable
-        floors = [least_limit(tape, tape.ledger().peak_bytes, expandable=expandable) for tape in self.tapes]
-        return max(floors, default=self.gpu.bytes) + CUBLAS_WORKSPACE_BYTES
+        if self.input.device == "cpu":
+            return 0
+        tapes, expandable = self.tapes or device_tapes(self.input), self.input.expandable
+        return max(least_limit(t, t.ledger().peak_bytes, expandable=expandable) for t in tapes) + CUBLAS_WORKSPACE_BYTES
 
     def _card(self, reserved: int) -> int:
         """A card on which so much can be reserved, with the margin."""
@@ -192,4 +193,5 @@ def predict(plan: PlanInput, *, reserve: bool = True) -> Plan:
     held = max(replay(tape, expandable=plan.expandable).peak_bytes for tape in tapes) if reserve else gpu_tree.bytes
     reserved = held + CUBLAS_WORKSPACE_BYTES
     used = reserved + CUDA_CONTEXT_BYTES + nccl_bytes(plan.world_size)
-    return Plan(plan, gpu_tree, reserved, used, _tree("host", host.ledger()), plan.ranks_per_node, tuple(tapes))
+    whole = tuple(tapes) if reserve else ()
+    return Plan(plan, gpu_tree, reserved, used, _tree("host", host.ledger()), plan.ranks_per_node, whole)
