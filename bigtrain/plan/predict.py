@@ -93,8 +93,12 @@ class Plan:
         """
         if self.input.device == "cpu":
             return 0
-        tapes, expandable = self.tapes or device_tapes(self.input), self.input.expandable
-        return max(least_limit(t, t.ledger().peak_bytes, expandable=expandable) for t in tapes) + CUBLAS_WORKSPACE_BYTES
+        floors = (least_limit(t, t.ledger().peak_bytes, expandable=self.input.expandable) for t in self._whole_tapes)
+        return max(floors) + CUBLAS_WORKSPACE_BYTES
+
+    @cached_property
+    def _whole_tapes(self) -> tuple[Tape, ...]:
+        return self.tapes or tuple(device_tapes(self.input))
 
     def _card(self, reserved: int) -> int:
         """A card on which so much can be reserved, with the margin."""
@@ -118,7 +122,13 @@ class Plan:
             return False
         if gpu_memory_bytes is None or self.input.device == "cpu":
             return True
-        return self.gpu_least_bytes() <= gpu_memory_bytes and self.gpu_need_bytes() <= gpu_memory_bytes
+        return self.gpu_least_bytes() <= gpu_memory_bytes and self._plays_on(gpu_memory_bytes)
+
+    def _plays_on(self, gpu_memory_bytes: int) -> bool:
+        """Whether the allocator gets by on this card, less the margin."""
+        outside = CUBLAS_WORKSPACE_BYTES + CUDA_CONTEXT_BYTES + nccl_bytes(self.input.world_size)
+        limit = int(gpu_memory_bytes / (1 + GPU_MARGIN)) - outside
+        return not any(replay(tape, limit, expandable=self.input.expandable).short_bytes for tape in self._whole_tapes)
 
     @property
     def notes(self) -> tuple[str, ...]:
