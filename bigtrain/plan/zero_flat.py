@@ -44,6 +44,12 @@ def update_temporaries(plan: PlanInput, tape: Tape, elems: int) -> None:
         tape.touch(8 * elems, "update in passing")
 
 
+def hold_moments(tape: Tape, group: int, size: float) -> None:
+    """Two tensors: one of them fits where both do not."""
+    for moment in (1, 2):
+        tape.hold(("moments", group, moment), size / 2, "moments")
+
+
 def _groups(plan: PlanInput) -> list[FlatGroup]:
     members = split_groups(plan.parameters.items, plan.decay_groups, plan.trains)
     return [flat_group(plan.parameters.items, m, plan.world_size) for m in members]
@@ -280,7 +286,7 @@ class FlatSharding:
         if last and not self.compact and layout.flat_step:
             self._forget()
         if first:
-            tape.hold(("moments", g), self._moment_bytes(g, partition), "moments")
+            hold_moments(tape, g, self._moment_bytes(g, partition))
         update_temporaries(self.plan, tape, partition)
         if self.plan.optimizer == "muon":
             tape.touch(4 * partition, "muon staging")

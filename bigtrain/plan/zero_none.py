@@ -11,7 +11,7 @@ from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
-from bigtrain.plan.zero_flat import build_whole, update_temporaries
+from bigtrain.plan.zero_flat import build_whole, hold_moments, update_temporaries
 
 
 class WholeSharding:
@@ -63,7 +63,7 @@ class WholeSharding:
             if self.plan.settings.grad_bytes == 2 and self.layout.step_grad == 4:
                 self.tape.hold("cast", 4 * group.partition, "gradients, fp32 for the step")
             if first:
-                self.tape.hold(("moments", g), self.plan.moment_bytes * group.partition, "moments")
+                hold_moments(self.tape, g, self.plan.moment_bytes * group.partition)
             update_temporaries(self.plan, self.tape, group.partition)
             self.tape.drop("cast")
 

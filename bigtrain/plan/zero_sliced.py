@@ -13,7 +13,7 @@ from bigtrain.plan.gathered import Gathered, Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.streamed import Update
 from bigtrain.plan.tape import Tape
-from bigtrain.plan.zero_flat import GATHER_ELEMS, update_temporaries
+from bigtrain.plan.zero_flat import GATHER_ELEMS, hold_moments, update_temporaries
 
 # 'reduce_and_partition' keeps at most this many buckets in flight ('max_param_reduce_events').
 _REDUCES_IN_FLIGHT = 1
@@ -238,7 +238,7 @@ class SlicedSharding:
                     self.tape.hold("cast", self.layout.step_grad * size, "gradients, fp32 for the step")
                     self.tape.drop("flat grad")
             if first:
-                self.tape.hold(("moments", s), self.plan.moment_bytes * size, "moments")
+                hold_moments(self.tape, s, self.plan.moment_bytes * size)
             update_temporaries(self.plan, self.tape, size)
             self.tape.drop("cast", "flat grad")
 
