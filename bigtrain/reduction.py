@@ -11,7 +11,8 @@ Attributes of DeepSpeed 0.19.8's objects used, on instances only:
              partition_gradients, process_gradients, params_in_partition,
              partition_size, cpu_offload, is_gradient_accumulation_boundary, dp_process_group,
              _epilogue_ran_this_backward, overlapping_partition_gradients_reduce_epilogue, scaled_global_norm, use_grad_accum_attribute,
-             gradient_accumulation_dtype, single_partition_of_fp32_groups, has_overflow_partitioned_grads_serial
+             gradient_accumulation_dtype, single_partition_of_fp32_groups, has_overflow_partitioned_grads_serial,
+             _add_to_grad_partition_buffer
   zero3      fp16_groups, reduce_ready_partitions_and_remove_grads, overlapping_partition_gradients_reduce_epilogue,
              _get_norm_groups, fp32_partitioned_groups_flat
   bf16       fp32_groups_has_gradients, get_grads_for_norm, fp32_groups_flat_partition
@@ -26,8 +27,8 @@ from typing import Any
 import torch
 
 from bigtrain import zero
+from bigtrain.hostgradients import HostGradients, add_to, norm_of, norms_of
 
-NORM_PIECE_ELEMS = 1 << 16  # on a CPU: its fp64 copy should stay in the cache
 INVALID_NORM = -1.0  # DeepSpeed's sign for a norm that is not finite: it discards the step
 
 
@@ -147,6 +148,9 @@ class Reduction:
         optimizer.reduce_ready_partitions_and_remove_grads = self._reduce_one
         optimizer.overlapping_partition_gradients_reduce_epilogue = self._finish_backward
         if self.kind == "zero12":
+            optimizer._add_to_grad_partition_buffer = add_to
+            if optimizer.cpu_offload and torch.device(self.ds.device).type == "cpu":
+                HostGradients(optimizer)
             if self.alone:
                 optimizer.process_gradients = self._leave_it
                 optimizer.has_overflow_partitioned_grads_serial = self._norms_not_finite
@@ -295,27 +299,6 @@ class Reduction:
         return list(
             getattr(self.optimizer, names.get(self.kind, "fp32_groups_flat_partition" if self.kind == "bf16" else "masters"))
         )
-
-
-def norms_of(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The 2-norm of each, 0-d: on a GPU in fp32, on a CPU in fp64.
-
-    On a CPU piece by piece: torch's own norm with an fp64 result takes 6 ns an element and thread there, this about 1 ns.
-    """
-    if not grads or grads[0].is_cuda:
-        return list(torch._foreach_norm(list(grads), 2, dtype=torch.float32)) if grads else []
-    found = []
-    for grad in grads:
-        total = torch.zeros((), dtype=torch.float64)
-        for piece in grad.reshape(-1).split(NORM_PIECE_ELEMS):
-            total += piece.to(torch.float64, copy=True).square_().sum()
-        found.append(total.sqrt())
-    return found
-
-
-def norm_of(grad: torch.Tensor) -> torch.Tensor:
-    """One gradient's, with the same bits."""
-    return norms_of([grad])[0]
 
 
 def _unpadded(averaged: Mapping[int, Sequence[torch.Tensor]]) -> list[torch.Tensor]:

@@ -16,13 +16,11 @@ from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cli import model_config
 from bigtrain.plan.inputs import Checkpointing, PlanInput
 from bigtrain.plan.machine import expandable_segments
-from bigtrain.plan.predict import Plan, Tree
+from bigtrain.plan.predict import Plan
 from bigtrain.plan.roofline import step_time, stored_rates
 from bigtrain.plan.show import heading
 from bigtrain.plan.states import layout_name
 
-# A cell neither saves nor exports, so their peaks do not occur in it.
-NOT_IN_A_CELL = ("checkpoint save", "export")
 _RUN_NAMES = {"per_device_train_batch_size": "micro_batch", "gradient_accumulation_steps": "accumulation"}
 
 
@@ -131,14 +129,14 @@ def prediction(cell: Cell, machine: Machine) -> dict[str, Any]:
     except DoesNotFitError as error:  # ds_config auto
         return {"none": str(error).splitlines()[-1], "fits": False}
     gpu, host = limits(cell, machine)
-    time, allocated = step_time(found.input, stored_rates(machine.device)), peak(found.gpu)
+    time, allocated = step_time(found.input, stored_rates(machine.device)), found.gpu.steps_bytes
     return {
         "config": spelled(found.input),
         "gpu_allocated_bytes": allocated,
         "gpu_reserved_bytes": found.gpu_reserved_bytes,
         "gpu_used_bytes": found.gpu_used_bytes,
-        "host_bytes": peak(found.host),
-        "host_node_bytes": peak(found.host) * found.ranks_per_node,
+        "host_bytes": found.host.steps_bytes,  # a cell neither saves nor exports
+        "host_node_bytes": found.host.steps_bytes * found.ranks_per_node,
         "gpu_need_bytes": found.gpu_need_bytes(),
         "host_need_bytes": found.host_need_bytes(),
         "gpu_limit_bytes": gpu,
@@ -152,11 +150,6 @@ def prediction(cell: Cell, machine: Machine) -> dict[str, Any]:
 def spelled(found: PlanInput) -> str:
     """What was planned, in one line: for `auto` nothing else says it."""
     return heading(found).splitlines()[1]
-
-
-def peak(tree: Tree) -> int:
-    """Most bytes of the phases that a cell goes through."""
-    return max((size for phase, size in tree.by_phase.items() if phase not in NOT_IN_A_CELL), default=tree.bytes)
 
 
 def flops_formula(found: PlanInput) -> FlopsFormula:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 MARK = "BIGTRAIN_BENCH_CELL"
-SAMPLE_S = 0.2
+SAMPLE_S = 0.05
 GRACE_S = 15.0
 _SMI = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits", "-lms", "200"]
 
@@ -34,7 +34,7 @@ class Ended:
         timed_out: the time limit was reached. seconds: wall time.
         rss_bytes, pss_bytes: largest of each rank. RSS: the kernel's own peak (VmHWM), which misses nothing. PSS: that less
             what is shared with others, and at least the most that was sampled (smaps_rollup).
-        node_pss_bytes: most of all ranks together.
+        node_pss_bytes: most of all ranks together at one moment; what falls between two samples (SAMPLE_S) is missed.
         gpu_used_bytes: most on one card by nvidia-smi, what was used before included.
         gpu_used_before_bytes: on the fullest card before the start.
     """
@@ -110,7 +110,7 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], ended: Ended, until: float)
         if now >= until:
             ended.timed_out = not any(codes)
             return
-        time.sleep(SAMPLE_S if now - host.begin > 5 else 0.05)
+        time.sleep(SAMPLE_S)
 
 
 class _HostWatch:
@@ -123,22 +123,23 @@ class _HostWatch:
         self._shared: dict[int, int] = {}
 
     def sample(self, pids: Mapping[int, int], ended: Ended) -> None:
+        """Resident memory of this moment: cheap, so often; what of it is shared changes little and is read now and then."""
+        together = 0
         for rank, pid in pids.items():
-            peak = _kib(f"/proc/{pid}/status", "VmHWM:")
+            now, peak = _kib(f"/proc/{pid}/status", "VmRSS:", "VmHWM:")
             ended.rss_bytes[rank] = max(ended.rss_bytes.get(rank, 0), peak)
+            together += now - self._shared.get(rank, now)
             if rank in self._shared:  # peaks of a moment (a copy in passing) fall between two samples
                 ended.pss_bytes[rank] = max(ended.pss_bytes[rank], peak - self._shared[rank])
+        ended.node_pss_bytes = max(ended.node_pss_bytes, together)
         begin = time.monotonic()
         if begin < self._next_pss:
             return
-        together = 0
         for rank, pid in pids.items():
             rss, pss = _rss_and_pss(pid)
             if pss:
                 self._shared[rank] = rss - pss
             ended.pss_bytes[rank] = max(ended.pss_bytes.get(rank, 0), pss)
-            together += pss
-        ended.node_pss_bytes = max(ended.node_pss_bytes, together)
         # Walking the pages of a large process takes a while and holds a lock of it: at most 2 % of the time.
         end = time.monotonic()
         self._next_pss = end + 50 * (end - begin)
@@ -155,13 +156,15 @@ def _rss_and_pss(pid: int) -> tuple[int, int]:
     return found["Rss"], found["Pss"]
 
 
-def _kib(path: str, name: str) -> int:
-    """A value of a /proc file in bytes; 0 if the process is gone or does not tell."""
+def _kib(path: str, *names: str) -> list[int]:
+    """Values of a /proc file in bytes; 0 if the process is gone or does not tell."""
+    found = dict.fromkeys(names, 0)
     with contextlib.suppress(OSError, ValueError, IndexError), open(path) as file:
         for line in file:
-            if line.startswith(name):
-                return int(line.split()[1]) * 1024
-    return 0
+            name = line.partition(":")[0] + ":"
+            if name in found:
+                found[name] = int(line.split()[1]) * 1024
+    return list(found.values())
 
 
 class _CardWatch:

@@ -244,7 +244,7 @@ def beside(planned: Mapping[str, Any], summary: Mapping[str, Any]) -> list[tuple
         ("GPU memory allocated", "gpu_peak_allocated_bytes", "peak_gpu_allocated_bytes"),
         ("GPU memory reserved", "gpu_reserved_bytes", "peak_gpu_reserved_bytes"),
         ("GPU memory used", "gpu_used_bytes", "peak_gpu_used_bytes"),
-        ("host memory of a rank", "host_peak_bytes", "peak_host_rss_bytes"),
+        ("host memory of a rank, steps", "host_steps_bytes", "peak_host_rss_bytes"),  # no step shows what saving takes
     )
     both = [(what, planned.get(before), summary.get(after)) for what, before, after in pairs]
     return [(what, f"{a / GIB:.2f} GiB", f"{b / GIB:.2f} GiB") for what, a, b in both if a and b]

@@ -19,10 +19,12 @@ NCCL_PER_FURTHER_RANK_BYTES = 72_000_000
 # A communicator grows by channels, not without end: eight ranks of one host and more share rings.
 NCCL_RANKS_THAT_GROW_IT = 8
 
-# Resident set of a training process before any buffer. With CUDA: 2.05e9 B, measured on three H100/H200 runs with everything
-# on the GPU. On CPUs (torch 2.13, deepspeed 0.19.8, transformers 5.24): what launch/train.py holds by itself once it steps,
-# which is Python objects and library data of its own, and library code that the ranks of a host share.
-_CUDA_PROCESS_BYTES = 2_050_000_000
+# Resident set of a training process before any buffer. With CUDA: what five H100 runs of launch/train.py held beside what is
+# planned for them (PSS, 2.12 to 2.35e9 B; their median). Three on an H200 had 1.93 to 2.32e9; the most on either was the first run
+# of the machine, perhaps because that one compiles its Triton kernels in the process (docs/results/plan_accuracy.md).
+# On CPUs (torch 2.13, deepspeed 0.19.8, transformers 5.24): what launch/train.py holds by itself once it steps, which is Python
+# objects and library data of its own, and library code that the ranks of a host share.
+_CUDA_PROCESS_BYTES = 2_150_000_000
 _CPU_PRIVATE_BYTES = 385 * _MIB
 _CPU_SHARED_BYTES = 170 * _MIB
 

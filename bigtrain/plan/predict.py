@@ -16,6 +16,9 @@ from bigtrain.plan.resident import one_memory
 from bigtrain.plan.rows import formula, source
 from bigtrain.plan.tape import Ledger, Tape
 
+# Phases that come after the steps: what a run's metrics show does not include them.
+AFTER_STEPS = ("checkpoint save", "export")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -36,6 +39,11 @@ class Tree:
     phase: str
     rows: tuple[Row, ...]
     by_phase: dict[str, int]
+
+    @property
+    def steps_bytes(self) -> int:
+        """The most until the last step has ended: without checkpoints and the export."""
+        return max((size for phase, size in self.by_phase.items() if phase not in AFTER_STEPS), default=self.bytes)
 
 
 @dataclass(frozen=True)
@@ -165,6 +173,7 @@ class Plan:
             "gpu_used_bytes": self.gpu_used_bytes,
             "gpu_need_bytes": self.gpu_need_bytes(),
             "host_peak_bytes": self.host.bytes,
+            "host_steps_bytes": self.host.steps_bytes,
             "host_node_bytes": self.host_node_bytes,
             "host_pinned_bytes": self.host_pinned_bytes,
             "host_need_bytes": self.host_need_bytes(),

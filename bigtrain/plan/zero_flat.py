@@ -193,6 +193,10 @@ class FlatSharding:
         """'reduce_ipg_grads': reduce what the bucket holds, keep what this rank owns."""
         if not self.bucket:
             return
+        if self.compact and not self.tape.holds("compact") and any(self.rank in self._owners(i) for i in self.bucket):
+            # fp32 accumulation: one flat buffer until the step, with offload too; made before the reduction
+            # ('average_tensor' asks 'get_compact_grad_partition_slice' first) and added to without a copy (hostgradients.add_to).
+            self.tape.hold("compact", 4 * sum(x.partition for x in self.groups), "gradients, kept", self.side)
         if self._needs_copy():
             self.tape.touch(2 * self.filled, "reduce copy", self.side)
         for i in self.bucket:
@@ -211,22 +215,18 @@ class FlatSharding:
     def _keep(self, i: int) -> None:
         g, at = self.place[i]
         owned = self.groups[g].owned(at, self.items[i].elems, self.rank)
-        if self.zero.offload_optimizer and not self.compact:
-            if owned and self.last:
-                self.tape.touch(8 * owned, "gradient norm in fp64", self.side)
+        if self.zero.offload_optimizer and owned and self.last and self.plan.device == "cuda":
+            # On a CPU neither copy is made (bigtrain/hostgradients.py).
+            self.tape.touch(8 * owned, "gradient norm in fp64", self.side)
+            if not self.compact:
                 self.tape.touch(4 * owned, "gradient, fp32 slice", self.side)
-            self.tape.drop(("large", i))
-            return
         if self.compact:
-            # fp32 accumulation: one flat buffer on the GPU until the step, with offload too, as
-            # 'copy_grads_in_partition' has it; '.grad' of large parameters stays to the epilogue.
-            if not self.tape.holds("compact"):
-                self.tape.hold("compact", 4 * sum(x.partition for x in self.groups), "gradients, kept", self.side)
-            self.tape.touch(4 * owned, "gradient, fp32 slice", self.side)
-            if self.zero.offload_optimizer and self.last:
-                self.tape.touch(8 * owned, "gradient norm in fp64", self.side)
+            # '.grad' of large parameters stays to the epilogue.
             if not owned or (self.zero.offload_optimizer and self.last):
                 self.tape.drop(("large", i))
+            return
+        if self.zero.offload_optimizer:
+            self.tape.drop(("large", i))
             return
         if owned and not self.tape.holds(("kept grads", self.micro)):
             self.tape.hold(("kept grads", self.micro), 2 * self.touched, "gradients, kept", self.side)

@@ -17,7 +17,7 @@ ROWS: list[set[str]] = [
     {"guards", "config", "plan", "whereabouts"},
     {"builds", "heap", "network", "ranks", "startup"},
     {"placement", "stopping", "watch", "zero"},
-    {"flat", "kernels"},
+    {"flat", "hostgradients", "kernels"},
     {"weights", "optim", "data", "diagnostics", "buffers", "meeting", "precision", "steps"},
     {"branches", "models"},
     {"agreement", "bypass", "checkpoint", "master", "reduction", "settings"},

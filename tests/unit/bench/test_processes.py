@@ -63,3 +63,17 @@ def test_memory_is_seen_from_outside(tmp_path):
     assert ended.rss_bytes[1] - ended.rss_bytes[0] > 95 << 20 and ended.pss_bytes[1] > 100 << 20
     assert ended.pss_bytes[1] > 195 << 20  # the bytes and the bytearray made of them: a peak between two samples counts
     assert ended.node_pss_bytes > 100 << 20
+
+
+def test_ranks_together_are_what_they_hold_at_one_moment(tmp_path):
+    """Rank 0 holds 200 MiB for a while; rank 1 does when that is gone: never 400."""
+    code = (
+        "import os, pathlib, time\n"
+        "gone, second = pathlib.Path('gone'), os.environ['RANK'] == '1'\n"
+        "while second and not gone.exists(): time.sleep(0.02)\n"
+        "x = b'x' * (200 << 20)\ntime.sleep(0.5)\ndel x\ngone.touch()\n"
+        "while not second and time.time() < gone.stat().st_mtime + 2: time.sleep(0.1)\n"
+    )
+    ended = run(tmp_path, code)
+    assert all(ended.pss_bytes[rank] > 200 << 20 for rank in (0, 1))
+    assert 200 << 20 < ended.node_pss_bytes < 300 << 20
