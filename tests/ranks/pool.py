@@ -1,8 +1,9 @@
 """A pool of rank processes that lives for the whole pytest run.
 
-Starting ranks for each test costs half a minute; a pool costs a few seconds once. A body is a module-level function; it runs
-on every rank and its results come back in rank order. When one rank fails, its traceback and every other rank's stack are
-raised and the pool starts anew; a body that takes longer than its limit is a failure with a location.
+Starting ranks for each test costs half a minute; a pool costs a few seconds once, because its ranks are forked from a process
+that has imported what they need (`tests.ranks.imported`). A body is a module-level function; it runs on every rank and its
+results come back in rank order. When one rank fails, its traceback and every other rank's stack are raised and the pool starts
+anew; a body that takes longer than its limit is a failure with a location.
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ HANG_S = float(os.environ.get("BIGTRAIN_TEST_HANG_S", "120"))
 
 class RankFailure(AssertionError):
     """Some rank raised, died or hung; the text has every rank's story."""
+
+
+def forks() -> Any:
+    """A context of multiprocessing whose processes are forked from one that has imported all that ranks need."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.ranks.imported"])
+    return context
 
 
 def _process_settings() -> dict[str, Any]:
@@ -92,7 +100,7 @@ class RankPool:
         self._processes: list[Any] = []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = forks()
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         self._inboxes = [context.Queue() for _ in range(self.world)]
         self._outbox = context.Queue()
