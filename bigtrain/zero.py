@@ -5,9 +5,8 @@ Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__
                        ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops;
                        runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer, runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3,
                        runtime.bf16_optimizer.BF16_Optimizer, utils.set_z3_leaf_modules, utils.logger;
-                       runtime.engine.DeepSpeedEngine._broadcast_model (leaves out what has `ds_optim_param`), runtime.compiler;
-                       for checkpoints: runtime.fp16.loss_scaler.LossScaler, utils.tensor_fragment.fragment_address,
-                       runtime.zero.config.ZeroStageEnum
+                       runtime.engine.DeepSpeedEngine._broadcast_model (leaves out what has `ds_optim_param`), runtime.compiler
+   for checkpoints:    runtime.fp16.loss_scaler.LossScaler, utils.tensor_fragment.fragment_address, runtime.zero.config.ZeroStageEnum
    building:           zero.Init._convert_to_deepspeed_param, ._partition, ._enable_mem_efficient_linear, .local_device,
                        .remote_device, .pin_memory, .param_swapper, .zero_param_process_group, .quantized_weights,
                        .quantized_nontrainable_weights;
@@ -58,6 +57,7 @@ def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store |
     if torch.cuda.is_available():
         device = rank_device()
         torch.cuda.set_device(device)
+        startup.grow_segments()
         os.environ.setdefault("LOCAL_RANK", str(device.index))  # DeepSpeed binds NCCL to it, and takes 0 without it
     if torch.distributed.is_initialized():
         backend = str(torch.distributed.get_backend())

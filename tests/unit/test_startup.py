@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigtrain.startup import SMALLEST, SharedMaster, ask_cpu_once, compiled_when_called
+from bigtrain.startup import SMALLEST, SharedMaster, ask_cpu_once, compiled_when_called, grow_segments
 
 
 def test_a_flat_bf16_clone_is_the_tensor_itself_and_zeros_take_one_element():
@@ -61,3 +61,14 @@ def test_the_cpu_is_asked_once(monkeypatch):
         ask_cpu_once()
         assert cpuinfo.get_cpu_info() == {"vendor_id_raw": "x"}
     assert asked == [1]
+
+
+def test_an_allocator_that_the_user_has_set_up_is_left_alone(monkeypatch):
+    told = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    assert not grow_segments({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}) and not grow_segments(
+        {"PYTORCH_ALLOC_CONF": "x"}
+    )
+    assert told == []
+    assert grow_segments({}) and told == ["expandable_segments:True"]
