@@ -1,6 +1,6 @@
 """Scripts in processes of their own that begin with everything imported: real exit codes and signals, without seconds of importing.
 
-`start` is what `python FILE WORDS` would be, on one rank or as a launcher starts several. What a launcher itself does (its exit code,
+`run` is what `python FILE WORDS` would be, on one rank or as a launcher starts several. What a launcher itself does (its exit code,
 ports, signals that it passes on) needs the launcher; so does a promise about the start of an interpreter.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import runpy
 import signal
@@ -27,7 +28,8 @@ class Script:
 
     def __init__(self, words: Sequence[object], env: Mapping[str, str], log: Path, cwd: Path = ROOT):
         self._log = log
-        self._process = forks().Process(target=_run, args=([str(w) for w in words], dict(env), str(log), str(cwd)))
+        told = ([str(w) for w in words], dict(env), str(log), str(cwd))
+        self._process = forks().Process(target=_run, args=told, daemon=True)  # ended with pytest, if a test forgets it
         self._process.start()
         self.pid: int = self._process.pid
 
@@ -98,6 +100,7 @@ def run(words: Sequence[object], env: Mapping[str, str], expect: int = 0, world:
 
 def _run(words: list[str], env: dict[str, str], log: str, cwd: str) -> None:
     """In the forked process: what an interpreter does from its first line to its end."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # data workers are its children
     said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 1)
     os.dup2(said, 2)
