@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.multiprocessing as mp
 
 HANG_S = float(os.environ.get("BIGTRAIN_TEST_HANG_S", "120"))
@@ -31,7 +32,12 @@ class RankFailure(AssertionError):
 
 
 def forks() -> Any:
-    """A context of multiprocessing whose processes are forked from one that has imported all that ranks need."""
+    """A context of multiprocessing whose processes are forked from one that has imported all that ranks need.
+
+    Where there is a GPU they begin anew: what CUDA has set up does not survive a fork.
+    """
+    if torch.cuda.is_available():
+        return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.ranks.imported"])
     return context
@@ -39,8 +45,6 @@ def forks() -> Any:
 
 def _process_settings() -> dict[str, Any]:
     """What a body must leave as it found it, or later tests in the same process compute other bits."""
-    import torch
-
     return {
         "threads": torch.get_num_threads(),
         "default dtype": torch.get_default_dtype(),
@@ -66,8 +70,6 @@ def _serve(rank: int, world: int, folder: str, inbox: Any, outbox: Any) -> None:
     )  # fmt: skip
     stack = open(f"{folder}/stack.{rank}", "w")  # noqa: SIM115  (held open for the signal handler)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    import torch
-
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     from bigtrain import ranks, zero
