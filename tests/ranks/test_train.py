@@ -236,9 +236,9 @@ def test_two_stops_and_the_curve_is_that_of_the_unbroken_run(demo, tmp_path, mon
     The first leg runs under the launcher, which passes the code on; the others run without it.
     """
     (tmp_path / "data").symlink_to(demo)
-    scenario = bench_sigterm.Scenario(tmp_path, steps=40, save_steps=5)
+    scenario = bench_sigterm.Scenario(tmp_path, steps=20, save_steps=4)
     out = tmp_path / "stopped"
-    for first, to in ((2, [1]), (9, [0, 1])):
+    for first, to in ((2, [1]), (5, [0, 1])):
         if first != 2:
             monkeypatch.setattr(bench_sigterm, "start", without_launcher)
             monkeypatch.setattr(bench_sigterm, "rank_pids", lambda ranks: dict(enumerate(ranks)))
