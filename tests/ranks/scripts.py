@@ -100,6 +100,7 @@ def run(words: Sequence[object], env: Mapping[str, str], expect: int = 0, world:
 
 def _run(words: list[str], env: dict[str, str], log: str, cwd: str) -> None:
     """In the forked process: what an interpreter does from its first line to its end."""
+    multiprocessing.set_start_method(None, force=True)  # the default again, not that of this process
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # data workers are its children
     said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 1)
