@@ -35,6 +35,7 @@ PREIMPORTED = (
     "transformers.generation",
     "transformers.integrations.deepspeed",
     "transformers.conversion_mapping",
+    "deepspeed.module_inject.auto_ep_config",
     "bigtrain.models.build",
     "bigtrain.weights.load",
     "tqdm",
