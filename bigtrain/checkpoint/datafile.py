@@ -217,7 +217,7 @@ def take_hashed(source: memoryview, into: memoryview | None) -> str:
 
 def aligned_buffer(size: int = BLOCK_BYTES) -> np.ndarray:
     """Page-aligned memory."""
-    return np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
+    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
 
 
 def open_direct(path: Path, flags: int) -> int:

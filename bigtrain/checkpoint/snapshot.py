@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bigtrain import pastcache
+from bigtrain import heap, pastcache
 from bigtrain.checkpoint.slices import raw
 from bigtrain.optim import lanes
 
@@ -113,10 +113,11 @@ class HostMemory:
             memory = page_locked(BLOCK_BYTES)
             self._locked.append(memory)
             return memory.tensors["bytes"]
-        area = mmap.mmap(-1, BLOCK_BYTES)
-        with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
-            area.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(area, dtype=torch.uint8)
+        # Pages of 4 KiB in one call: half the time of shared memory. Huge pages take four times as long on a virtual machine that
+        # returns large free blocks to its host.
+        block = torch.frombuffer(mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+        heap.populate(block.data_ptr(), BLOCK_BYTES)
+        return block
 
     def give_back(self, block: int) -> None:
         """One copy less in `block`."""
