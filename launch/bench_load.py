@@ -211,8 +211,7 @@ def run_cell(way: str, folder: Path, world: int, export: bool = False) -> list[d
 def floor_s(folder: Path, world: int, cache: str) -> float:
     """Seconds for `world` processes to read their share of the files into fresh memory and do nothing else.
 
-    In the fastest way found: private pages made a megabyte at a time (one preadv of 16 MiB after the other into a shared mapping took
-    0.81 s where this takes about 0.7).
+    In the fastest way found: private pages made a megabyte at a time.
     """
     if cache == "cold":
         drop_from_cache(folder)

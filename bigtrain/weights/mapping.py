@@ -8,6 +8,7 @@ names) and `save_pretrained` reverts this on the way out. Here the same rules (`
 from __future__ import annotations
 
 import copy
+import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -170,9 +171,10 @@ def rules_may_exist(model: Any) -> bool:
     constants of the function that makes it and in the table of models that share rules, so that a name in neither has none:
     true of the versions in `_READABLE_TABLE`, a test says so; any other version's table is made and asked.
     """
-    from transformers import PreTrainedModel, __version__, conversion_mapping
+    from transformers import PreTrainedModel, __version__
 
-    made = getattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", None) is not None  # and perhaps added to
+    table = getattr(importlib.import_module("transformers.conversion_mapping"), "_checkpoint_conversion_mapping_cache", None)
+    made = table is not None  # and perhaps added to
     if made or not __version__.startswith(_READABLE_TABLE):
         return True
     known = names_in_table()
@@ -182,10 +184,9 @@ def rules_may_exist(model: Any) -> bool:
 
 def names_in_table() -> set[str]:
     """Every model type and class that transformers may have rules for, and other texts, without making the table."""
-    from transformers import conversion_mapping
+    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, _build_checkpoint_conversion_mapping
 
-    maker = conversion_mapping._build_checkpoint_conversion_mapping.__code__
-    return {*conversion_mapping._MODEL_TO_CONVERSION_PATTERN, *_texts(maker.co_consts)}
+    return {*_MODEL_TO_CONVERSION_PATTERN, *_texts(_build_checkpoint_conversion_mapping.__code__.co_consts)}
 
 
 def _texts(constants: Iterable[Any]) -> Iterable[str]:
