@@ -24,6 +24,7 @@ class Accumulation:
         forwards, backwards: through the engine, since the last step.
         planned: backwards until the next step.
         sums: this rank's share of the loss, and of the target tokens; float64, on the device.
+        held: host memory that the device may still be reading.
     """
 
     def __init__(self, size: int, device: torch.device):
@@ -31,6 +32,7 @@ class Accumulation:
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)
         self.forwards = self.backwards = 0
         self.planned = size
+        self.held: list[torch.Tensor] = []
 
     @property
     def at_last(self) -> bool:
@@ -96,4 +98,5 @@ class Accumulation:
         """A step is done."""
         self.forwards = self.backwards = 0
         self.planned = self._size
+        self.held = []
         self.sums.zero_()

@@ -15,6 +15,7 @@ from bigtrain.config import GenerateOptions, RunValues, generate
 from bigtrain.errors import DoesNotFitError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, Candidate, Choice, choose
 from bigtrain.plan.inputs import Checkpointing, PlanInput, ZeroSettings
+from bigtrain.plan.machine import expandable_segments
 from bigtrain.plan.roofline import Rates
 from bigtrain.plan.show import choice_text
 from bigtrain.plan.states import layout_name
@@ -78,7 +79,7 @@ def pick(
     base = plan.plan_input(
         model_config, ds_config=start, world_size=world_size, gpus_per_node=ranks_per_node, seq_len=seq_len, device=device,
         kernels=kernels, frozen=frozen, optimizer=layout_name(run.optim or "adamw"), checkpointing=policy,
-        checkpoint_blocks=int(blocks) if blocks not in (None, AUTO) else None,
+        checkpoint_blocks=int(blocks) if blocks not in (None, AUTO) else None, expandable=expandable_segments(),
     )  # fmt: skip
     if run.optim:
         optimizers: tuple[str, ...] = (base.optimizer,)

@@ -18,7 +18,7 @@ from bigtrain.config import Decision
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.job import Job, choose_seq_len, device_type, fused_kernels, load_model_config, run_values
 from bigtrain.plan.constants import CUDA_CONTEXT_BYTES, nccl_bytes
-from bigtrain.plan.machine import host_memory, show_bytes
+from bigtrain.plan.machine import expandable_segments, host_memory, show_bytes
 from bigtrain.plan.roofline import Rates, forward_s, stored_rates
 from bigtrain.plan.show import plan_text
 from bigtrain.plan.spilled import asked_share, least_share
@@ -48,6 +48,7 @@ def plan_of(job: Job) -> plan.Plan | None:
                 checkpoint_blocks=args.recomputed_blocks,
                 kernels="liger" if fused_kernels(args) and torch.cuda.is_available() else "hf",
                 device=device_type(),
+                expandable=expandable_segments(),
                 frozen=tuple(args.freeze),
                 drawn=args.model_name_or_path.startswith("preset:"),
             ).but(offload_gradients=job.offload_gradients)

@@ -291,7 +291,8 @@ class Engine:
         total = self._since.plan(counts, self.global_step)
         for batch, count in zip(micro_batches, counts):
             batch = batch if count else steps.without_targets(batch)
-            loss = steps.loss_of(self(**steps.move(batch, self.device, self.dtype)))
+            held = None if self._reduction.stream is None else self._since.held
+            loss = steps.loss_of(self(**steps.move(batch, self.device, self.dtype, held)))
             self._backward(loss, count / total)
         result = self.step()
         assert result is not None

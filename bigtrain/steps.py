@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bigtrain.errors import DataError
-from bigtrain.kernels import documents
+from bigtrain.kernels import documents, upload
 
 IGNORE = -100
 Batch = Mapping[str, Any]
@@ -86,14 +86,19 @@ def without_targets(batch: Batch) -> Batch:
     return {**batch, "labels": labels}
 
 
-def move(batch: Batch, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Tensors onto the device; floating inputs to the model's dtype, as the Hugging Face Trainer does under DeepSpeed."""
+def move(batch: Batch, device: torch.device, dtype: torch.dtype, held: list[torch.Tensor] | None = None) -> dict[str, Any]:
+    """Tensors onto the device; floating inputs to the model's dtype, as the Hugging Face Trainer does under DeepSpeed.
+
+    Args:
+        held: of `kernels.upload.to_device`, where copies would wait behind optimizer state.
+    """
     out = {}
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
-            value = value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
+            value = upload.to_device(value, device, held)
+            value = value.to(dtype) if value.is_floating_point() else value
         out[name] = value
-    documents.remember(batch.get("position_ids"), out.get("position_ids"))
+    documents.remember(batch.get("position_ids"), out.get("position_ids"), held)
     return out
 
 

@@ -39,7 +39,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from bigtrain import network
+from bigtrain import network, startup
 from bigtrain.builds import clear_stale_lock, first_cause
 from bigtrain.errors import ModelError
 
@@ -58,6 +58,7 @@ def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store |
     if torch.cuda.is_available():
         device = rank_device()
         torch.cuda.set_device(device)
+        startup.grow_segments()
         os.environ.setdefault("LOCAL_RANK", str(device.index))  # DeepSpeed binds NCCL to it, and takes 0 without it
     if torch.distributed.is_initialized():
         backend = str(torch.distributed.get_backend())

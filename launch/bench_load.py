@@ -29,6 +29,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bigtrain.bench.processes import python_path
+
 PREIMPORTED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto",
@@ -197,7 +199,7 @@ def run_cell(way: str, folder: Path, world: int, export: bool = False) -> list[d
         command = [sys.executable, __file__, "--worker", way, "--folder", str(folder), "--out", out]
         command += ["--export"] if export else []
         common = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                  "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}  # fmt: skip
+                  "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(Path(__file__).parents[1])}  # fmt: skip
         processes = [
             subprocess.Popen(command, env={**common, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.DEVNULL)
             for r in range(world)

@@ -16,6 +16,7 @@ from typing import Any
 Spans = list[tuple[float, float]]
 PHASES = ("forward", "backward", "step")
 MARK = "bigtrain:"  # of the annotations that launch/bench_trace.py sets
+COLUMNS = 160  # of a timeline
 UP, DOWN, ON_DEVICE = "copies up", "copies down", "copies on the device"
 
 # First hit wins. Attention before matrix products: flash kernels have cutlass types in their names.
@@ -180,10 +181,11 @@ def report(trace: Trace, number: int, gaps: int = 10) -> dict[str, Any]:
         Seconds and shares; only the CPU's seconds a phase if the trace holds no kernels of both steps.
     """
     cpu = {"cpu_phases_s": {p: length(m[:2] for m in trace.marks if m[2:] == (p, number)) for p in PHASES}}
-    first, following = _first(trace, number), _first(trace, number + 1)
+    stream = _compute_stream(trace)
+    first, following = _first(trace, number, stream), _first(trace, number + 1, stream)
     if first is None or following is None:
         return cpu
-    begin, end, stream = first.start, following.start, first.stream
+    begin, end = first.start, following.start
     inside = [w for w in trace.work if w.start < end and w.end > begin]
     kernels = [w for w in inside if not w.copies]
     main = union(clipped((w for w in inside if w.stream == stream), begin, end))
@@ -198,6 +200,7 @@ def report(trace: Trace, number: int, gaps: int = 10) -> dict[str, Any]:
         "classes": _classes(inside, begin, end),
         "phases_s": _phases(kernels, begin, end),
         "streams": _streams(inside, begin, end),
+        "timeline": _timeline(inside, begin, end),
         "bus": _bus(inside, everything, main, begin, end),
         "cpu": _cpu(trace.calls, begin, end),
         "backward_to_next_forward": _between(trace, number, stream),
@@ -206,11 +209,36 @@ def report(trace: Trace, number: int, gaps: int = 10) -> dict[str, Any]:
     }
 
 
-def _first(trace: Trace, number: int, kind: str | None = None) -> Work | None:
-    """The first kernel of a step's forward, optionally of one class."""
-    return next(
-        (w for w in trace.work if w.number == number and w.phase == "forward" and not w.copies and kind in (None, w.kind)), None
-    )
+def _compute_stream(trace: Trace) -> int:
+    """The stream with the most seconds of kernels: forward also starts kernels of an update that goes on beside it."""
+    busy: Counter[int] = Counter()
+    for w in trace.work:
+        if not w.copies:
+            busy[w.stream] += w.end - w.start  # type: ignore[assignment]
+    return busy.most_common(1)[0][0] if busy else -1
+
+
+def _first(trace: Trace, number: int, stream: int, kind: str | None = None) -> Work | None:
+    """The first kernel of a step's forward on the compute stream, optionally of one class."""
+    for w in trace.work:
+        if w.number == number and w.phase == "forward" and w.stream == stream and not w.copies and kind in (None, w.kind):
+            return w
+    return None
+
+
+def _timeline(work: Sequence[Work], begin: float, end: float) -> dict[str, str]:
+    """For each stream a line of COLUMNS characters, one for each part of the period: space, `.`, `+`, `#` by how busy it was."""
+    part = (end - begin) / COLUMNS
+    streams = defaultdict(list)
+    for w in work:
+        streams[w.stream].append(w)
+    columns = [(begin + i * part, begin + (i + 1) * part) for i in range(COLUMNS)]
+    lines = {}
+    for stream, ones in sorted(streams.items()):
+        spans = union(clipped(ones, begin, end))
+        shares = [length(common(spans, [column])) / part for column in columns]
+        lines[str(stream)] = "".join(" " if share < 0.01 else ".+#"[min(2, int(3.001 * share))] for share in shares)
+    return lines
 
 
 def _classes(work: Sequence[Work], begin: float, end: float) -> dict[str, dict[str, float]]:
@@ -291,8 +319,8 @@ def _between(trace: Trace, number: int, stream: int) -> dict[str, float]:
         return {}
     updates = [w.end for w in trace.work if w.kind == "optimizer" and w.number == number]
     marks = {
-        "to_first_kernel_s": _first(trace, number + 1),
-        "to_first_matrix_product_s": _first(trace, number + 1, "matrix products"),
+        "to_first_kernel_s": _first(trace, number + 1, stream),
+        "to_first_matrix_product_s": _first(trace, number + 1, stream, "matrix products"),
     }
     found = {name: w.start - max(ends) for name, w in marks.items() if w is not None}
     if updates:
@@ -373,6 +401,8 @@ def markdown(title: str, found: Mapping[str, Any]) -> str:
         f"{100 * b['beside_compute_stream']:.0f} % |"
         for kind, b in ((UP, bus[UP]), (DOWN, bus[DOWN]))
     ]
+    lines += ["", f"Each stream, {1000 * period / COLUMNS:.1f} ms a character:", "", "```"]
+    lines += [*(f"{stream:>4} |{line}|" for stream, line in found["timeline"].items()), "```"]
     lines += ["", *(f"- {name.removesuffix('_s').replace('_', ' ')}: {1000 * s:.1f} ms after the end of backward"
                     for name, s in found["backward_to_next_forward"].items())]  # fmt: skip
     lines += ["", "| gap ms | at ms | after | before | phase | why | other streams busy |", "|---|---|---|---|---|---|---|"]

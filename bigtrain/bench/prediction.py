@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from bigtrain.diagnostics.metrics import FlopsFormula
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cli import model_config
 from bigtrain.plan.inputs import Checkpointing, PlanInput
+from bigtrain.plan.machine import expandable_segments
 from bigtrain.plan.predict import Plan, Tree
 from bigtrain.plan.roofline import step_time, stored_rates
 from bigtrain.plan.show import heading
@@ -110,6 +112,7 @@ def planned(cell: Cell, machine: Machine) -> Plan:
         checkpoint_blocks=None if blocks in (None, AUTO) else int(blocks),
         kernels=kernels(cell, machine),
         device=machine.device,
+        expandable=expandable_segments({**os.environ, **cell.env}),
         frozen=tuple(args.get("freeze") or ()),
         drawn=cell.model.startswith("preset:"),
     )

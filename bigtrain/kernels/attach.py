@@ -30,7 +30,7 @@ class LossPath:
     """How the model computes its loss now.
 
     Attributes:
-        kind: "liger", "chunked" or "model" (its own way, logits of the whole batch).
+        kind: "chunked" (`cross_entropy`), "liger" (its own fused loss) or "model" (its own way, logits of the whole batch).
         why: one sentence for the log and the run's summary.
     """
 
@@ -168,8 +168,10 @@ def _loss_function(name: str, original: Any, running: list[_Pending]) -> Any:
 def use_liger(model: torch.nn.Module) -> LossPath:
     """Put liger-kernel's fused kernels into the instance: on CUDA, where it is installed and knows the model's type.
 
-    Elsewhere the chunked loss is used. With ZeRO-3 the kernels are liger's and the loss is the chunked one, because liger reads
-    the head's weight without calling the head, and it is not gathered then.
+    The loss stays bigtrain's own, because liger's asks the device for its number of targets, which waits for everything that is
+    queued there, once in forward and once in backward, and reads the head's weight without calling the head, so that ZeRO-3
+    has not gathered it. Liger's is taken where the model changes its logits before the loss. Without liger, or elsewhere,
+    nothing but the loss is changed.
 
     Returns:
         What was done, and why.
@@ -179,14 +181,16 @@ def use_liger(model: torch.nn.Module) -> LossPath:
         path = use_chunked_loss(model)
         log.info("liger-kernel is not used: %s", reason)
         return LossPath(path.kind, f"no liger-kernel ({reason}); {path.why}")
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    if head is not None and zero.is_partitioned(head.weight) and why_not_chunked(model) is None:
-        apply(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
-        path = use_chunked_loss(model)
-        return LossPath(path.kind, f"liger-kernel for everything but the loss (ZeRO-3); {path.why}")
-    apply(model=model)
-    log.info("liger-kernel's fused kernels and loss are used for %s", type(model).__name__)
-    return LossPath("liger", f"liger-kernel for {type(model).__name__}")
+    own = why_not_chunked(model)
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if own is not None and not (head is not None and zero.is_partitioned(head.weight)):
+        apply(model=model)
+        log.info("liger-kernel's fused kernels and loss are used for %s: %s", type(model).__name__, own)
+        return LossPath("liger", f"liger-kernel for {type(model).__name__}, loss included: {own}")
+    taken = inspect.signature(apply).parameters
+    apply(model=model, **{name: False for name in ("fused_linear_cross_entropy", "cross_entropy") if name in taken})
+    path = use_chunked_loss(model)
+    return LossPath(path.kind, f"liger-kernel for everything but the loss; {path.why}")
 
 
 def _liger_for(model: torch.nn.Module) -> tuple[str, Any]:

@@ -85,12 +85,14 @@ def _build(shape: Shape) -> Graphs | None:
     return None
 
 
+def _shape(query: torch.Tensor, key: torch.Tensor, places: int, longest: int, scale: float) -> Shape:
+    tokens, heads, width = query.shape
+    return Shape(places, tokens, longest, heads, key.shape[1], width, query.dtype, scale, query.device.index)
+
+
 def graphs_for(query: torch.Tensor, key: torch.Tensor, documents: Documents, scale: float) -> Graphs | None:
     """The graphs for [tokens, heads, head_dim] tensors on a GPU, built at their first use; None where cuDNN cannot."""
-    tokens, heads, width = query.shape
-    shape = Shape(
-        documents.places, tokens, documents.longest, heads, key.shape[1], width, query.dtype, scale, query.device.index
-    )
+    shape = _shape(query, key, documents.places, documents.longest, scale)
     try:
         return _graphs[shape]
     except KeyError:
@@ -100,20 +102,53 @@ def graphs_for(query: torch.Tensor, key: torch.Tensor, documents: Documents, sca
         return _graphs[shape]
 
 
+# Forward is an operator of torch, and not only a function, so that a policy of recomputing sees it by its name and keeps what it
+# gave (models/recompute.py). Defined by hand: `torch.library.custom_op` takes some tens of microseconds a call for what is not needed here.
+_library = torch.library.Library("bigtrain", "FRAGMENT")
+_library.define(
+    "packed_attention(Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor at_query, Tensor at_key, Tensor at_stats, "
+    "int longest, float scale) -> (Tensor, Tensor)"
+)
+
+
+@torch.library.impl(_library, "packed_attention", "CompositeExplicitAutograd")
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    at_query: torch.Tensor,
+    at_key: torch.Tensor,
+    at_stats: torch.Tensor,
+    longest: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, fp32 statistics [tokens, heads]) of contiguous tensors whose graphs have been built."""
+    graphs = _graphs[_shape(query, key, lengths.numel(), longest, scale)]
+    assert graphs is not None
+    out = torch.empty_like(query)
+    stats = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    with torch.cuda.device(graphs.shape.device):
+        graphs.follow_stream()
+        graphs.forward.run((lengths, lengths, at_query, at_key, at_stats, query, key, value, out, stats))
+    return out, stats
+
+
+@torch.library.register_fake("bigtrain::packed_attention", lib=_library)
+def _given(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
 class _Packed(torch.autograd.Function):
     """Causal attention inside each document; [tokens, heads, head_dim]."""
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, documents: Documents, graphs: Graphs) -> torch.Tensor:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        tokens, heads, _ = query.shape
-        out = torch.empty_like(query)
-        stats = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
-        lengths, width = documents.lengths(), heads * graphs.shape.head_dim
-        at = (documents.offsets(width), documents.offsets(key.shape[1] * graphs.shape.head_dim), documents.offsets(heads))
-        with torch.cuda.device(graphs.shape.device):
-            graphs.follow_stream()
-            graphs.forward.run((lengths, lengths, *at, query, key, value, out, stats))
+        shape = graphs.shape
+        lengths, width = documents.lengths(), shape.heads * shape.head_dim
+        at = (documents.offsets(width), documents.offsets(shape.key_heads * shape.head_dim), documents.offsets(shape.heads))
+        out, stats = _operator(query, key, value, lengths, *at, shape.longest, shape.scale)
         ctx.save_for_backward(query, key, value, out, stats)
         ctx.graphs, ctx.small = graphs, (lengths, lengths, *at)
         return out
@@ -126,6 +161,9 @@ class _Packed(torch.autograd.Function):
         ctx.graphs.follow_stream()  # autograd has set the device and its stream
         ctx.graphs.backward.run((*ctx.small, *saved, grad.contiguous(), *grads))
         return *grads, None, None
+
+
+_operator = torch.ops.bigtrain.packed_attention.default
 
 
 def packed_attention(

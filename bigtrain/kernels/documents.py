@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from bigtrain.kernels import upload
+
 
 def cumulative_lengths(position_ids: torch.Tensor) -> torch.Tensor:
     """Bounds of documents in a flattened micro batch.
@@ -90,11 +92,11 @@ class DocumentsCache:
             self._note(source, batch, length, found)
         return found
 
-    def remember(self, on_host: torch.Tensor, on_device: torch.Tensor) -> None:
+    def remember(self, on_host: torch.Tensor, on_device: torch.Tensor, held: list[torch.Tensor] | None = None) -> None:
         """Find the documents where it costs no wait."""
         bounds = cumulative_lengths(on_host)
         batch, length = on_host.shape
-        there = bounds.to(on_device.device, non_blocking=True)
+        there = upload.to_device(bounds, on_device.device, held)
         self._note(on_device, batch, length, Documents(there, length, bounds.numel() - 1 == batch))
 
     def known(self, source: torch.Tensor) -> Documents | None:
@@ -127,7 +129,7 @@ asked_by = {"masks": 0, "attention": 0}  # how often documents were kept apart, 
 wanted = False  # set by an attention that looks documents up here
 
 
-def remember(on_host: Any, on_device: Any) -> None:
+def remember(on_host: Any, on_device: Any, held: list[torch.Tensor] | None = None) -> None:
     """Tell what a micro batch's position_ids, [batch, seq_len], are before they leave the host: forward then need not ask the device.
 
     Asking waits for everything on the device, and behind the copies of an optimizer that streams its state. Does nothing unless
@@ -136,4 +138,4 @@ def remember(on_host: Any, on_device: Any) -> None:
     if not wanted or not isinstance(on_host, torch.Tensor) or on_host.ndim != 2 or on_host.is_floating_point():
         return
     if on_host.device.type == "cpu" and on_device.device.type != "cpu":
-        cache.remember(on_host, on_device)
+        cache.remember(on_host, on_device, held)

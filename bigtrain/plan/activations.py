@@ -147,10 +147,14 @@ def _results(g: Geometry, t: int, width: int, matrix: int, dense: bool) -> tuple
     return inner + attention, 2 * t * g.hidden * (1 + experts) + router
 
 
-# Liger's fused linear cross entropy works through the tokens in chunks of next_pow2(t / ceil(V / d)) rows
-# (liger_kernel/ops/fused_linear_cross_entropy.py).
-def fused_loss_rows(g: Geometry, t: int) -> int:
-    """Rows of one logits chunk of the fused loss."""
-    chunks = -(-g.vocab // g.hidden)
-    rows = -(-t // max(1, chunks))
-    return min(t, 1 << (rows - 1).bit_length()) if rows > 1 else 1
+# kernels/cross_entropy.py with Triton. Logits alive at a time on a GPU, in elements (512 MiB in bf16): 2,048 tokens of a 128,256-word
+# head, so that the matrix products are large; and the most chunks that are summed up in bf16, whatever that takes.
+FUSED_LOSS_ELEMS = 2**28
+FUSED_LOSS_CHUNKS = 16
+
+
+def fused_loss_rows(vocab: int, t: int) -> int:
+    """Tokens of one chunk of the fused loss: chunks of about one size, in whole tiles of 256 tokens."""
+    most = max(1, FUSED_LOSS_ELEMS // vocab, -(-t // FUSED_LOSS_CHUNKS))
+    chunks = max(1, -(-t // most))
+    return max(1, min(t, -(-t // chunks // 256) * 256))

@@ -1,117 +1,105 @@
 """What PyTorch's caching allocator reserves for a tape: a replay of its rules on sizes alone.
 
-Rules of c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.11): sizes in units of 512 B; requests up to 1 MiB come out of
-2 MiB segments, up to 10 MiB out of 20 MiB segments, larger ones out of segments rounded to 2 MiB; the smallest free
-block that is large enough is taken (lowest address first among equals) and split when the rest is worth keeping;
-neighbours that are free merge. Every CUDA stream has pools of its own: what the gradient-reduction stream once needed
-is not there for the forward pass. Delays by `record_stream` are not replayed.
+Rules of c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.11). Common to both kinds of memory: sizes in units of 512 B; requests up to
+1 MiB and larger ones have pools of their own, and every CUDA stream has both; the smallest free block that is large enough is
+taken (lowest address among equals) and split; neighbours that are free merge; what another stream was told to use
+(`record_stream`) comes back when that stream has passed. Where the process may reserve no more, the allocator waits for all
+streams, gives back what is free, and asks once more.
+
+Expandable (`expandable_segments:True`, what bigtrain sets): one range of addresses for each pool, of which pages of 2 MiB (small)
+or 20 MiB (large) are mapped as they are needed. A request that no free block holds gets the lowest addresses where free and
+unmapped blocks together are large enough; only what lacks is mapped. What is given back are whole pages without a byte in use.
+
+Segments (torch's default): requests up to 1 MiB come out of 2 MiB segments, up to 10 MiB out of 20 MiB segments, larger ones out of
+segments of their own size, rounded to 2 MiB. What is given back are segments without a byte in use.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass
 
-from bigtrain.plan.tape import ALLOC, EMPTY_CACHE, FREE, Tape
+from bigtrain.plan.tape import ALLOC, EMPTY_CACHE, FREE, RETURN, Tape
 
 _MIB = 2**20
-_SMALL, _SMALL_SEGMENT = _MIB, 2 * _MIB
-_LARGE_SEGMENT, _MIN_LARGE, _ROUND_LARGE = 20 * _MIB, 10 * _MIB, 2 * _MIB
+_SMALL, _SMALL_PAGE, _LARGE_PAGE = _MIB, 2 * _MIB, 20 * _MIB
+_MIN_LARGE, _ROUND_LARGE, _MIN_BLOCK = 10 * _MIB, 2 * _MIB, 512
+# Addresses of one pool: more than any card has, so that they never run out (torch takes 9/8 of the card).
+_ADDRESSES = 2**50
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """What a replay found.
+
+    Attributes:
+        peak_bytes: most that was reserved.
+        short_bytes: most that was lacking at the limit, after all that is free was given back; 0: the tape fits.
+        returns: how often the limit was met and memory given back.
+        after: reserved bytes after each event of the tape.
+    """
+
+    peak_bytes: int
+    short_bytes: int
+    returns: int
+    after: tuple[int, ...]
 
 
 class _Block:
-    __slots__ = ("before", "free", "ident", "next", "pool", "size")
+    __slots__ = ("at", "before", "free", "mapped", "next", "pool", "size")
 
-    def __init__(self, ident: int, size: int, pool: _Pool):
-        self.ident, self.size, self.pool = ident, size, pool
+    def __init__(self, at: int, size: int, pool: _Pool, mapped: bool = True):
+        self.at, self.size, self.pool, self.mapped = at, size, pool, mapped
         self.free = True
         self.before: _Block | None = None
         self.next: _Block | None = None
 
+    def cut(self, size: int) -> _Block:
+        """Keep the first `size` bytes; the rest as a block of its own."""
+        rest = _Block(self.at + size, self.size - size, self.pool, self.mapped)
+        rest.before, rest.next = self, self.next
+        if self.next is not None:
+            self.next.before = rest
+        self.next, self.size = rest, size
+        return rest
+
 
 class _Pool:
-    """Free blocks ordered by size, then age (age stands for the address)."""
+    """Blocks of one stream and kind of size: the free ones by size, then address; what is not mapped by address."""
 
-    def __init__(self) -> None:
+    def __init__(self, small: bool) -> None:
+        self.small, self.page = small, _SMALL_PAGE if small else _LARGE_PAGE
         self.order: list[tuple[int, int]] = []
         self.blocks: dict[int, _Block] = {}
+        self.gaps: list[int] = []
+        self.unmapped: dict[int, _Block] = {}
 
     def add(self, block: _Block) -> None:
-        insort(self.order, (block.size, block.ident))
-        self.blocks[block.ident] = block
+        if block.mapped:
+            insort(self.order, (block.size, block.at))
+            self.blocks[block.at] = block
+        else:
+            insort(self.gaps, block.at)
+            self.unmapped[block.at] = block
 
     def remove(self, block: _Block) -> None:
-        del self.order[bisect_left(self.order, (block.size, block.ident))]
-        del self.blocks[block.ident]
-
-    def best(self, size: int) -> _Block | None:
-        at = bisect_left(self.order, (size, -1))
-        return self.blocks[self.order[at][1]] if at < len(self.order) else None
-
-
-def _segment_bytes(size: int) -> int:
-    if size <= _SMALL:
-        return _SMALL_SEGMENT
-    if size < _MIN_LARGE:
-        return _LARGE_SEGMENT
-    return -(-size // _ROUND_LARGE) * _ROUND_LARGE
-
-
-class _Replay:
-    def __init__(self, limit_bytes: int | None):
-        self.limit = limit_bytes
-        self.pools: dict[tuple[int, bool], _Pool] = {}
-        self.slots: dict[int, _Block] = {}
-        self.reserved = self.peak = self.count = 0
-        self.overflowed = False
-
-    def _new(self, size: int, pool: _Pool) -> _Block:
-        self.count += 1
-        return _Block(self.count, size, pool)
-
-    def allocate(self, slot: int, size: int, stream: int) -> None:
-        small = size <= _SMALL
-        pool = self.pools.setdefault((stream, small), _Pool())
-        block = pool.best(size)
-        if block is None:
-            segment = _segment_bytes(size)
-            if self.limit is not None and self.reserved + segment > self.limit:
-                self.empty_cache()
-                self.overflowed |= self.reserved + segment > self.limit
-            block = self._new(segment, pool)
-            self.reserved += segment
-            self.peak = max(self.peak, self.reserved)
+        if block.mapped:
+            del self.order[bisect_left(self.order, (block.size, block.at))]
+            del self.blocks[block.at]
         else:
-            pool.remove(block)
-        rest = block.size - size
-        if rest >= 512 if small else rest > _SMALL:
-            tail = self._new(rest, pool)
-            tail.before, tail.next = block, block.next
-            if block.next is not None:
-                block.next.before = tail
-            block.next, block.size = tail, size
-            pool.add(tail)
-        block.free = False
-        self.slots[slot] = block
+            del self.gaps[bisect_left(self.gaps, block.at)]
+            del self.unmapped[block.at]
 
-    def release(self, slot: int) -> None:
-        block = self.slots.pop(slot)
-        pool = block.pool
-        block.free = True
+    def merged(self, block: _Block) -> _Block:
+        """The block with its neighbours that are free and mapped (or unmapped) as it is, which leave the pool for it."""
         for other in (block.before, block.next):
-            if other is not None and other.free:
-                pool.remove(other)
-                block = _merge(other, block) if other is block.before else _merge(block, other)
-        pool.add(block)
-
-    def empty_cache(self) -> None:
-        for pool in self.pools.values():
-            for block in list(pool.blocks.values()):
-                if block.before is None and block.next is None:
-                    pool.remove(block)
-                    self.reserved -= block.size
+            if other is not None and other.free and other.mapped == block.mapped:
+                self.remove(other)
+                block = _join(other, block) if other is block.before else _join(block, other)
+        return block
 
 
-def _merge(first: _Block, second: _Block) -> _Block:
+def _join(first: _Block, second: _Block) -> _Block:
     first.size += second.size
     first.next = second.next
     if second.next is not None:
@@ -119,22 +107,223 @@ def _merge(first: _Block, second: _Block) -> _Block:
     return first
 
 
-def reserved_bytes(tape: Tape, limit_bytes: int | None = None) -> tuple[int, bool]:
-    """Most bytes that the caching allocator holds from the driver while it plays the tape.
+def _asked_bytes(size: int) -> int:
+    """What the allocator compares with its limit before it grows ('get_allocation_size')."""
+    if size <= _SMALL:
+        return _SMALL_PAGE
+    if size < _MIN_LARGE:
+        return _LARGE_PAGE
+    return -(-size // _ROUND_LARGE) * _ROUND_LARGE
+
+
+class _Segments:
+    """torch's default: segments that neither grow nor shrink."""
+
+    def __init__(self, limit_bytes: int | None):
+        self.limit = limit_bytes
+        self.pools: dict[tuple[int, bool], _Pool] = {}
+        self.slots: dict[int, _Block] = {}
+        self.away: dict[int, _Block] = {}
+        self.reserved = self.peak = self.short = self.returns = self.segments = 0
+
+    def allocate(self, slot: int, size: int, stream: int) -> None:
+        key = (stream, size <= _SMALL)
+        pool = self.pools.get(key)
+        if pool is None:
+            pool = self.pools[key] = self._pool(key[1])
+        block = self._best(pool, size)
+        if block is None:
+            self._make_room(_asked_bytes(size))
+            block = self._grow(pool, size)
+            self.peak = max(self.peak, self.reserved)
+        else:
+            pool.remove(block)
+        if block.size - size >= self._worth_keeping(pool):
+            pool.add(block.cut(size))
+        block.free = False
+        self.slots[slot] = block
+
+    def _make_room(self, asked: int) -> None:
+        if self.limit is None or self.reserved + asked <= self.limit:
+            return
+        self.returns += 1
+        self.empty_cache()
+        self.short = max(self.short, self.reserved + asked - self.limit)
+
+    def free(self, slot: int, late: bool) -> None:
+        block = self.slots.pop(slot)
+        if late:
+            self.away[slot] = block
+        else:
+            self._free(block)
+
+    def give_back(self, slot: int) -> None:
+        """A stream has passed what it was told to use; at the limit that was waited for before."""
+        block = self.away.pop(slot, None)
+        if block is not None:
+            self._free(block)
+
+    def _free(self, block: _Block) -> None:
+        block.free = True
+        block = block.pool.merged(block)
+        block.pool.add(block)
+
+    def empty_cache(self) -> None:
+        """Wait for all streams, then give back what has no byte in use."""
+        for slot in list(self.away):
+            self.give_back(slot)
+        for pool in self.pools.values():
+            for _, at in list(pool.order):
+                self._unmap(pool.blocks[at])
+
+    # The rules in which segments and expandable memory differ.
+
+    def _pool(self, small: bool) -> _Pool:
+        return _Pool(small)
+
+    def _worth_keeping(self, pool: _Pool) -> int:
+        return _MIN_BLOCK if pool.small else _SMALL + 1
+
+    def _best(self, pool: _Pool, size: int) -> _Block | None:
+        place = bisect_left(pool.order, (size, -1))
+        return pool.blocks[pool.order[place][1]] if place < len(pool.order) else None
+
+    def _grow(self, pool: _Pool, size: int) -> _Block:
+        self.segments += 1  # age stands for the address
+        segment = _asked_bytes(size)
+        self.reserved += segment
+        return _Block(self.segments * _ADDRESSES, segment, pool)
+
+    def _unmap(self, block: _Block) -> None:
+        if block.before is None and block.next is None:
+            block.pool.remove(block)
+            self.reserved -= block.size
+
+
+class _Expandable(_Segments):
+    """One range of addresses for each pool, mapped page by page."""
+
+    def _pool(self, small: bool) -> _Pool:
+        pool = _Pool(small)
+        pool.add(_Block(0, _ADDRESSES, pool, mapped=False))
+        return pool
+
+    def _worth_keeping(self, pool: _Pool) -> int:
+        return _MIN_BLOCK
+
+    def _best(self, pool: _Pool, size: int) -> _Block | None:
+        """'get_free_block': a block that could grow counts as large as it could become, so the next larger one goes before it."""
+        place = bisect_left(pool.order, (size, -1))
+        if place == len(pool.order):
+            return None
+        best = pool.blocks[pool.order[place][1]]
+        for _, at in pool.order[place + 1 :]:
+            other = pool.blocks[at]
+            if _could_become(other) >= _could_become(best):
+                break
+            best = other
+        return best
+
+    def _grow(self, pool: _Pool, size: int) -> _Block:
+        block = self._lowest(pool, size)
+        if not block.mapped:
+            block = self._map(block, min(block.size, size))
+        while block.size < size:
+            assert block.next is not None
+            block = self._map(block.next, min(block.next.size, size - block.size))
+        pool.remove(block)
+        return block
+
+    def _lowest(self, pool: _Pool, size: int) -> _Block:
+        """'find_expandable_block': free and unmapped blocks that follow each other, from the lowest unmapped address on."""
+        for at in pool.gaps:
+            start = pool.unmapped[at]
+            if start.before is not None and start.before.free:
+                start = start.before
+            if _room_from(start, size):
+                return start
+        raise AssertionError("a pool ran out of addresses")
+
+    def _map(self, block: _Block, size: int) -> _Block:
+        """'map_block': whole pages of the beginning of an unmapped block; the free block that they are part of now."""
+        pool = block.pool
+        pool.remove(block)
+        pages = -(-size // pool.page) * pool.page
+        if pages < block.size:
+            pool.add(block.cut(pages))
+        block.mapped = True
+        self.reserved += pages
+        block = pool.merged(block)
+        pool.add(block)
+        return block
+
+    def _unmap(self, block: _Block) -> None:
+        pool = block.pool
+        begin = -(-block.at // pool.page) * pool.page
+        end = (block.at + block.size) // pool.page * pool.page
+        if begin >= end:
+            return
+        pool.remove(block)
+        if begin > block.at:
+            rest = block.cut(begin - block.at)
+            pool.add(block)
+            block = rest
+        if end < block.at + block.size:
+            pool.add(block.cut(end - block.at))
+        block.mapped = False
+        self.reserved -= block.size
+        block = pool.merged(block)
+        pool.add(block)
+
+
+def _room_from(block: _Block | None, size: int) -> bool:
+    room = 0
+    while room < size and block is not None and block.free:
+        room, block = room + block.size, block.next
+    return room >= size
+
+
+def _could_become(block: _Block) -> int:
+    after = block.next
+    return block.size + (after.size if after is not None and not after.mapped else 0)
+
+
+def replay(tape: Tape, limit_bytes: int | None = None, *, expandable: bool = True) -> Reserved:
+    """Play a tape to the allocator.
 
     Args:
         tape: GPU events.
-        limit_bytes: what the process may reserve; at the limit the allocator gives cached segments back first.
-
-    Returns:
-        (peak of reserved bytes, whether the limit was passed even so).
+        limit_bytes: what the process may reserve (`torch.cuda.set_per_process_memory_fraction`, or the card); None: no limit.
+        expandable: which rules: `expandable_segments` True or False.
     """
-    replay = _Replay(limit_bytes)
+    memory = (_Expandable if expandable else _Segments)(limit_bytes)
+    after: list[int] = []
     for kind, slot, size, _ in tape.events:
         if kind == ALLOC:
-            replay.allocate(slot, size, tape.streams[slot])
+            memory.allocate(slot, size, tape.streams[slot])
         elif kind == FREE:
-            replay.release(slot)
+            memory.free(slot, slot in tape.late)
+        elif kind == RETURN:
+            memory.give_back(slot)
         elif kind == EMPTY_CACHE:
-            replay.empty_cache()
-    return replay.peak, replay.overflowed
+            memory.empty_cache()
+        after.append(memory.reserved)
+    return Reserved(memory.peak, memory.short, memory.returns, tuple(after))
+
+
+_TRIES = 12
+
+
+def least_limit(tape: Tape, allocated_bytes: int, *, expandable: bool = True) -> int:
+    """The least that a process must be allowed to reserve to play the tape, to about a page.
+
+    Args:
+        allocated_bytes: the tape's peak: less can never do.
+    """
+    limit = allocated_bytes
+    for _ in range(_TRIES):
+        short = replay(tape, limit, expandable=expandable).short_bytes
+        if not short:
+            return limit
+        limit += short
+    return max(limit, replay(tape, expandable=expandable).peak_bytes)

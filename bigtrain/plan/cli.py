@@ -12,7 +12,7 @@ from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, Candidate, Choice, choose
 from bigtrain.plan.families import read_json
 from bigtrain.plan.inputs import PlanInput, plan_input
-from bigtrain.plan.machine import gpu_memory, host_memory, parse_bytes, show_bytes
+from bigtrain.plan.machine import expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
 from bigtrain.plan.roofline import Rates, rates_from, stored_rates
 from bigtrain.plan.show import choice_text, measured_text, plan_text
@@ -64,7 +64,7 @@ def _configuration(p: argparse.ArgumentParser) -> None:
     p.add_argument("--freeze", nargs="+", default=(), metavar="NAME", help="modules or parameters that do not train")
     p.add_argument("--kernels", choices=["hf", "liger"], default="hf")
     p.add_argument(
-        "--loss", choices=["full", "chunked", "fused"], help="all logits in fp32, a chunk of tokens at a time, or liger's"
+        "--loss", choices=["full", "chunked", "fused"], help="all logits in fp32, a chunk of tokens at a time, or that in place"
     )
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     p.add_argument(
@@ -118,7 +118,7 @@ def _input(args: argparse.Namespace) -> PlanInput:
         "world_size": args.gpus, "gpus_per_node": args.gpus_per_node, "seq_len": args.seq_len,
         "checkpointing": args.checkpointing, "checkpoint_blocks": args.checkpoint_blocks, "kernels": args.kernels, "loss": args.loss, "device": args.device,
         "micro_batch": args.micro_batch, "accumulation": args.accumulation, "optimizer": args.optim,
-        "frozen": tuple(args.freeze),
+        "frozen": tuple(args.freeze), "expandable": expandable_segments(),
     }  # fmt: skip
     values = {k: v for k, v in values.items() if v is not None}
     config = model_config(args.model) if args.model else None

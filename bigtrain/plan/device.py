@@ -7,7 +7,7 @@ from typing import Protocol
 from bigtrain.plan.activations import BlockBytes, block_bytes, fused_loss_rows, norm_kept
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.tape import Tape
-from bigtrain.plan.zero_flat import FlatSharding
+from bigtrain.plan.zero_flat import FlatSharding, ranks_to_plan
 from bigtrain.plan.zero_none import WholeSharding
 from bigtrain.plan.zero_sliced import SlicedSharding
 
@@ -27,14 +27,16 @@ class Sharding(Protocol):
     def export(self) -> None: ...
 
 
-def sharding(plan: PlanInput, tape: Tape) -> Sharding:
-    """The simulation of the plan's stage."""
-    kinds: dict[int, type] = {0: WholeSharding, 1: FlatSharding, 2: FlatSharding, 3: SlicedSharding}
-    return kinds[plan.settings.stage](plan, tape)
+def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:
+    """The simulation of the plan's stage; `rank` matters where ranks differ, at stages 1 and 2."""
+    if plan.settings.stage in (1, 2):
+        return FlatSharding(plan, tape, rank)
+    return SlicedSharding(plan, tape) if plan.settings.stage == 3 else WholeSharding(plan, tape)
 
 
-# fp32 logits alive at a time, in elements (kernels/cross_entropy.py CHUNK_LOGITS).
+# fp32 logits alive at a time without Triton, in elements (kernels/cross_entropy.py CHUNK_LOGITS).
 CHUNK_LOGITS = {"cuda": 2**27, "cpu": 2**22}
+SCALED_AT_A_TIME = 2**22
 
 
 class _Run:
@@ -181,22 +183,20 @@ class _Run:
             tape.drop("dhead32")
         tape.phase("loss backward")
         self._open_backward()
-        # What was kept, and that times the gradient of the loss.
-        tape.hold("scaled hidden", hidden, row)
-        if trains:
-            tape.touch(2 * weight, row)
-        tape.drop("dhidden", "dhead")
+        # Scaled where they lie, 2^22 elements in fp32 at a time.
+        tape.touch(2 * 4 * min(SCALED_AT_A_TIME, max(hidden // 2, weight if trains else 0)), row)
+        tape.drop("dhead")
         self._deliver_head_grad()
-        tape.drop("scaled hidden")
+        tape.drop("dhidden")
 
     def _fused_loss(self) -> None:
-        # The gradients of hidden states and head are made in forward, chunk by chunk.
+        """bigtrain/kernels/cross_entropy.py with Triton: both gradients are made in forward and scaled where they lie."""
         weight = self.g.vocab * self.g.hidden
         self.tape.hold("dhidden", 2 * self.t * self.g.hidden, "fused loss")
         if self._head_trains():
             self.tape.hold("dhead", 2 * weight, "fused loss")
-        # The chunk's logits become their gradients in place, and the head's gradient is summed up in place (torch 2.8 and later).
-        self.tape.touch(2 * fused_loss_rows(self.g, self.t) * (self.g.vocab + self.g.hidden), "fused loss")
+        # The chunk's logits become their gradient in place, and the head's gradient is summed up in place.
+        self.tape.touch(2 * fused_loss_rows(self.g.vocab, self.t) * self.g.vocab, "fused loss")
         self.tape.phase("loss backward")
         self._open_backward()
         self.tape.drop("dhead")
@@ -309,15 +309,20 @@ class _Run:
         self.backward(steady)
 
 
-def device_tape(plan: PlanInput, *, steady_only: bool = False) -> Tape:
-    """The GPU's tape of one rank (the one that holds most).
+def device_tapes(plan: PlanInput, *, steady_only: bool = False) -> list[Tape]:
+    """The GPU's tapes of the ranks that may hold most: one where all ranks hold the same."""
+    return [device_tape(plan, rank=rank, steady_only=steady_only) for rank in ranks_to_plan(plan)]
+
+
+def device_tape(plan: PlanInput, *, rank: int | None = None, steady_only: bool = False) -> Tape:
+    """The GPU's tape of one rank; by default the one that holds most in the end.
 
     Two steps stand for all: in the first the moments appear and nothing is prefetched; in the second both are there.
     Two micro steps stand for any number of them. `steady_only` leaves the first step out, which never holds more than a
     later one: half the work for a search.
     """
     tape = Tape()
-    shards = sharding(plan, tape)
+    shards = sharding(plan, tape, rank)
     run = _Run(plan, tape, shards)
     tape.phase("build")
     shards.build()

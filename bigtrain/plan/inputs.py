@@ -147,11 +147,13 @@ class PlanInput:
             and results of matrix products and attention), "offload" (its input, on the host).
         checkpoint_blocks: how many blocks are recomputed, the first ones; None: all. 0 is another way to say "none".
         kernels: "hf" (transformers' own modules with sdpa) or "liger".
-        loss: "full" (all logits in fp32), "chunked" (a chunk of tokens at a time), "fused" (liger's); None: by kernels.
+        loss: "full" (all logits in fp32), "chunked" (a chunk of tokens at a time, in fp32), "fused" (the same
+            by Triton's kernels, in place); None: by kernels.
         decay_groups: two parameter groups (matrices decay, vectors do not), as the optimizer builder makes them.
         frozen: names of modules or parameters that do not train: no gradient, no states.
         drawn: values are drawn in fp32 from a seed (a preset) instead of read from files.
         device: "cuda", or "cpu" for a run whose device memory is host memory.
+        expandable: the caching allocator's `expandable_segments`, which bigtrain turns on unless the user has set something.
     """
 
     parameters: ModelParameters
@@ -171,6 +173,7 @@ class PlanInput:
     frozen: tuple[str, ...] = ()
     drawn: bool = False
     device: Literal["cuda", "cpu"] = "cuda"
+    expandable: bool = True
 
     def __post_init__(self) -> None:
         for name in ("world_size", "micro_batch", "seq_len", "accumulation"):
@@ -319,10 +322,8 @@ class PlanInput:
 
     @property
     def loss_kind(self) -> Loss:
-        if self.loss is None and self.kernels == "liger":
-            # kernels/attach.py `use_liger`: at stage 3 liger's loss would read a head that is not gathered.
-            return "chunked" if self.settings.stage == 3 else "fused"
-        return self.loss or "full"
+        """How the loss is computed: as told, or as kernels/attach.py `use_liger` has it."""
+        return self.loss or ("fused" if self.kernels == "liger" else "full")
 
     def but(self, **changes: Any) -> PlanInput:
         """A copy with other values; names of `ZeroSettings` are put there."""

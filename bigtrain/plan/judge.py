@@ -8,7 +8,7 @@ from typing import Any
 from bigtrain.plan.flat import slice_elems
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.machine import show_bytes
-from bigtrain.plan.predict import Plan, fragments, predict
+from bigtrain.plan.predict import Plan, predict
 from bigtrain.plan.roofline import Rates, StepTime, step_time
 from bigtrain.plan.states import LAYOUTS
 
@@ -22,7 +22,7 @@ class Candidate:
 
     Attributes:
         input: what it is. fits: whether it does. why: what is short, empty if it fits.
-        gpu_short_bytes, host_short_bytes: what is missing (0 if enough).
+        gpu_short_bytes, host_short_bytes: what is missing (0 if enough; fragmentation is not counted).
         plan: its bytes; None if its states alone are too large. time: its roofline.
     """
 
@@ -120,8 +120,9 @@ def judge(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | Non
     if gpu_short or host_short:
         return Candidate(plan, False, _reason(gpu_short, host_short, None), gpu_short, host_short, None, time)
     found = predict(plan, reserve=False)
-    gpu_short, host_short = _short(found.gpu_need_bytes(), gpu), _short(found.host_need_bytes(), host)
+    gpu_short, host_short = _short(found.gpu_least_bytes(), gpu), _short(found.host_need_bytes(), host)
     why = _reason(gpu_short, host_short, found)
-    if not why and gpu is not None and fragments(plan, gpu):
-        why = "GPU memory would fragment: allocations fit, the allocator's segments do not"
+    if not why and not found.fits(gpu, host):
+        short = show_bytes(_short(found.gpu_need_bytes(), gpu))
+        why = f"GPU memory would fragment: what is allocated fits, but {short} more would lie unused between it"
     return Candidate(plan, not why, why, gpu_short, host_short, found, time)

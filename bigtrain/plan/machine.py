@@ -11,6 +11,7 @@ import re
 import resource
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,6 +140,12 @@ def _limits(base: Path, path: str, name: str) -> list[tuple[Path, int]]:
         if folder == base or base not in folder.parents:
             return found
         folder = folder.parent
+
+
+def expandable_segments(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether torch's allocator has segments that grow: bigtrain turns them on where the user has set nothing up (startup.py)."""
+    said = [env[name] for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if env.get(name)]
+    return not said or any(re.search(r"expandable_segments\s*:\s*true", text, re.IGNORECASE) for text in said)
 
 
 def gpu_memory() -> tuple[int, ...]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from bigtrain.plan.allocator import reserved_bytes
+from bigtrain.plan.allocator import least_limit, replay
 from bigtrain.plan.constants import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, GPU_MARGIN, HOST_MARGIN, nccl_bytes
-from bigtrain.plan.device import device_tape
+from bigtrain.plan.device import device_tapes
 from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.host import host_tape, page_locked_bytes
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.resident import one_memory
 from bigtrain.plan.rows import formula, source
-from bigtrain.plan.tape import Ledger
+from bigtrain.plan.tape import Ledger, Tape
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Plan:
         gpu_used_bytes: as the driver counts: reserved + CUDA context + NCCL.
         host: tree of one rank's peak resident memory.
         ranks_per_node: ranks that share the host.
+        tapes: of the ranks that may need most, where there is a GPU.
     """
 
     input: PlanInput
@@ -56,6 +58,7 @@ class Plan:
     gpu_used_bytes: int
     host: Tree
     ranks_per_node: int
+    tapes: tuple[Tape, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def gpu_peak_allocated_bytes(self) -> int:
@@ -81,14 +84,28 @@ class Plan:
         """One rank's page-locked memory; a container's lock limit (`ulimit -l`) must allow it."""
         return page_locked_bytes(self.input)
 
-    def gpu_need_bytes(self) -> int:
-        """What a card must have: the least that can work, with the margin.
+    @cached_property
+    def gpu_floor_bytes(self) -> int:
+        """The least that the caching allocator must be allowed to reserve for the run, cuBLAS's workspace included.
 
-        Reserved memory is not all needed: at its limit the allocator gives cached blocks back. The need is the
-        allocated peak and what lives outside of the allocator.
+        Less than `gpu_reserved_bytes`: at its limit the allocator gives back what is free. More than what is allocated: what lies
+        between blocks in use cannot be given back.
         """
-        outside = CUBLAS_WORKSPACE_BYTES + CUDA_CONTEXT_BYTES + nccl_bytes(self.input.world_size)
-        return int((self.gpu.bytes + outside) * (1 + GPU_MARGIN))
+        expandable = self.input.expandable
+        floors = [least_limit(tape, tape.ledger().peak_bytes, expandable=expandable) for tape in self.tapes]
+        return max(floors, default=self.gpu.bytes) + CUBLAS_WORKSPACE_BYTES
+
+    def _card(self, reserved: int) -> int:
+        """A card on which so much can be reserved, with the margin."""
+        return int((reserved + CUDA_CONTEXT_BYTES + nccl_bytes(self.input.world_size)) * (1 + GPU_MARGIN))
+
+    def gpu_least_bytes(self) -> int:
+        """What a card must have for what is allocated alone; quick to tell, and less can never do."""
+        return self._card(self.gpu.bytes + CUBLAS_WORKSPACE_BYTES)
+
+    def gpu_need_bytes(self) -> int:
+        """What a card must have: the least with which the allocator gets by, and what lives outside of it, with the margin."""
+        return self._card(self.gpu_floor_bytes)
 
     def host_need_bytes(self) -> int:
         """What a host must have for its ranks, with the margin."""
@@ -96,8 +113,11 @@ class Plan:
 
     def fits(self, gpu_memory_bytes: int | None, host_memory_bytes: int | None) -> bool:
         """Whether card and host hold it, with the margins of `plan.constants`; None: not a limit."""
-        gpu = gpu_memory_bytes is None or self.input.device == "cpu" or self.gpu_need_bytes() <= gpu_memory_bytes
-        return gpu and (host_memory_bytes is None or self.host_need_bytes() <= host_memory_bytes)
+        if host_memory_bytes is not None and self.host_need_bytes() > host_memory_bytes:
+            return False
+        if gpu_memory_bytes is None or self.input.device == "cpu":
+            return True
+        return self.gpu_least_bytes() <= gpu_memory_bytes and self.gpu_need_bytes() <= gpu_memory_bytes
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -160,18 +180,15 @@ def predict(plan: PlanInput, *, reserve: bool = True) -> Plan:
         reserve: also replay the caching allocator and the first step; without it "reserved" is the allocated peak, and
             the same peaks are found in half the time.
     """
-    device, host = device_tape(plan, steady_only=not reserve), host_tape(plan)
+    host = host_tape(plan)
+    tapes = device_tapes(plan, steady_only=not reserve)
+    ledgers = [tape.ledger() for tape in tapes]
     if plan.device == "cpu":
-        together = one_memory(device, host).ledger()
+        together = max((one_memory(tape, host).ledger() for tape in tapes), key=lambda found: found.peak_bytes)
         nothing = Ledger(0, together.peak_phase, {}, {}, 0)
         return Plan(plan, _tree("GPU", nothing), 0, 0, _tree("host", together), plan.ranks_per_node)
-    gpu_tree = _tree("GPU", device.ledger())
-    reserved = (reserved_bytes(device)[0] if reserve else gpu_tree.bytes) + CUBLAS_WORKSPACE_BYTES
+    gpu_tree = _tree("GPU", max(ledgers, key=lambda found: found.peak_bytes))
+    held = max(replay(tape, expandable=plan.expandable).peak_bytes for tape in tapes) if reserve else gpu_tree.bytes
+    reserved = held + CUBLAS_WORKSPACE_BYTES
     used = reserved + CUDA_CONTEXT_BYTES + nccl_bytes(plan.world_size)
-    return Plan(plan, gpu_tree, reserved, used, _tree("host", host.ledger()), plan.ranks_per_node)
-
-
-def fragments(plan: PlanInput, gpu_memory_bytes: int) -> bool:
-    """Whether the caching allocator, kept below this card's memory, runs into fragmentation."""
-    outside = CUDA_CONTEXT_BYTES + nccl_bytes(plan.world_size) + CUBLAS_WORKSPACE_BYTES
-    return reserved_bytes(device_tape(plan), int(gpu_memory_bytes / (1 + GPU_MARGIN / 2) - outside))[1]
+    return Plan(plan, gpu_tree, reserved, used, _tree("host", host.ledger()), plan.ranks_per_node, tuple(tapes))

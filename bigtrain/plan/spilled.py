@@ -6,7 +6,7 @@ import bisect
 
 from bigtrain.errors import UsageError
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.predict import Plan, fragments, predict
+from bigtrain.plan.predict import Plan, predict
 
 # Of a card: gradients that leave cost bus time that is idle in backward, a run near the edge may end for want of memory.
 ROOM_SHARE = 0.95
@@ -37,15 +37,13 @@ def asked_share(text: str) -> float | None:
 def least_share(plan: PlanInput, gpu_memory_bytes: int | None, host_memory_bytes: int | None) -> float:
     """The least share, in hundredths, with which card and host hold the run; 0.0 if it fits without, or with none.
 
-    The card is filled to `ROOM_SHARE`, and without fragmentation, where that can be reached; else wholly.
+    The card is filled to `ROOM_SHARE` where that can be reached; else wholly.
     """
     if gpu_memory_bytes is None or not plan.alone or predict(plan, reserve=False).fits(gpu_memory_bytes, host_memory_bytes):
         return 0.0
     for room in (int(ROOM_SHARE * gpu_memory_bytes), gpu_memory_bytes):
-        least = 1 + bisect.bisect_left(range(1, STEPS + 1), True, key=lambda n: _plan(plan, n).gpu_need_bytes() <= room)
-        fitting = [n for n in range(least, STEPS + 1) if _plan(plan, n).fits(gpu_memory_bytes, host_memory_bytes)]
-        sound = (n for n in fitting if not fragments(_plan(plan, n).input, gpu_memory_bytes))
-        found = next(sound, None) if room < gpu_memory_bytes else next(iter(fitting), None)
+        least = 1 + bisect.bisect_left(range(1, STEPS + 1), True, key=lambda n: _plan(plan, n).gpu_least_bytes() <= room)
+        found = next((n for n in range(least, STEPS + 1) if _plan(plan, n).fits(room, host_memory_bytes)), None)
         if found is not None:
             return found / STEPS
     return 0.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 # PyTorch's allocators hand out multiples of 512 B on the GPU (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 ROUND_BYTES = 512
 
-ALLOC, FREE, PHASE, EMPTY_CACHE = 0, 1, 2, 3
+ALLOC, FREE, PHASE, EMPTY_CACHE, RETURN = 0, 1, 2, 3, 4
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Tape:
         self._sizes: list[int] = []
         self._rows: list[str] = []
         self.streams: list[int] = []  # by slot: the stream that allocated it
+        self.late: set[int] = set()  # slots whose memory comes back after they are freed, with `returned`
+        self._away: dict[Hashable, int] = {}
 
     def phase(self, name: str) -> None:
         """Everything from here on belongs to `name`."""
@@ -72,6 +74,26 @@ class Tape:
             slot = self._open.pop(key, None)
             if slot is not None:
                 self.events.append((FREE, slot, self._sizes[slot], self._rows[slot]))
+
+    def lend(self, *keys: Hashable) -> None:
+        """Free what another stream still uses (`record_stream`): it counts as free, but nothing else gets it before `returned`.
+
+        Matters to what is reserved only; unknown keys (size 0) are fine.
+        """
+        for key in keys:
+            slot = self._open.get(key)
+            if slot is not None:
+                self.returned(key)  # of a step before
+                self.drop(key)
+                self.late.add(slot)
+                self._away[key] = slot
+
+    def returned(self, *keys: Hashable) -> None:
+        """The other stream has passed what it was lent under these keys."""
+        for key in keys:
+            slot = self._away.pop(key, None)
+            if slot is not None:
+                self.events.append((RETURN, slot, self._sizes[slot], self._rows[slot]))
 
     def touch(self, size: float, row: str, stream: int = 0) -> None:
         """Allocate and free at once: a temporary."""

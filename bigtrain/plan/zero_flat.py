@@ -6,7 +6,7 @@ comments are its functions and attributes.
 
 from __future__ import annotations
 
-from bigtrain.plan.flat import flat_group, heaviest_rank, split_groups, touched_elems
+from bigtrain.plan.flat import FlatGroup, flat_group, heaviest_rank, split_groups, touched_elems
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.streamed import IN_FLIGHT_BYTES, hold_buffers
@@ -43,16 +43,32 @@ def update_temporaries(plan: PlanInput, tape: Tape, elems: int) -> None:
         tape.touch(8 * elems, "update in passing")
 
 
-class FlatSharding:
-    """Device memory of one rank under stage 1 or 2."""
+def _groups(plan: PlanInput) -> list[FlatGroup]:
+    members = split_groups(plan.parameters.items, plan.decay_groups, plan.trains)
+    return [flat_group(plan.parameters.items, m, plan.world_size) for m in members]
 
-    def __init__(self, plan: PlanInput, tape: Tape):
+
+def ranks_to_plan(plan: PlanInput) -> list[int]:
+    """The ranks that may hold most: the one whose partition touches most elements, and the last.
+
+    A rank keeps gradients from the first one on that its partition touches ('grads_in_partition', whole at once). Backward begins
+    with the last rank's parameters, when all activations are still there.
+    """
+    if plan.settings.stage not in (1, 2) or plan.world_size == 1:
+        return [0]
+    heaviest = heaviest_rank(plan.parameters.items, _groups(plan), plan.world_size)
+    return list(dict.fromkeys((heaviest, plan.world_size - 1)))
+
+
+class FlatSharding:
+    """Device memory of one rank under stage 1 or 2; by default of the one whose partition touches most elements."""
+
+    def __init__(self, plan: PlanInput, tape: Tape, rank: int | None = None):
         self.plan, self.tape, self.zero = plan, tape, plan.told
         self.items, self.layout = plan.parameters.items, plan.device_layout
         world = plan.world_size
-        members = split_groups(self.items, plan.decay_groups, plan.trains)
-        self.groups = [flat_group(self.items, m, world) for m in members]
-        self.rank = heaviest_rank(self.items, self.groups, world)
+        self.groups = _groups(plan)
+        self.rank = heaviest_rank(self.items, self.groups, world) if rank is None else rank
         self.place = {i: (g, at) for g, group in enumerate(self.groups) for at, i in enumerate(group.members)}
         self.touched = sum(touched_elems(self.items, g, self.rank) for g in self.groups)
         self.compact = self.zero.grad_bytes == 4

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from bigtrain.data.isolation import varlen_attention
+from bigtrain.kernels import cudnn_graphs
 from bigtrain.kernels.cudnn_attention import packed_attention, why_not
 from bigtrain.kernels.cudnn_graphs import Shape
 from bigtrain.kernels.documents import Documents
+from bigtrain.models.recompute import runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -107,3 +109,27 @@ def test_recomputation_and_another_stream_give_the_same():
     for one in (again, third):
         for mine, theirs in zip(one, expected):
             assert (mine - theirs).norm() <= 4e-3 * theirs.norm()  # queries' gradients are summed in no fixed order
+
+
+def test_a_selective_recompute_keeps_what_cudnn_gave(monkeypatch):
+    """Its graphs run once forward and once backward; with full recomputation forward runs twice. Gradients are the same."""
+    _need_cudnn()
+    documents = Documents(torch.tensor([0, 100, 1024, 2048], dtype=torch.int32, device="cuda"), ROW)
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(2048, n, WIDTH, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (HEADS, KEY_HEADS, KEY_HEADS)
+    ]
+    grad = torch.randn(2048, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    runs, run = [], cudnn_graphs._Plan.run
+    monkeypatch.setattr(cudnn_graphs._Plan, "run", lambda self, given: (runs.append(len(given)), run(self, given))[1])
+
+    def attend(*x):
+        return packed_attention(*(one * 1 for one in x), documents, SCALE)
+
+    found = {}
+    for policy in ("selective", "full"):
+        runs.clear()
+        found[policy] = torch.autograd.grad(runner(policy, 1)(attend, *tensors), tensors, grad), len(runs)
+    assert (found["selective"][1], found["full"][1]) == (2, 3)
+    for mine, theirs in zip(found["selective"][0], found["full"][0]):
+        assert (mine - theirs).norm() <= 4e-3 * theirs.norm()  # queries' gradients are summed in no fixed order

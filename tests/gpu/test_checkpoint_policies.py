@@ -32,9 +32,13 @@ def _gradients(model, steps=3):
 
 
 @pytest.mark.parametrize("liger", [False, True])
-def test_policies_and_numbers_give_the_bits_of_full_checkpointing_in_less_memory(liger):
-    """Forward kernels are deterministic, so a recompute gives the same values; backward of attention is asked to be, too."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def test_policies_and_numbers_give_the_bits_of_full_checkpointing_in_less_memory(liger, monkeypatch):
+    """Forward kernels are deterministic, so a recompute gives the same values; backward of attention is asked to be, too.
+
+    Attention takes no notice of the wish where only a warning is asked for, and cuBLAS needs a workspace of fixed size.
+    """
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
     try:
         plain = _model(liger)
         variants = {"none": None, "full": (None, "full"), "some": (3, "full"), "selective": (None, "selective"),

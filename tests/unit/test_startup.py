@@ -2,7 +2,7 @@
 
 import torch
 
-from bigtrain.startup import SMALLEST, SharedMaster
+from bigtrain.startup import SMALLEST, SharedMaster, grow_segments
 
 
 def test_a_flat_bf16_clone_is_the_tensor_itself_and_zeros_take_one_element():
@@ -18,3 +18,14 @@ def test_a_flat_bf16_clone_is_the_tensor_itself_and_zeros_take_one_element():
     part.requires_grad = True
     part.grad = zeros
     assert flat.clone().data_ptr() != flat.data_ptr()  # afterwards all is as it was
+
+
+def test_an_allocator_that_the_user_has_set_up_is_left_alone(monkeypatch):
+    told = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    assert not grow_segments({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}) and not grow_segments(
+        {"PYTORCH_ALLOC_CONF": "x"}
+    )
+    assert told == []
+    assert grow_segments({}) and told == ["expandable_segments:True"]

@@ -21,7 +21,7 @@ from transformers import (
 from bigtrain.errors import ModelError
 from bigtrain.kernels import attach
 from bigtrain.kernels.attach import use_chunked_loss, use_liger
-from bigtrain.kernels.cross_entropy import linear_cross_entropy
+from bigtrain.kernels.cross_entropy import Kernels, _rows, _scale, kernels_for, linear_cross_entropy
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -193,3 +193,87 @@ def test_liger_falls_back_and_says_so():
         pytest.skip("for machines without CUDA")
     path = use_liger(_build(LlamaConfig, LlamaForCausalLM))
     assert path.kind == "chunked" and "no CUDA device" in path.why
+
+
+# What a GPU does beside its own kernels: sums in the weight's dtype, everything in place.
+IN_PLACE = Kernels(_rows, _scale, fp32_sums=False)
+
+
+def _problem(tokens, dtype):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, 64, generator=generator) + torch.randn(64, generator=generator)
+    weight = torch.randn(211, 64, generator=generator) * 0.1
+    targets = (torch.rand(tokens, generator=generator) ** 3 * 211).long()
+    targets[::5] = -100
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def _exact(hidden, weight, targets, factor):
+    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    loss = torch.nn.functional.cross_entropy(hidden @ weight.t(), targets)
+    return loss.item(), torch.autograd.grad(loss * factor, (hidden, weight))
+
+
+def _error(mine, exact):
+    return ((mine.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("kernels", [IN_PLACE, kernels_for("cpu")], ids=["in place", "cpu"])
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+def test_gradients_against_fp64(kernels, dtype, bound):
+    """In bf16 a single rounding is 0.17 %, and logits are rounded too; 8 sums in bf16 come to 0.36 %."""
+    hidden, weight, targets = _problem(2048, dtype)
+    factor = 1.0 / 3.0
+    loss, again = (linear_cross_entropy(hidden, weight, targets, chunk_tokens=256, kernels=kernels) for _ in range(2))
+    mine = torch.autograd.grad(loss * factor, (hidden, weight))
+    whole = torch.autograd.grad(again, (hidden, weight))
+    value, exact = _exact(hidden, weight, targets, factor)
+    assert loss.item() == pytest.approx(value, rel=1e-6 if dtype == torch.float32 else 1e-3)
+    for one, all_of_it, wanted in zip(mine, whole, exact):
+        assert one.dtype == dtype and _error(one, wanted) < bound
+        all_of_it = all_of_it.double()
+        share = (one.double() * all_of_it).sum() / all_of_it.square().sum()
+        assert abs(share.item() / factor - 1) < 1e-3  # roundings of single values nearly cancel; 1/3 in bf16 is off by 2e-3
+
+
+def test_few_large_chunks_are_nearer_to_fp64_than_many_small_ones():
+    hidden, weight, targets = _problem(2048, torch.bfloat16)
+    exact = _exact(hidden, weight, targets, 1.0)[1][1]
+    errors = []
+    for chunk in (256, 64):  # 8 and 32 of them: liger-kernel's number for 16,384 tokens of a 128,256-word head
+        loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens=chunk, kernels=IN_PLACE)
+        errors.append(_error(torch.autograd.grad(loss, weight)[0], exact))
+    assert errors[0] < 0.7 * errors[1]
+
+
+def test_a_second_backward_over_one_forward_is_refused():
+    hidden, weight, targets = _problem(64, torch.float32)
+    loss = linear_cross_entropy(hidden, weight, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(ModelError, match="backward ran twice"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("kernels", [IN_PLACE, None])
+def test_frozen_parts_no_tokens_and_autocast(kernels):
+    hidden, weight, targets = _problem(96, torch.float32)
+    whole = linear_cross_entropy(hidden, weight, targets, kernels=kernels)
+    both = torch.autograd.grad(whole, (hidden, weight))
+    for given, wanted in (((hidden.detach(), weight), both[1]), ((hidden, weight.detach()), both[0])):
+        loss = linear_cross_entropy(*given, targets, chunk_tokens=96, kernels=kernels)
+        assert torch.equal(torch.autograd.grad(loss, [x for x in given if x.requires_grad])[0], wanted)
+    nothing = linear_cross_entropy(hidden[:0], weight, targets[:0], kernels=kernels)
+    assert nothing.item() == 0.0 and not torch.autograd.grad(nothing, weight)[0].any()
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = linear_cross_entropy(hidden, weight, targets, kernels=kernels)
+    assert mixed.item() == pytest.approx(whole.item(), rel=1e-2)
+    assert _error(torch.autograd.grad(mixed, weight)[0], both[1].double()) < 2e-2  # bf16 products
+
+
+def test_the_number_of_targets_may_come_in_any_form():
+    hidden, weight, targets = _problem(96, torch.float32)
+    found = {
+        linear_cross_entropy(hidden, weight, targets, num_items=n).item()
+        for n in (7, 7.0, torch.tensor(7), torch.tensor([7.0]))
+    }
+    assert len(found) == 1

@@ -14,6 +14,7 @@ from bigtrain.kernels import cudnn_attention, cudnn_graphs
 from bigtrain.kernels.cudnn_attention import packed_attention, why_not
 from bigtrain.kernels.cudnn_graphs import Shape
 from bigtrain.kernels.documents import Documents, places_for
+from bigtrain.models.recompute import runner
 
 SHAPE = Shape(8, 16384, 4096, 24, 8, 128, torch.bfloat16, 128**-0.5, 0)
 
@@ -121,9 +122,9 @@ def test_a_fixed_order_of_sums_and_the_compiler_keep_flash_attention(hopper, mon
 class _OnTheHost:
     """Does what the graphs are declared to do, from nothing but the tensors they are given, in their order."""
 
-    def __init__(self, heads, key_heads, width, scale):
-        self.shape = types.SimpleNamespace(head_dim=width, device=0)
-        self.heads, self.key_heads, self.width, self.scale = heads, key_heads, width, scale
+    def __init__(self, shape):
+        self.shape, self.forwards = shape, 0
+        self.heads, self.key_heads, self.width, self.scale = shape.heads, shape.key_heads, shape.head_dim, shape.scale
         self.forward = types.SimpleNamespace(run=lambda tensors: self._run(tensors, backward=False))
         self.backward = types.SimpleNamespace(run=lambda tensors: self._run(tensors, backward=True))
 
@@ -137,6 +138,7 @@ class _OnTheHost:
         lengths, key_lengths, at_query, at_key, at_stats, query, key, value, out, stats, *rest = tensors
         assert torch.equal(lengths, key_lengths) and at_stats[-1] == stats.numel()
         assert all(one.is_contiguous() for one in tensors)
+        self.forwards += not backward
         for length, q, k in zip(lengths.tolist(), at_query.tolist(), at_key.tolist()):
             mine, theirs = (q, length, self.heads), (k, length, self.key_heads)
             parts = [self._part(*x).transpose(0, 1)[None] for x in ((query, *mine), (key, *theirs), (value, *theirs))]
@@ -147,18 +149,26 @@ class _OnTheHost:
                 )
             if not backward:
                 self._part(out, *mine).copy_(result[0].transpose(0, 1))
+                stats.fill_(7.0)
                 continue
+            assert (stats == 7.0).all()
             wanted = torch.autograd.grad(result, parts, self._part(rest[0], *mine).transpose(0, 1)[None])
             for target, source, place in zip(rest[1:], wanted, (mine, theirs, theirs)):
                 self._part(target, *place).copy_(source[0].transpose(0, 1))
 
 
+def _on_the_host(monkeypatch, documents, tokens, heads, key_heads, width):
+    shape = Shape(documents.places, tokens, documents.longest, heads, key_heads, width, torch.float64, 0.3, None)
+    graphs = _OnTheHost(shape)
+    monkeypatch.setitem(cudnn_attention._graphs, shape, graphs)
+    return graphs
+
+
 def test_tensors_reach_the_graphs_in_the_order_they_were_declared(hopper, monkeypatch):
     """Against one attention over all tokens with a mask; queries that are not contiguous, recomputation included."""
     lengths, heads, key_heads, width = [3, 1, 7, 5, 16], 4, 2, 8
-    graphs = _OnTheHost(heads, key_heads, width, 0.3)
-    monkeypatch.setattr(cudnn_attention, "graphs_for", lambda *a: graphs)
     documents = _documents(lengths, 16)
+    graphs = _on_the_host(monkeypatch, documents, 32, heads, key_heads, width)
     query, key, value = (torch.randn(32, n, width, dtype=torch.float64) for n in (heads, key_heads, key_heads))
     query = torch.cat([query, query], dim=2)[..., :width].requires_grad_()
     key, value = key.requires_grad_(), value.requires_grad_()
@@ -176,10 +186,29 @@ def test_tensors_reach_the_graphs_in_the_order_they_were_declared(hopper, monkey
     def recomputed(q, k, v):
         return torch.utils.checkpoint.checkpoint(once, q, k, v, use_reentrant=False)
 
-    for run in (once, recomputed):
+    def kept(q, k, v):
+        return runner("selective", 1)(once, q, k, v)
+
+    for run, forwards in ((once, 1), (recomputed, 2), (kept, 1)):
+        graphs.forwards = 0
         out = run(query, key, value)
         for mine, theirs in zip((out, *torch.autograd.grad(out, (query, key, value), grad)), (expected, *wanted)):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)  # other order of sums in float64
+        assert graphs.forwards == forwards
+
+
+def test_the_operator_tells_what_it_gives_without_a_graph():
+    """For whoever traces with tensors that hold nothing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        query, key, small = (
+            torch.empty(64, 4, 16, dtype=torch.bfloat16),
+            torch.empty(64, 2, 16),
+            torch.empty(3, dtype=torch.int64),
+        )
+        out, stats = torch.ops.bigtrain.packed_attention(query, key, key, small, small, small, small, 64, 0.5)
+    assert (out.shape, out.dtype, stats.shape, stats.dtype) == (query.shape, query.dtype, (64, 4), torch.float32)
 
 
 def test_the_library_accepts_the_graphs():

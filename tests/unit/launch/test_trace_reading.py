@@ -121,3 +121,19 @@ def test_spans() -> None:
 )
 def test_kernels_by_name(name: str, kind: str) -> None:
     assert tr.kind_of("kernel", name) == kind
+
+
+def test_an_update_kernel_that_forward_launches_first_does_not_begin_the_period() -> None:
+    trace = two_steps()
+    device = Device()
+    device.events = trace["traceEvents"]
+    device.does("_8bit_kernel", 401, 402, 2, stream=9)  # launched by the second forward, before its own first kernel
+    found = tr.report(tr.read(trace), 1)
+    assert found["compute_stream"] == 7 and found["period_s"] == pytest.approx(400e-6, abs=1e-8)
+
+
+def test_a_timeline_shows_what_runs_beside_what() -> None:
+    lines = tr.report(tr.read(two_steps()), 1)["timeline"]
+    # A period of 400 us from 410 on, 2.5 us a character: forward to 510 with none between, a gap of 10, backward to 700, nothing to 800.
+    assert lines["7"] == "#" * 40 + " " * 4 + "#" * 72 + " " * 44
+    assert lines["9"] == "#" * 0 + " " * 120 + "#" * 40 and len(lines["8"]) == tr.COLUMNS

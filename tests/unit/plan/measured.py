@@ -1,7 +1,7 @@
 """Measured rows of raw DeepSpeed + transformers on real cards: the inputs and what was read, each with its card.
 
 Llama shapes, random weights, bf16, sequences of 4,096, sdpa, AdamW, one parameter group, overlap_comm on, everything
-else at DeepSpeed 0.19.8's defaults, transformers 5.17, torch 2.11+cu130. GPU numbers are 1e9 bytes as the run printed
+else at DeepSpeed 0.19.8's defaults, transformers 5.17, torch 2.11+cu130 with its default allocator settings. GPU numbers are 1e9 bytes as the run printed
 them. Host numbers were printed as ru_maxrss / 1e6, which are units of 1,024,000 bytes, rounded to one of them.
 """
 
@@ -20,6 +20,7 @@ def row(name: str, stage: int, *, offload: bool = False, ranks: int = 1, micro: 
         micro_batch=micro,
         checkpointing=checkpointing,
         decay_groups=False,
+        expandable=False,
     )
 
 

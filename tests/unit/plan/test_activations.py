@@ -4,8 +4,12 @@ import pytest
 import torch
 import transformers
 
-from bigtrain.plan.activations import block_bytes
+from bigtrain import shapes
+from bigtrain.plan import plan_input
+from bigtrain.plan.activations import FUSED_LOSS_CHUNKS, FUSED_LOSS_ELEMS, block_bytes, fused_loss_rows
+from bigtrain.plan.device import _Run, sharding
 from bigtrain.plan.geometry import KEPT, geometry
+from bigtrain.plan.tape import Tape
 from tests.unit.plan.family_configs import CAUSAL
 
 TOKENS = 64
@@ -52,3 +56,31 @@ def test_kept_bytes_of_a_block_are_what_autograd_keeps(kind):
 def test_plain_llama_blocks_are_counted_to_the_byte():
     counted = (kept_bytes(sized("llama", 4)) - kept_bytes(sized("llama", 2))) / 2
     assert block_bytes(geometry(sized("llama", 4)), TOKENS).kept == counted
+
+
+def test_chunks_of_the_fused_loss():
+    assert [fused_loss_rows(128_256, t) for t in (4096, 16_384, 32_768, 131_072)] == [2048, 2048, 2048, 8192]
+    assert [fused_loss_rows(v, 16_384) for v in (32_000, 151_936, 256_000)] == [8192, 1792, 1024]
+    assert [fused_loss_rows(1000, t) for t in (0, 1, 300)] == [1, 1, 300]
+    for vocab in (97, 50_257, 128_256, 262_144):
+        for tokens in (1, 1000, 4096, 40_000, 262_144):
+            rows = fused_loss_rows(vocab, tokens)
+            assert -(-tokens // rows) <= FUSED_LOSS_CHUNKS
+            assert rows * vocab <= max(FUSED_LOSS_ELEMS, tokens * vocab // FUSED_LOSS_CHUNKS) + 256 * vocab
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bytes_of_the_fused_loss_are_those_of_its_tensors(stage):
+    """kernels/cross_entropy.py `_in_chunks`: gradients of hidden states and head, and one chunk of logits; backward adds nothing."""
+    plan = plan_input(
+        shapes.config_dict("llama-3b"), micro_batch=4, kernels="liger", ds_config={"zero_optimization": {"stage": stage}}
+    )
+    assert plan.loss_kind == "fused"
+    t, g, tape = plan.tokens, plan.geometry, Tape()
+    run = _Run(plan, tape, sharding(plan, tape))
+    run.micro, run.last = 0, True
+    tape.phase("loss")
+    run.shards.start_backward = lambda *_: None
+    run._grad = lambda i: None
+    run._fused_loss()
+    assert tape.ledger().peak_bytes == 2 * t * g.hidden + 2 * g.vocab * g.hidden + 2 * 2048 * g.vocab

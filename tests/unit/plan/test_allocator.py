@@ -4,10 +4,12 @@ import random
 
 import pytest
 
-from bigtrain.plan.allocator import reserved_bytes
+from bigtrain.plan.allocator import least_limit, replay
+from bigtrain.plan.machine import expandable_segments
 from bigtrain.plan.tape import Tape
 
 MIB = 2**20
+RULES = [True, False]
 
 
 def play(*events):
@@ -17,59 +19,182 @@ def play(*events):
     return tape
 
 
-def test_small_and_large_segments():
-    assert reserved_bytes(play(("hold", "a", 100, "x")))[0] == 2 * MIB
-    assert reserved_bytes(play(("hold", "a", 2 * MIB, "x")))[0] == 20 * MIB
-    assert reserved_bytes(play(("hold", "a", 11 * MIB, "x")))[0] == 12 * MIB
-    assert reserved_bytes(play(("hold", "a", 600 * 1024, "x"), ("hold", "b", 600 * 1024, "x")))[0] == 2 * MIB
+def hold(key, mib, stream=0):
+    return ("hold", key, mib * MIB, "x", stream)
 
 
-def test_a_freed_segment_is_used_again_and_split():
-    events = [("hold", "a", 40 * MIB, "x"), ("drop", "a"), ("hold", "b", 20 * MIB, "x"), ("hold", "c", 20 * MIB, "x")]
-    assert reserved_bytes(play(*events))[0] == 40 * MIB
+def after(*events, limit=None, expandable=True):
+    """Reserved MiB after each event."""
+    return [size / MIB for size in replay(play(*events), limit, expandable=expandable).after]
 
 
-def test_neighbours_merge_when_freed():
-    events = [("hold", "a", 40 * MIB, "x"), ("drop", "a"), ("hold", "b", 12 * MIB, "x"), ("hold", "c", 12 * MIB, "x"),
-              ("drop", "b"), ("drop", "c"), ("hold", "d", 40 * MIB, "x")]  # fmt: skip
-    assert reserved_bytes(play(*events))[0] == 40 * MIB
+# What both kinds of memory have in common.
 
 
-def test_a_hole_in_the_middle_fragments():
-    events = [("hold", "a", 60 * MIB, "x"), ("drop", "a"), ("hold", "b", 20 * MIB, "x"), ("hold", "c", 20 * MIB, "x"),
-              ("hold", "d", 20 * MIB, "x"), ("drop", "b"), ("drop", "d"), ("hold", "e", 40 * MIB, "x")]  # fmt: skip
-    assert reserved_bytes(play(*events))[0] == 100 * MIB
+@pytest.mark.parametrize("expandable", RULES)
+def test_small_requests_share_pages_of_2_mib(expandable):
+    assert after(("hold", "a", 100, "x"), expandable=expandable) == [2]
+    events = [("hold", i, 600 * 1024, "x") for i in range(4)]  # three fit in 2 MiB
+    assert after(*events, expandable=expandable) == [2, 2, 2, 4]
 
 
-def test_streams_do_not_share():
-    events = [("hold", "a", 40 * MIB, "x", 0), ("drop", "a"), ("hold", "b", 40 * MIB, "x", 1)]
-    assert reserved_bytes(play(*events))[0] == 80 * MIB
+@pytest.mark.parametrize("expandable", RULES)
+def test_what_is_freed_is_used_again_split_and_merged(expandable):
+    events = [hold("a", 40), ("drop", "a"), hold("b", 12), hold("c", 12), ("drop", "b"), ("drop", "c"), hold("d", 40)]
+    assert after(*events, expandable=expandable) == [40] * 7
 
 
-def test_at_its_limit_the_allocator_gives_cached_segments_back():
-    events = [("hold", "a", 40 * MIB, "x"), ("drop", "a"), ("hold", "b", 60 * MIB, "x")]
-    assert reserved_bytes(play(*events), 70 * MIB) == (60 * MIB, False)
-    assert reserved_bytes(play(*events), 50 * MIB)[1] is True
+@pytest.mark.parametrize("expandable", RULES)
+def test_streams_do_not_share(expandable):
+    assert after(hold("a", 40), ("drop", "a"), hold("b", 40, 1), expandable=expandable) == [40, 40, 80]
 
 
-def test_empty_cache_returns_whole_segments_only():
-    events = [("hold", "a", 40 * MIB, "x"), ("hold", "b", 40 * MIB, "x"), ("drop", "a"), ("empty_cache",),
-              ("hold", "c", 60 * MIB, "x")]  # fmt: skip
-    assert reserved_bytes(play(*events))[0] == 100 * MIB
+@pytest.mark.parametrize("expandable", RULES)
+def test_what_another_stream_uses_comes_back_late(expandable):
+    events = [hold("a", 40), ("lend", "a"), hold("b", 40), ("drop", "b"), ("returned", "a"), hold("c", 40), hold("d", 40)]
+    assert after(*events, expandable=expandable) == [40, 40, 80, 80, 80, 80, 80]
+    assert play(*events).ledger().peak_bytes == 80 * MIB  # c and d; a is free for the ledger as soon as it is lent
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_reserved_is_never_less_than_allocated(seed):
+@pytest.mark.parametrize("expandable", RULES)
+def test_at_the_limit_the_allocator_waits_for_other_streams(expandable):
+    found = replay(play(hold("a", 40), ("lend", "a"), hold("b", 40), ("returned", "a")), 60 * MIB, expandable=expandable)
+    assert (found.peak_bytes, found.short_bytes, found.returns) == (40 * MIB, 0, 1)
+
+
+@pytest.mark.parametrize("expandable", RULES)
+def test_what_is_short_at_the_limit_is_counted(expandable):
+    found = replay(play(hold("a", 40), hold("b", 40)), 70 * MIB, expandable=expandable)
+    assert (found.short_bytes, found.returns) == (10 * MIB, 1)
+
+
+# Expandable.
+
+
+def test_expandable_large_requests_share_pages_of_20_mib():
+    assert after(hold("a", 2)) == [20]
+    assert after(hold("a", 11), hold("b", 9), hold("c", 1.5)) == [20, 20, 40]
+    assert after(hold("a", 33), hold("b", 7)) == [40, 40]  # seven are left of the second page
+
+
+def test_expandable_the_last_free_block_grows_by_what_lacks():
+    # 30 of 40 in use; 25 more end at 55: one more page. Segments: 30 and 26.
+    assert after(hold("a", 30), hold("b", 25)) == [40, 60]
+    assert after(hold("a", 30), hold("b", 25), expandable=False) == [30, 56]
+
+
+def test_expandable_a_hole_is_filled_before_the_end_grows():
+    # 0-40 a, 40-70 b, free 70-80. a freed: c (35) fits the hole of 40 as well as the end, which could become larger: the hole.
+    assert after(hold("a", 40), hold("b", 30), ("drop", "a"), hold("c", 35)) == [40, 80, 80, 80]
+
+
+def test_expandable_the_end_is_not_taken_where_a_larger_hole_holds_it():
+    # Free: 0-40, and 60-80 at the end. d (8) fits the end better, but the end counts as large as it can become.
+    events = [hold("a", 40), hold("b", 20), hold("c", 20), ("drop", "a"), ("drop", "c"), hold("d", 8), hold("e", 30),
+              hold("f", 20)]  # fmt: skip
+    # d 0-8, e 8-38, f 60-80: nothing is mapped.
+    assert after(*events) == [40, 60, 80, 80, 80, 80, 80, 80]
+    assert after(*events, hold("g", 2)) == [40, 60, 80, 80, 80, 80, 80, 80, 80]  # 38-40
+
+
+def test_expandable_the_smallest_rest_is_of_use():
+    # b leaves 0.5 of a page: c begins there. Segments keep a rest up to 1 MiB with its block, and c gets 22 of its own.
+    events = [hold("a", 20), ("drop", "a"), hold("b", 19.5), hold("c", 20.5)]
+    assert after(*events) == [20, 20, 20, 40]
+    assert after(*events, expandable=False) == [20, 20, 20, 42]
+
+
+def test_expandable_whole_pages_are_given_back_and_filled_again():
+    # 0-50 a, 50-60 b, 60-110 c (to 120). Freed: 0-50: pages 0-40 go, 40-50 stay; c: 60-110 free: all to 120 goes.
+    events = [hold("a", 50), hold("b", 10), hold("c", 50), ("drop", "a"), ("drop", "c"), ("empty_cache",)]
+    assert after(*events) == [60, 60, 120, 120, 120, 20]
+    # d (45) starts at 0, the lowest where free and unmapped together are large enough: pages 0-40 come back, 45 of 50 are used.
+    assert after(*events, hold("d", 45))[-1] == 60
+    # e (55) does not fit before b: behind it, from 60 to 115.
+    assert after(*events, hold("e", 55))[-1] == 80
+
+
+def test_expandable_at_its_limit():
+    events = [hold("a", 40), hold("b", 10), ("drop", "a"), hold("c", 60)]
+    # Without: 0-40 free, b 40-50, 50-60 free; c begins at 50 and maps 60-120.
+    assert after(*events) == [40, 60, 60, 120]
+    # At 90: 60 + 60 is too much; pages 0-40 go back, 20 stay; 20 + 60 fits; c 50-110 maps 60-120.
+    assert after(*events, limit=90 * MIB) == [40, 60, 60, 80]
+    found = replay(play(*events), 70 * MIB)
+    assert (found.returns, found.short_bytes) == (1, 10 * MIB)
+
+
+def test_the_least_limit():
+    events = [hold("a", 40), hold("b", 10), ("drop", "a"), hold("c", 60)]
+    tape = play(*events)
+    assert tape.ledger().peak_bytes == 70 * MIB
+    assert least_limit(tape, 70 * MIB) == 80 * MIB
+    assert least_limit(tape, 70 * MIB, expandable=False) == 70 * MIB
+    assert not replay(tape, 80 * MIB).short_bytes and replay(tape, 79 * MIB).short_bytes
+
+
+# Segments.
+
+
+def test_segments_by_size():
+    assert after(hold("a", 2), expandable=False) == [20]
+    assert after(hold("a", 11), expandable=False) == [12]
+
+
+def test_segments_a_hole_in_the_middle_fragments():
+    events = [hold("a", 60), ("drop", "a"), hold("b", 20), hold("c", 20), hold("d", 20), ("drop", "b"), ("drop", "d"),
+              hold("e", 40)]  # fmt: skip
+    assert after(*events, expandable=False)[-1] == 100
+
+
+def test_segments_at_their_limit_are_given_back_whole():
+    events = [hold("a", 40), ("drop", "a"), hold("b", 60)]
+    assert after(*events, limit=70 * MIB, expandable=False) == [40, 40, 60]
+    kept = [hold("a", 40), hold("b", 40), ("drop", "a"), ("empty_cache",), hold("c", 60)]
+    assert after(*kept, expandable=False) == [40, 80, 80, 40, 100]
+
+
+# Any tape.
+
+
+def wild(seed, count=400):
     rng, tape, held = random.Random(seed), Tape(), []
-    for i in range(400):
-        if held and rng.random() < 0.45:
+    for i in range(count):
+        chance = rng.random()
+        if held and chance < 0.1:
+            key = held.pop(rng.randrange(len(held)))
+            tape.lend(key)
+            tape.returned(key) if rng.random() < 0.5 else None
+        elif held and chance < 0.45:
             tape.drop(held.pop(rng.randrange(len(held))))
+        elif chance < 0.46:
+            tape.empty_cache()
         else:
             tape.hold(i, rng.choice([100, 5000, 10**6, 3 * 10**6, 4 * 10**7]) * rng.randint(1, 4), "x", rng.randint(0, 1))
             held.append(i)
+    return tape
+
+
+@pytest.mark.parametrize("expandable", RULES)
+@pytest.mark.parametrize("seed", range(20))
+def test_reserved_is_never_less_than_allocated(seed, expandable):
+    tape = wild(seed)
     ledger = tape.ledger()
-    assert reserved_bytes(tape)[0] >= ledger.peak_bytes
+    found = replay(tape, expandable=expandable)
+    assert found.peak_bytes >= ledger.peak_bytes and max(found.after) == found.peak_bytes
     assert sum(ledger.rows.values()) == ledger.peak_bytes
+    limit = least_limit(tape, ledger.peak_bytes, expandable=expandable)
+    assert ledger.peak_bytes <= limit <= found.peak_bytes + 40 * MIB
+    assert not replay(tape, limit, expandable=expandable).short_bytes
+
+
+@pytest.mark.parametrize("env, said", [
+    ({}, True), ({"PYTORCH_CUDA_ALLOC_CONF": ""}, True), ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, False),
+    ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, False),
+    ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128, expandable_segments: True"}, True),
+])  # fmt: skip
+def test_which_rules_by_what_the_user_has_set(env, said):
+    assert expandable_segments(env) is said
 
 
 def test_ledger_names_the_phase_of_the_peak():
