@@ -2,10 +2,11 @@ import os
 
 import pytest
 
-# Files of half a minute and more, the longest first: with two workers, what comes last must be short.
+# Files of half a minute and more: with two workers, what comes last must be short. Beside the longest, which computes, those that
+# wait half of the time.
 LONG = """
-test_train test_bench test_hosts test_checkpoint_reshard test_checkpoint_engine test_doctor test_engine_grid test_preflight
-test_host_memory test_hangs test_checkpoint_crash test_checkpoint_blocks test_checkpoint_deepspeed test_engine_checkpoint
+test_train test_hosts test_doctor test_hangs test_host_memory test_preflight test_bench test_checkpoint_engine test_checkpoint_reshard
+test_engine_grid test_checkpoint_crash test_checkpoint_blocks test_checkpoint_deepspeed test_engine_checkpoint
 """.split()  # noqa: SIM905
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
