@@ -45,7 +45,7 @@ $(DATA)/train.jsonl: | $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -c "from bigtrain import zero; print(zero.why_no_cpu_adam() or 'CPU Adam is built')"
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -329,12 +329,12 @@ class GradientFlags:
     def _marker(self, i: int) -> Callable[[torch.Tensor], None]:
         mark = self.marks[i]
 
-        @torch.no_grad()
         def note(param: torch.Tensor) -> None:
             self.check()
             if self.summing and param.grad is not None:
-                # 0 for a finite gradient, NaN otherwise: a sum of finite numbers in fp32 does not overflow below 1e38.
-                mark.add_(param.grad.sum(dtype=torch.float32).mul_(0.0))
+                with torch.no_grad():
+                    # 0 for a finite gradient, NaN otherwise: a sum of finite numbers in fp32 does not overflow below 1e38.
+                    mark.add_(param.grad.sum(dtype=torch.float32).mul_(0.0))
 
         return note
 

@@ -1,9 +1,11 @@
-"""Memory at the start: how torch's allocator grows, and what DeepSpeed takes that an optimizer without masters does not need."""
+"""What costs memory or time at the start: how torch's allocator grows, and what DeepSpeed does that a run does not need."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,3 +50,37 @@ class SharedMaster(TorchFunctionMode):
 
 def _large(dims: int, elems: int, dtype: Any) -> bool:
     return dims == 1 and elems >= SMALLEST and dtype == torch.bfloat16
+
+
+@contextlib.contextmanager
+def compiled_when_called(compiler: Any) -> Iterator[None]:
+    """What is decorated with `compiler.compile()` inside is compiled when it is called first; `compiler`: DeepSpeed's module.
+
+    Each engine of DeepSpeed 0.19.8 imports its Muon (`runtime/zero/muon/original_muon.py`), whose three compiled functions import
+    torch's inductor: more than a second of computing on every rank, and nobody calls them unless the optimizer is that Muon.
+    """
+    real = compiler.compile
+    compiler.compile = lambda: functools.partial(_later, real)
+    try:
+        yield
+    finally:
+        compiler.compile = real
+
+
+def _later(real: Callable[[], Callable[..., Any]], function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = functools.cache(lambda: real()(function))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return call
+
+
+def ask_cpu_once() -> None:
+    """Remember what py-cpuinfo says: DeepSpeed's CPU Adam asks three times, and each answer takes a new Python process."""
+    with contextlib.suppress(ImportError):
+        import cpuinfo
+
+        if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+            cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)

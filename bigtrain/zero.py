@@ -5,9 +5,8 @@ Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__
                        ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops;
                        runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer, runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3,
                        runtime.bf16_optimizer.BF16_Optimizer, utils.set_z3_leaf_modules, utils.logger;
-                       runtime.engine.DeepSpeedEngine._broadcast_model (leaves out what has `ds_optim_param`);
-                       for checkpoints: runtime.fp16.loss_scaler.LossScaler, utils.tensor_fragment.fragment_address,
-                       runtime.zero.config.ZeroStageEnum
+                       runtime.engine.DeepSpeedEngine._broadcast_model (leaves out what has `ds_optim_param`), runtime.compiler
+   for checkpoints:    runtime.fp16.loss_scaler.LossScaler, utils.tensor_fragment.fragment_address, runtime.zero.config.ZeroStageEnum
    building:           zero.Init._convert_to_deepspeed_param, ._partition, ._enable_mem_efficient_linear, .local_device,
                        .remote_device, .pin_memory, .param_swapper, .zero_param_process_group, .quantized_weights,
                        .quantized_nontrainable_weights;
@@ -331,7 +330,7 @@ def initialize(
     if through_host:
         accelerator.available_memory = lambda *_: 0
     try:
-        with _scalars_sent_apart(model):
+        with _scalars_sent_apart(model), startup.compiled_when_called(deepspeed.runtime.compiler):
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=params, config=config)
     finally:
         accelerator.__dict__.pop("available_memory", None)
@@ -443,6 +442,7 @@ def why_no_cpu_adam() -> str | None:
         if shutil.which("ninja") is None:
             return "no ninja on PATH; `pip install ninja`"
         clear_stale_lock("cpu_adam")
+    startup.ask_cpu_once()
     try:
         deepspeed.ops.op_builder.CPUAdamBuilder().load(verbose=False)
     except Exception as error:

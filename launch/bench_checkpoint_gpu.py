@@ -199,6 +199,7 @@ def load(engine: Engine, root: Path, kept: list[torch.Tensor]) -> dict[str, Any]
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Everything, on one engine."""
     began = time.perf_counter()
+    Path(args.dir).mkdir(parents=True, exist_ok=True)
     root = Path(tempfile.mkdtemp(dir=args.dir))
     engine, batch = make_engine(args)
     copy_bytes_s = pinned_copy_bytes_s()

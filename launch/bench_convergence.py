@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigtrain.bench.processes import free_port, rank_environment
+from bigtrain.bench.processes import free_port, python_path, rank_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 LAST = 20  # steps whose mean is the final loss
@@ -122,7 +122,7 @@ class Bench:
         for old in ("metrics.jsonl", "eval.jsonl"):
             (out / old).unlink(missing_ok=True)
         threads = str(max(1, len(os.sched_getaffinity(0)) // self.args.parallel))
-        more = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
+        more = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": python_path(ROOT)}
         begin, log = time.monotonic(), self.work / f"{run.name}.log"
         with open(log, "wb") as file:
             env = rank_environment(0, 1, self._port(), run.name, more)

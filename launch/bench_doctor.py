@@ -20,13 +20,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bigtrain.bench.processes import python_path
+
 ROOT = Path(__file__).resolve().parents[1]
 BROKEN = "tests/unit/diagnostics/test_doctor_broken.py"
 
 
 def timed(cache: Path, folder: Path) -> dict[str, Any]:
     """One run of the doctor: seconds as seen from outside, its own table."""
-    env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(cache), "PYTHONPATH": python_path()}
+    env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(cache), "PYTHONPATH": python_path(ROOT)}
     command = [
         sys.executable,
         "-m",
@@ -43,14 +45,9 @@ def timed(cache: Path, folder: Path) -> dict[str, Any]:
     return {**json.loads(done.stdout), "wall_s": time.perf_counter() - begun}
 
 
-def python_path() -> str:
-    """This checkout first."""
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-
-
 def broken_environments(record: Path) -> tuple[list[dict[str, Any]], int]:
     """What each test found first and last, and pytest's exit code."""
-    env = {**os.environ, "BIGTRAIN_DOCTOR_RECORD": str(record), "PYTHONPATH": python_path()}
+    env = {**os.environ, "BIGTRAIN_DOCTOR_RECORD": str(record), "PYTHONPATH": python_path(ROOT)}
     code = subprocess.run([sys.executable, "-m", "pytest", "-q", BROKEN], cwd=ROOT, env=env, check=False).returncode
     calls: dict[str, list[dict[str, Any]]] = {}
     for line in record.read_text().splitlines() if record.exists() else ():

@@ -37,6 +37,8 @@ from typing import Any
 
 from bench_load import CONFIG, PREIMPORTED, WAYS, _io, _status
 
+from bigtrain.bench.processes import python_path
+
 BLOCK_BYTES = 64 << 20  # of random values, repeated; a tensor begins at a place of its own in it
 REQUEST_BYTES = 16 << 20
 WRITERS = 8
@@ -251,7 +253,7 @@ def run_ranks(folder: Path, world: int, repeats: int) -> list[dict[str, Any]]:
         out = f"{scratch}/rank"
         command = [sys.executable, __file__, "--worker", out, "--work", str(folder), "--repeats", str(repeats)]
         common = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                  "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}  # fmt: skip
+                  "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(Path(__file__).parents[1])}  # fmt: skip
         processes = [
             subprocess.Popen(command, env={**common, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.DEVNULL)
             for r in range(world)

@@ -23,6 +23,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bigtrain.bench.processes import python_path
+
 ROOT = Path(__file__).resolve().parents[1]
 COMPARED = ("step", "epoch", "loss", "lr", "grad_norm", "tokens", "target_tokens", "skipped")
 LIMIT_S = 240.0
@@ -76,8 +78,7 @@ class Scenario:
 def start(scenario: Scenario, out: Path, log: Path) -> subprocess.Popen[bytes]:
     """The launcher, in a process group of its own."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = {**kept, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env = {**kept, "PYTHONPATH": python_path(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with open(log, "ab") as file:
         return subprocess.Popen(scenario.command(out), cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
 

@@ -56,6 +56,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def python_path(root: Path) -> str:
+    """What a started process finds packages by: `root` first, then what PYTHONPATH held, by which alone dependencies may be found."""
+    return os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+
+
 def rank_environment(rank: int, world: int, port: int, mark: str, more: Mapping[str, str]) -> dict[str, str]:
     """What a launcher tells a rank, on top of this process's environment without another launcher's traces."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_"))}

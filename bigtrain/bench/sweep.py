@@ -24,7 +24,7 @@ from typing import Any
 from bigtrain.bench import inputs, prediction, result
 from bigtrain.bench.grid import Cell, labels
 from bigtrain.bench.prediction import Machine
-from bigtrain.bench.processes import Ended, run_ranks
+from bigtrain.bench.processes import Ended, python_path, run_ranks
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cli import model_config
 from bigtrain.plan.machine import gpu_memory, host_memory
@@ -128,10 +128,9 @@ class Sweep:
         return numbers | result.speed(numbers["step_time_s"]["median"], tokens, cell.num_gpus, formula, card)
 
     def _env(self, cell: Cell) -> dict[str, str]:
-        paths = [str(CLONE), os.environ.get("PYTHONPATH", "")]
         bins = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]  # ninja lives beside the interpreter
         told = {
-            "PYTHONPATH": os.pathsep.join(p for p in paths if p), "PATH": os.pathsep.join(bins), "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": python_path(CLONE), "PATH": os.pathsep.join(bins), "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_CACHE": str((self.out / "inputs" / "cache").resolve()),
         }  # fmt: skip
         if self.machine.device == "cpu":

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import xxhash
 
+from bigtrain import pastcache
 from bigtrain.checkpoint import files
 from bigtrain.checkpoint.files import Disk
 from bigtrain.errors import CheckpointError
@@ -101,7 +102,7 @@ class DataFile:
         while len(piece):
             part, piece = piece[: BLOCK_BYTES - self._filled], piece[BLOCK_BYTES - self._filled :]
             block = self._blocks[self._number % BLOCKS]
-            block[self._filled : self._filled + len(part)] = np.frombuffer(part, dtype=np.uint8)
+            pastcache.copy(memoryview(block)[self._filled : self._filled + len(part)], part)  # type: ignore[arg-type]
             self._filled += len(part)
             if self._filled == BLOCK_BYTES:
                 self._hand_over(BLOCK_BYTES)
@@ -210,13 +211,13 @@ def take_hashed(source: memoryview, into: memoryview | None) -> str:
         piece = source[i : i + PIECE_BYTES]
         state.update(piece)
         if into is not None:
-            np.frombuffer(into[i : i + PIECE_BYTES], dtype=np.uint8)[:] = np.frombuffer(piece, dtype=np.uint8)
+            pastcache.copy(into[i : i + PIECE_BYTES], piece)
     return state.hexdigest()
 
 
 def aligned_buffer(size: int = BLOCK_BYTES) -> np.ndarray:
     """Page-aligned memory."""
-    return np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
+    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
 
 
 def open_direct(path: Path, flags: int) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import ranks
+from bigtrain import pastcache, ranks
 from bigtrain.checkpoint import files, manifest, store
 from bigtrain.checkpoint.confirm import Confirmation, LostRankError
 from bigtrain.checkpoint.datafile import PIECE_BYTES, DataFile, DiskThread
@@ -77,6 +77,7 @@ class Saver:
         self._job: Job | None = None
         self._error: Exception | None = None
         self._disk_thread = DiskThread()
+        self._disk_thread.submit(pastcache.streaming)  # compiled, if it was never here, before an update waits for copies
         self._host, self._pinned = HostMemory(pinned=False), HostMemory(pinned=True)
         with ranks.together(f"preparing {self.root}"):
             if ranks.is_main() and self.root.is_dir():

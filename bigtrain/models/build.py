@@ -112,7 +112,10 @@ def build_model(
         model, info = _build_fresh(recipe, target, checkpoints, resize_vocab_to)
     info.source, info.dtype, info.ds_config, info.keep_in_fp32 = recipe.label, dtype, config, tuple(keep_in_fp32)
     _settle(model, info, target, [*freeze, *checkpoints])
-    heap.give_back()  # what was drawn in fp32 is gone, the heap that held it is not
+    # What was drawn in fp32 is gone, the heap that held it is not. Where every value came from files, nothing was drawn.
+    heap.give_back(
+        garbage=recipe.directory is None or bool(info.initialised) or bool(checkpoints) or resize_vocab_to is not None
+    )
     return model
 
 

@@ -69,26 +69,20 @@ class _Pool:
 
     def __init__(self, small: bool) -> None:
         self.small, self.page = small, _SMALL_PAGE if small else _LARGE_PAGE
-        self.order: list[tuple[int, int]] = []
-        self.blocks: dict[int, _Block] = {}
-        self.gaps: list[int] = []
-        self.unmapped: dict[int, _Block] = {}
+        self.order: list[tuple[int, int, _Block]] = []
+        self.gaps: list[tuple[int, _Block]] = []
 
     def add(self, block: _Block) -> None:
         if block.mapped:
-            insort(self.order, (block.size, block.at))
-            self.blocks[block.at] = block
+            insort(self.order, (block.size, block.at, block))
         else:
-            insort(self.gaps, block.at)
-            self.unmapped[block.at] = block
+            insort(self.gaps, (block.at, block))
 
     def remove(self, block: _Block) -> None:
         if block.mapped:
             del self.order[bisect_left(self.order, (block.size, block.at))]
-            del self.blocks[block.at]
         else:
-            del self.gaps[bisect_left(self.gaps, block.at)]
-            del self.unmapped[block.at]
+            del self.gaps[bisect_left(self.gaps, (block.at,))]
 
     def merged(self, block: _Block) -> _Block:
         """The block with its neighbours that are free and mapped (or unmapped) as it is, which leave the pool for it."""
@@ -173,8 +167,8 @@ class _Segments:
         for slot in list(self.away):
             self.give_back(slot)
         for pool in self.pools.values():
-            for _, at in list(pool.order):
-                self._unmap(pool.blocks[at])
+            for _, _, block in list(pool.order):
+                self._unmap(block)
 
     # The rules in which segments and expandable memory differ.
 
@@ -185,8 +179,8 @@ class _Segments:
         return _MIN_BLOCK if pool.small else _SMALL + 1
 
     def _best(self, pool: _Pool, size: int) -> _Block | None:
-        place = bisect_left(pool.order, (size, -1))
-        return pool.blocks[pool.order[place][1]] if place < len(pool.order) else None
+        place = bisect_left(pool.order, (size,))
+        return pool.order[place][2] if place < len(pool.order) else None
 
     def _grow(self, pool: _Pool, size: int) -> _Block:
         self.segments += 1  # age stands for the address
@@ -213,15 +207,15 @@ class _Expandable(_Segments):
 
     def _best(self, pool: _Pool, size: int) -> _Block | None:
         """'get_free_block': a block that could grow counts as large as it could become, so the next larger one goes before it."""
-        place = bisect_left(pool.order, (size, -1))
+        place = bisect_left(pool.order, (size,))
         if place == len(pool.order):
             return None
-        best = pool.blocks[pool.order[place][1]]
-        for _, at in pool.order[place + 1 :]:
-            other = pool.blocks[at]
+        best = pool.order[place][2]
+        while best.next is not None and not best.next.mapped and place + 1 < len(pool.order):
+            other = pool.order[place + 1][2]
             if _could_become(other) >= _could_become(best):
                 break
-            best = other
+            best, place = other, place + 1
         return best
 
     def _grow(self, pool: _Pool, size: int) -> _Block:
@@ -236,8 +230,7 @@ class _Expandable(_Segments):
 
     def _lowest(self, pool: _Pool, size: int) -> _Block:
         """'find_expandable_block': free and unmapped blocks that follow each other, from the lowest unmapped address on."""
-        for at in pool.gaps:
-            start = pool.unmapped[at]
+        for _, start in pool.gaps:
             if start.before is not None and start.before.free:
                 start = start.before
             if _room_from(start, size):

@@ -49,7 +49,7 @@ class Choice:
 
         def one(c: Candidate) -> dict[str, Any]:
             numbers = {"seconds_per_step": c.time.total_s, "tokens_per_s": c.time.tokens_per_s, "mfu": c.time.mfu}
-            need = {"gpu_need_bytes": c.plan.gpu_need_bytes(), "host_need_bytes": c.plan.host_need_bytes()} if c.plan else {}
+            need = {"gpu_need_bytes": _need(c), "host_need_bytes": c.plan.host_need_bytes()} if c.plan else {}
             return {**c.options, "fits": c.fits, "why": c.why, **numbers, **need}
 
         return {
@@ -62,6 +62,12 @@ class Choice:
             "rejected": [one(c) for c in self.rejected],
             "advice": list(self.advice),
         }
+
+
+def _need(candidate: Candidate) -> int:
+    """Bytes of a card; of one that is short anyway without what fragmentation adds, which takes long to tell."""
+    assert candidate.plan is not None
+    return candidate.plan.gpu_least_bytes() if candidate.gpu_short_bytes else candidate.plan.gpu_need_bytes()
 
 
 def _placements(world: int) -> list[dict[str, Any]]:
@@ -184,7 +190,7 @@ def _advice(
     """What would make it fit: more memory, more ranks, shorter sequences."""
     lines = []
     smallest = [judge(option, None, None) for option in _smallest(base, optimizers)]
-    by_gpu = min(smallest, key=lambda c: c.plan.gpu_need_bytes() if c.plan else 0)
+    by_gpu = min(smallest, key=lambda c: c.plan.gpu_least_bytes() if c.plan else 0)
     if by_gpu.plan:
         need_gpu, need_host = by_gpu.plan.gpu_need_bytes(), by_gpu.plan.host_need_bytes()
         held = f"{show_bytes(need_gpu)} a card with {show_bytes(need_host)} of host"

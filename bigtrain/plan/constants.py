@@ -9,10 +9,12 @@ _MIB, _GIB = 2**20, 2**30
 CUDA_CONTEXT_BYTES = 880 * _MIB
 # cuBLAS workspace on Hopper: 32 MiB for each of two streams (torch allocates it in its own pool).
 CUBLAS_WORKSPACE_BYTES = 64 * _MIB
-# One NCCL communicator: 512 MiB even for a single rank (NCCL 2.28.9, github.com/NVIDIA/nccl issue 2363), 544 MB for two
-# ranks, 688 MB for four (issue 964).
+# NCCL of one process: 512 MiB even for a single rank (NCCL 2.28.9, github.com/NVIDIA/nccl issue 2363). With more ranks DeepSpeed's
+# groups have communicators of their own: beside context and reserved memory the driver counted 0.987 to 1.017e9 B in two runs of
+# two H200 and one of four (torch 2.11+cu130, NVLS off). Beyond that 72 MB a rank (issue 964: 544 MB for two ranks, 688 MB for four).
 NCCL_SINGLE_BYTES = 512 * _MIB
-NCCL_PAIR_BYTES = 544_000_000
+NCCL_SEVERAL_BYTES = 1_000_000_000
+NCCL_MEASURED_RANKS = 4
 NCCL_PER_FURTHER_RANK_BYTES = 72_000_000
 # A communicator grows by channels, not without end: eight ranks of one host and more share rings.
 NCCL_RANKS_THAT_GROW_IT = 8
@@ -35,7 +37,8 @@ WINDOW_BYTES = 512 * _MIB
 READ_BUFFER_BYTES = 64 * _MIB
 SAVE_BUFFER_BYTES = 512 * _MIB
 
-# A configuration "fits" with this much to spare: error of the predictions, and what else lives on the card or host.
+# A configuration "fits" with this much to spare: error of the predictions, and what else lives on the card or host. Fragmentation is
+# not in it: the least that the allocator must reserve is replayed (plan/allocator.py).
 GPU_MARGIN = 0.04
 HOST_MARGIN = 0.05
 
@@ -46,8 +49,8 @@ def process_bytes(device: str, ranks_per_node: int) -> int:
 
 
 def nccl_bytes(world_size: int) -> int:
-    """Device memory of one NCCL communicator."""
+    """Device memory of NCCL in one process."""
     if world_size == 1:
         return NCCL_SINGLE_BYTES
-    further = min(world_size, NCCL_RANKS_THAT_GROW_IT) - 2
-    return NCCL_PAIR_BYTES + further * NCCL_PER_FURTHER_RANK_BYTES
+    further = max(0, min(world_size, NCCL_RANKS_THAT_GROW_IT) - NCCL_MEASURED_RANKS)
+    return NCCL_SEVERAL_BYTES + further * NCCL_PER_FURTHER_RANK_BYTES

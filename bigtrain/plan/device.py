@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from bigtrain.plan.activations import BlockBytes, block_bytes, fused_loss_rows, norm_kept
+from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.tape import Tape
 from bigtrain.plan.zero_flat import FlatSharding, ranks_to_plan
@@ -15,6 +16,7 @@ from bigtrain.plan.zero_sliced import SlicedSharding
 class Sharding(Protocol):
     """What a ZeRO stage does to the tape at each point of a run."""
 
+    def learn(self, visits: list[Visit], recomputed: frozenset[str]) -> None: ...
     def build(self) -> None: ...
     def initialise(self) -> None: ...
     def fetch(self, key: str, members: list[int], *, backward: bool, steady: bool) -> None: ...
@@ -61,6 +63,13 @@ class _Run:
         # On CPUs there is nowhere else to put a block's input.
         self.selective = plan.checkpointing == "selective"
         self.offload = plan.checkpointing == "offload" and plan.device == "cuda"
+        shards.learn(self._visits(), frozenset(f"b{block}" for block in self.recomputed))
+
+    def _visits(self) -> list[Visit]:
+        """Everything whose weights are fetched, in the order of a step."""
+        forward = [(f"f{block}", members) for block, members in self.blocks.items()]
+        backward = [(f"b{block}", members) for block, members in reversed(self.blocks.items())]
+        return [("embedding", self.before), *forward, ("head", self.head), *backward, ("embedding", self.before)]
 
     def _head(self) -> list[int]:
         """The matrix that makes the logits: the largest outside of the blocks, the last of two equals."""

@@ -123,6 +123,5 @@ def judge(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | Non
     gpu_short, host_short = _short(found.gpu_least_bytes(), gpu), _short(found.host_need_bytes(), host)
     why = _reason(gpu_short, host_short, found)
     if not why and not found.fits(gpu, host):
-        short = show_bytes(_short(found.gpu_need_bytes(), gpu))
-        why = f"GPU memory would fragment: what is allocated fits, but {short} more would lie unused between it"
+        why = "GPU memory would fragment: what is allocated fits, but not with what would lie unused between it"
     return Candidate(plan, not why, why, gpu_short, host_short, found, time)

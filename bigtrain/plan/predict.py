@@ -57,7 +57,7 @@ class Plan:
         gpu_used_bytes: as the driver counts: reserved + CUDA context + NCCL.
         host: tree of one rank's peak resident memory.
         ranks_per_node: ranks that share the host.
-        tapes: of the ranks that may need most, where there is a GPU.
+        tapes: of the ranks that may need most, from the first step on; made when they are needed if there are none.
     """
 
     input: PlanInput
@@ -99,9 +99,14 @@ class Plan:
         Less than `gpu_reserved_bytes`: at its limit the allocator gives back what is free. More than what is allocated: what lies
         between blocks in use cannot be given back.
         """
-        expandable = self.input.expandable
-        floors = [least_limit(tape, tape.ledger().peak_bytes, expandable=expandable) for tape in self.tapes]
-        return max(floors, default=self.gpu.bytes) + CUBLAS_WORKSPACE_BYTES
+        if self.input.device == "cpu":
+            return 0
+        floors = (least_limit(t, t.ledger().peak_bytes, expandable=self.input.expandable) for t in self._whole_tapes)
+        return max(floors) + CUBLAS_WORKSPACE_BYTES
+
+    @cached_property
+    def _whole_tapes(self) -> tuple[Tape, ...]:
+        return self.tapes or tuple(device_tapes(self.input))
 
     def _card(self, reserved: int) -> int:
         """A card on which so much can be reserved, with the margin."""
@@ -125,7 +130,13 @@ class Plan:
             return False
         if gpu_memory_bytes is None or self.input.device == "cpu":
             return True
-        return self.gpu_least_bytes() <= gpu_memory_bytes and self.gpu_need_bytes() <= gpu_memory_bytes
+        return self.gpu_least_bytes() <= gpu_memory_bytes and self._plays_on(gpu_memory_bytes)
+
+    def _plays_on(self, gpu_memory_bytes: int) -> bool:
+        """Whether the allocator gets by on this card, less the margin."""
+        outside = CUBLAS_WORKSPACE_BYTES + CUDA_CONTEXT_BYTES + nccl_bytes(self.input.world_size)
+        limit = int(gpu_memory_bytes / (1 + GPU_MARGIN)) - outside
+        return not any(replay(tape, limit, expandable=self.input.expandable).short_bytes for tape in self._whole_tapes)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -158,6 +169,7 @@ class Plan:
             "zero": {k: getattr(plan.settings, k) for k in plan.settings.__dataclass_fields__},
             "gpu_peak_allocated_bytes": self.gpu.bytes,
             "gpu_reserved_bytes": self.gpu_reserved_bytes,
+            "gpu_floor_bytes": self.gpu_floor_bytes,
             "gpu_used_bytes": self.gpu_used_bytes,
             "gpu_need_bytes": self.gpu_need_bytes(),
             "host_peak_bytes": self.host.bytes,
@@ -200,4 +212,5 @@ def predict(plan: PlanInput, *, reserve: bool = True) -> Plan:
     held = max(replay(tape, expandable=plan.expandable).peak_bytes for tape in tapes) if reserve else gpu_tree.bytes
     reserved = held + CUBLAS_WORKSPACE_BYTES
     used = reserved + CUDA_CONTEXT_BYTES + nccl_bytes(plan.world_size)
-    return Plan(plan, gpu_tree, reserved, used, _tree("host", host.ledger()), plan.ranks_per_node, tuple(tapes))
+    whole = tuple(tapes) if reserve else ()
+    return Plan(plan, gpu_tree, reserved, used, _tree("host", host.ledger()), plan.ranks_per_node, whole)

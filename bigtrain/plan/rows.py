@@ -20,7 +20,8 @@ ROWS: dict[str, tuple[str, str]] = {
     "weights before flattening": ("2 P, until the flat copy is made", f"{_S2} flatten_dense_tensors_aligned"),
     "weights, frozen": ("2 n of every frozen n (stages 0-2)", f"{_S2} is_optimized_parameter"),
     "weights, persistent": ("2 n of every n <= persistence threshold, N > 1", f"{_PP} ds_persist"),
-    "weights, gathered": ("2 n at work or within reuse distance + 2 x 2 K ahead", f"{_PP} _all_gather_dtype"),
+    "weights, gathered": ("2 n of what is there: at work, within reuse distance, and ahead up to max_live",
+                         "deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py, as plan/gathered.py plays it"),
     "weights, one whole parameter": ("2 L while the model is built", f"{_PP} _post_init_method"),
     "weights, copied to the GPU": ("2 n of the modules at work", f"{_PP} ds_tensor.to(device), offload_param"),
     "weights, slice clone": ("2 p, freed once the master exists", f"{_S2} weights_partition ... .detach().clone()"),
@@ -43,7 +44,7 @@ ROWS: dict[str, tuple[str, str]] = {
                        "_setup_for_real_optimizer"),
     "reduce copy": ("2 x filled part of the bucket, N > 1", f"{_S2} allreduce_bucket flatten; "
                     "comm/coalesced_collectives.py torch.cat"),
-    "optimizer state, on its way": ("4 x 128 MiB + gradients of one chunk", "optim/stream.py _next_buffer, _update"),
+    "optimizer state, on its way": ("buffers x 128 MiB, from the first update on; then + gradients of one chunk", "optim/stream.py _next_buffer, _update"),
     "gradients, on their way": ("512 MiB or the largest n + 4 chunks", "optim/spill.py IN_FLIGHT_BYTES, AREAS"),
     "gradients, host": ("2 P x offload_gradients, exact", "optim/spill.py HostGradients"),
     "optimizer state, host": ("(2 + moment bytes) x p, exact", "optim/lanes.py HostMemory"),

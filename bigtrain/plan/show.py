@@ -47,10 +47,13 @@ def tree_text(tree: Tree, sources: bool = True) -> str:
     return "\n".join([*lines, f"  most in each phase: {phases}"])
 
 
-def _verdict(name: str, need: int, have: int | None, margin: float) -> str:
+def _verdict(name: str, need: int, have: int | None, margin: float, fits: bool) -> str:
     if have is None:
         return f"{name}: needs {show_bytes(need)} with a margin of {margin:.0%}; no limit given"
-    word = "fits" if need <= have else f"DOES NOT FIT, short by {show_bytes(need - have)}"
+    if fits:
+        word, need = "fits", min(need, have)
+    else:
+        word = f"DOES NOT FIT, short by {show_bytes(need - have)}" if need > have else "DOES NOT FIT: memory would fragment"
     return f"{name}: needs {show_bytes(need)} of {show_bytes(have)} with a margin of {margin:.0%}: {word}"
 
 
@@ -61,8 +64,8 @@ def plan_text(plan: Plan, gpu_memory: int | None, host_memory: int | None, rates
     if plan.input.device == "cuda":
         lines += [
             tree_text(plan.gpu),
-            f"  allocated {show_bytes(plan.gpu.bytes)}, reserved {show_bytes(plan.gpu_reserved_bytes)}, "
-            f"device-used {show_bytes(plan.gpu_used_bytes)} (with CUDA context and NCCL)",
+            f"  allocated {show_bytes(plan.gpu.bytes)}, reserved {show_bytes(plan.gpu_reserved_bytes)} (on a full card "
+            f"{show_bytes(min(plan.gpu_floor_bytes, plan.gpu_reserved_bytes))}), device-used {show_bytes(plan.gpu_used_bytes)} (with CUDA context and NCCL)",
             "",
         ]
     lines += [
@@ -72,8 +75,8 @@ def plan_text(plan: Plan, gpu_memory: int | None, host_memory: int | None, rates
     ]
     lines += [f"note: {note}" for note in plan.notes]
     if plan.input.device == "cuda":
-        lines.append(_verdict("GPU", plan.gpu_need_bytes(), gpu_memory, GPU_MARGIN))
-    lines.append(_verdict("host", plan.host_need_bytes(), host_memory, HOST_MARGIN))
+        lines.append(_verdict("GPU", plan.gpu_need_bytes(), gpu_memory, GPU_MARGIN, plan.fits(gpu_memory, None)))
+    lines.append(_verdict("host", plan.host_need_bytes(), host_memory, HOST_MARGIN, plan.fits(None, host_memory)))
     lines.append(
         f"speed (roofline): {time.total_s:.2f} s a step, {time.tokens_per_s:,.0f} tokens/s, MFU {time.mfu:.1%} "
         f"(compute {time.compute_s:.2f}, communication {time.communication_s:.2f}, fetch {time.fetch_s:.2f}, "

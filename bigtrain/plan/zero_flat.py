@@ -7,9 +7,10 @@ comments are its functions and attributes.
 from __future__ import annotations
 
 from bigtrain.plan.flat import FlatGroup, flat_group, heaviest_rank, split_groups, touched_elems
+from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
-from bigtrain.plan.streamed import IN_FLIGHT_BYTES, hold_buffers
+from bigtrain.plan.streamed import IN_FLIGHT_BYTES, Update
 from bigtrain.plan.tape import Tape
 
 
@@ -41,6 +42,12 @@ def update_temporaries(plan: PlanInput, tape: Tape, elems: int) -> None:
     """
     if plan.device == "cpu" and plan.optimizer == "adamw":
         tape.touch(8 * elems, "update in passing")
+
+
+def hold_moments(tape: Tape, group: int, size: float) -> None:
+    """Two tensors: one of them fits where both do not."""
+    for moment in (1, 2):
+        tape.hold(("moments", group, moment), size / 2, "moments")
 
 
 def _groups(plan: PlanInput) -> list[FlatGroup]:
@@ -81,8 +88,12 @@ class FlatSharding:
         # Without overlap_comm, stage 1 reduces after backward; so does every micro step before the last.
         self.deferred: list[int] = []
         self.side = 1 if self.zero.overlap_comm else 0  # 'reduction_stream'
+        self.streamed = Update(plan, tape) if plan.streams else None
 
     # Start-up.
+
+    def learn(self, visits: list[Visit], recomputed: frozenset[str]) -> None:
+        pass
 
     def build(self) -> None:
         build_whole(self.plan, self.tape)
@@ -106,7 +117,6 @@ class FlatSharding:
         for g, group in enumerate(self.groups if not self.own else ()):
             tape.hold(("zeros", g), self.layout.step_grad * group.partition, "gradient, zeros at start-up")
         tape.drop(*(("zeros", g) for g in range(len(self.groups))))
-        hold_buffers(self.plan, tape)
 
     # Forward: the weights are all there.
 
@@ -114,7 +124,8 @@ class FlatSharding:
         pass
 
     def release(self, key: str) -> None:
-        pass
+        if self.streamed is not None and key[0] in "fb":  # a backward takes the host twice as long as a forward
+            self.streamed.block_asked_for(2.0 if key[0] == "b" else 1.0)
 
     # Backward.
 
@@ -246,13 +257,25 @@ class FlatSharding:
             largest = max(g.owned(at, self.items[i].elems, self.rank) for g in self.groups for at, i in enumerate(g.members))
             self.tape.touch(8 * largest, "gradient norm in fp64")
         self.tape.phase("optimizer step")
+        if self.streamed is not None:
+            self._stream()
         for g, group in enumerate(self.groups):
             self._update(g, group.partition, first, last=g == len(self.groups) - 1)
+
+    def _stream(self) -> None:
+        """optim/stream.py: one rank's gradients are updated in the order of the model, those of more ranks lie in one buffer."""
+        assert self.streamed is not None
+        if self.alone:
+            grads = [(("own", i), self.items[i].elems) for i in range(len(self.items)) if self.tape.holds(("own", i))]
+            return self.streamed.run(grads, apart=True)
+        key = "compact" if self.compact else ("kept grads", 0)
+        self.streamed.run([(key, sum(group.partition for group in self.groups))], apart=False)
 
     def _update(self, g: int, partition: int, first: bool, last: bool) -> None:
         tape, layout = self.tape, self.layout
         if not layout.flat_step:
-            tape.touch(2 * min(partition, GATHER_ELEMS), "gradients, flat for the step")
+            together = 0 if self.streamed else 2 * min(partition, GATHER_ELEMS)
+            tape.touch(together, "gradients, flat for the step")
         elif not self.compact:
             tape.hold("flat grad", 2 * partition, "gradients, flat for the step")
             if layout.step_grad == 4:
@@ -263,7 +286,7 @@ class FlatSharding:
         if last and not self.compact and layout.flat_step:
             self._forget()
         if first:
-            tape.hold(("moments", g), self._moment_bytes(g, partition), "moments")
+            hold_moments(tape, g, self._moment_bytes(g, partition))
         update_temporaries(self.plan, tape, partition)
         if self.plan.optimizer == "muon":
             tape.touch(4 * partition, "muon staging")

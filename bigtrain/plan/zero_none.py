@@ -7,10 +7,11 @@ partition; `bf16.immediate_grad_update` (on by default) moves each gradient into
 from __future__ import annotations
 
 from bigtrain.plan.flat import flat_group, split_groups
+from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
-from bigtrain.plan.zero_flat import build_whole, update_temporaries
+from bigtrain.plan.zero_flat import build_whole, hold_moments, update_temporaries
 
 
 class WholeSharding:
@@ -21,6 +22,9 @@ class WholeSharding:
         self.items, self.layout = plan.parameters.items, LAYOUTS[plan.optimizer]
         members = split_groups(self.items, plan.decay_groups, plan.trains)
         self.groups = [flat_group(self.items, m, plan.world_size) for m in members]
+
+    def learn(self, visits: list[Visit], recomputed: frozenset[str]) -> None:
+        pass
 
     def build(self) -> None:
         build_whole(self.plan, self.tape)
@@ -59,7 +63,7 @@ class WholeSharding:
             if self.plan.settings.grad_bytes == 2 and self.layout.step_grad == 4:
                 self.tape.hold("cast", 4 * group.partition, "gradients, fp32 for the step")
             if first:
-                self.tape.hold(("moments", g), self.plan.moment_bytes * group.partition, "moments")
+                hold_moments(self.tape, g, self.plan.moment_bytes * group.partition)
             update_temporaries(self.plan, self.tape, group.partition)
             self.tape.drop("cast")
 

@@ -5,17 +5,23 @@ Follows deepspeed 0.19.8 runtime/zero/stage3.py, partition_parameters.py and par
 
 from __future__ import annotations
 
+from collections import deque
+
 from bigtrain.plan.constants import MALLOC_MMAP_BYTES, WINDOW_BYTES
 from bigtrain.plan.flat import slice_elems, split_groups, sub_groups
+from bigtrain.plan.gathered import Gathered, Visit
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.streamed import hold_buffers
+from bigtrain.plan.streamed import Update
 from bigtrain.plan.tape import Tape
-from bigtrain.plan.zero_flat import GATHER_ELEMS, update_temporaries
+from bigtrain.plan.zero_flat import GATHER_ELEMS, hold_moments, update_temporaries
 
 # 'reduce_and_partition' keeps at most this many buckets in flight ('max_param_reduce_events').
 _REDUCES_IN_FLIGHT = 1
 # '_constant_buffered_norm2' works through 250e6 elements at a time.
 _NORM_CHUNK_ELEMS = 250_000_000
+# What the device is behind the host, which nothing makes wait but gathers: so many blocks, and elements. Read off what one run reserved
+# beyond what it had allocated (8B, four H200, fixed segments: 32.05 and 26.42e9 B). At its limit the allocator waits for the device.
+BLOCKS_BEHIND, ELEMS_BEHIND = 6, 1_400_000_000
 
 
 class SlicedSharding:
@@ -26,7 +32,6 @@ class SlicedSharding:
         self.items, self.layout, self.world = plan.parameters.items, plan.device_layout, plan.world_size
         self.local = [slice_elems(p.elems, self.world) for p in self.items]
         self.total = sum(self.local)
-        self.gathered = sum(p.elems for p in self.items if p.elems > self.zero.persistence_elems)
         groups = split_groups(self.items, plan.decay_groups, plan.trains)
         self.subs = sub_groups(self.items, groups, self.world, self.zero.sub_group_elems)
         self.on_gpu = [] if self.zero.offload_optimizer else self.subs
@@ -34,30 +39,16 @@ class SlicedSharding:
             self.on_gpu = self.subs[: int((1 - self.zero.ratio) * len(self.subs))]
         self.bucket: list[int] = []
         self.filled = 0
-        self.steady, self.staying = False, 0
-        self.block_elems, self.reuse = self._reuse_distances()
+        self.streamed = Update(plan, tape) if plan.streams else None
+        self.steady = False
+        self.lent: deque[list[int]] = deque()
+        self.unused: list[list[int]] = []  # gathered together ahead, none of them used so far
         # 'reduce_and_partition_stream' and the coordinator's '__allgather_stream'.
         self.side, self.gather = (1, 2) if self.zero.overlap_comm else (0, 0)
 
-    def _reuse_distances(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Elements of every block that are gathered, and how many elements pass from its forward to its backward.
-
-        '__params_to_release' walks the recorded trace: the blocks above, the head twice, then every block above again,
-        twice where they are recomputed (recompute and backward), once where not.
-        """
-        limit, sizes = self.zero.persistence_elems, dict[str, int]()
-        for p in self.items:
-            if p.block is not None and p.elems > limit:
-                sizes[str(p.block)] = sizes.get(str(p.block), 0) + p.elems
-        head = max((p.elems for p in self.items if p.block is None and len(p.shape) == 2), default=0)
-        recomputed = set(
-            list(dict.fromkeys(str(p.block) for p in self.items if p.block is not None))[: self.plan.recomputed_blocks]
-        )
-        passed, distances = 0, dict[str, int]()
-        for block, size in reversed(sizes.items()):
-            distances[block] = passed + 2 * head
-            passed += (3 if block in recomputed else 2) * size
-        return sizes, distances
+    def learn(self, visits: list[Visit], recomputed: frozenset[str]) -> None:
+        """The order in which a step comes to blocks and other parts."""
+        self.trace = Gathered(self.items, visits, recomputed, self.zero)
 
     # Start-up.
 
@@ -109,7 +100,6 @@ class SlicedSharding:
         if self.plan.device == "cpu":  # pages that nothing was written to take no memory
             bucket = min(bucket, self.plan.trained_elems)
         tape.hold("bucket", 2 * bucket, "reduce buckets")
-        hold_buffers(self.plan, tape)
         if not self.zero.offload_optimizer:
             tape.hold("grads", self.zero.grad_bytes * sum(self.subs), "gradients, kept")
         if self.world > 1:
@@ -126,31 +116,42 @@ class SlicedSharding:
         """
         if self.world == 1 and not self.zero.offload_param:
             return
-        whole = [p.elems for p in (self.items[i] for i in members) if p.elems > self.zero.persistence_elems]
-        if not whole:
-            return
         self.steady = steady
-        self.tape.drop(
-            ("stays", key[1:]), *(("hole", key[1:], i) for i in members)
-        )  # what forward left in place is what backward needs
-        row = "weights, gathered" if self.world > 1 else "weights, copied to the GPU"
-        size = sum(whole) if backward else max(whole)
-        self.tape.hold(("window", key), 2 * size, row, self.gather)
-        self._gloo(max(whole))
         if steady:
-            # A prefetched bucket is gathered flat and copied apart: twice its size while the handle lives.
-            live = sum(whole) + self.staying
-            ahead = max(0, min(self.zero.prefetch_elems, self.zero.max_live_elems - live, self.gathered - live))
-            self.tape.hold(("ahead", key), (4 if self.world > 1 else 2) * ahead, row, self.gather)
+            return self._fetch_by_trace(key, members)
+        whole = [p.elems for p in (self.items[i] for i in members) if p.elems > self.zero.persistence_elems]
+        if whole:
+            self.tape.hold(("window", key), 2 * (sum(whole) if backward else max(whole)), self._row(), self.gather)
+            self._gloo(max(whole))
 
-    def _holes(self, block: str) -> None:
+    def _row(self) -> str:
+        return "weights, gathered" if self.world > 1 else "weights, copied to the GPU"
+
+    def _fetch_by_trace(self, key: str, members: list[int]) -> None:
+        self.tape.drop(*(("hole", i) for i in members))  # what forward left in place is what backward needs
+        for group in self.trace.fetch():
+            for i in group:
+                self.tape.hold(("whole", i), 2 * self.local[i] * self.world, self._row(), self.gather)
+            self._gloo(max(self.items[i].elems for i in group))
+            if len(group) > 1 and self.world > 1:
+                self.unused.append(group)
+        for group in [g for g in self.unused if any(i in members for i in g)]:
+            # Gathered flat, and copied apart when the first of them is needed ('AllGatherCoalescedHandle.wait').
+            self.tape.touch(2 * sum(self.local[i] * self.world for i in group), self._row(), self.gather)
+            self.unused.remove(group)
+
+    def _lend(self, params: list[int]) -> None:
+        """Compute still reads what the host releases ('free_param': record_stream); it is some blocks behind."""
+        self.tape.lend(*(("whole", i) for i in params))
+        self.lent.append(params)
+        while len(self.lent) > BLOCKS_BEHIND or sum(self.items[i].elems for lent in self.lent for i in lent) > ELEMS_BEHIND:
+            self.tape.returned(*(("whole", i) for i in self.lent.popleft()))
+
+    def _hole(self, i: int) -> None:
         """On CPUs weights are gathered flat and copied apart one after the other in malloc's heap: where the flat buffer was,
         a hole as large stays beside each weight that is kept. Measured: plan_host.md; gone with a fixed mmap threshold."""
-        if self.plan.device != "cpu" or self.world == 1:
-            return
-        for i, p in enumerate(self.items):
-            if str(p.block) == block and self.zero.persistence_elems < p.elems < MALLOC_MMAP_BYTES // 2:
-                self.tape.hold(("hole", block, i), 2 * p.elems, "holes in the heap")
+        if self.plan.device == "cpu" and self.world > 1 and self.items[i].elems < MALLOC_MMAP_BYTES // 2:
+            self.tape.hold(("hole", i), 2 * self.items[i].elems, "holes in the heap")
 
     def _gloo(self, elems: int) -> None:
         """On CPUs gloo gathers into, and reduces in, a buffer of its own (torch ProcessGroupGloo.cpp; measured)."""
@@ -159,15 +160,16 @@ class SlicedSharding:
 
     def release(self, key: str) -> None:
         """After a module: its weights go, unless the recorded trace needs them again within the reuse distance."""
-        self.tape.drop(("window", key), ("ahead", key))
-        block = key[1:]
-        if key[0] == "f" and self.steady and self.reuse.get(block, self.zero.max_reuse_elems) < self.zero.max_reuse_elems:
-            row = "weights, gathered" if self.world > 1 else "weights, copied to the GPU"
-            self.tape.hold(("stays", block), 2 * self.block_elems[block], row, self.gather)
-            self._holes(block)
-            self.staying += self.block_elems[block]
-        elif key[0] == "b" and self.reuse.get(block, self.zero.max_reuse_elems) < self.zero.max_reuse_elems:
-            self.staying = max(0, self.staying - self.block_elems[block])
+        if self.world == 1 and not self.zero.offload_param:
+            return
+        if not self.steady:
+            return self.tape.drop(("window", key))
+        members = self.trace.visits[self.trace.visit - 1][1]
+        self._lend(self.trace.release())
+        if key[0] == "f":
+            for i in members:
+                if i in self.trace.here:
+                    self._hole(i)
 
     # Backward.
 
@@ -211,6 +213,10 @@ class SlicedSharding:
 
     def end_backward(self) -> None:
         self._flush()
+        if self.steady:
+            self.trace.start()
+            self.tape.returned(*(("whole", i) for lent in self.lent for i in lent))  # the reduction is waited for
+            self.lent.clear()
 
     # Step.
 
@@ -220,16 +226,19 @@ class SlicedSharding:
             largest = slice_elems(self.plan.largest_trained_elems, self.world)
             self.tape.touch(8 * largest, "gradient norm in fp64")
         self.tape.phase("optimizer step")
+        if self.streamed is not None:
+            self.streamed.run([], apart=False)  # 'averaged_gradients' are views of one buffer that stays
         for s, size in enumerate(self.on_gpu):
             if not self.layout.flat_step:
-                self.tape.touch(2 * min(size, GATHER_ELEMS), "gradients, flat for the step")
+                together = 0 if self.streamed else 2 * min(size, GATHER_ELEMS)
+                self.tape.touch(together, "gradients, flat for the step")
             elif not self.zero.offload_optimizer:
                 self.tape.hold("flat grad", self.zero.grad_bytes * size, "gradients, flat for the step")
                 if self.layout.step_grad != self.zero.grad_bytes:
                     self.tape.hold("cast", self.layout.step_grad * size, "gradients, fp32 for the step")
                     self.tape.drop("flat grad")
             if first:
-                self.tape.hold(("moments", s), self.plan.moment_bytes * size, "moments")
+                hold_moments(self.tape, s, self.plan.moment_bytes * size)
             update_temporaries(self.plan, self.tape, size)
             self.tape.drop("cast", "flat grad")
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import mmap
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,17 +12,17 @@ from typing import Any
 
 import torch
 
+from bigtrain import heap
 from bigtrain.errors import WeightsError
 
 BLOCK_BYTES = 16 << 20  # one request; larger ones are no faster on page cache or NVMe
 ADVISE_GAP_BYTES = 64 << 10  # reads this close are asked for in one: the disk is as fast, and it saves system calls
-POPULATE_BYTES = 1 << 20  # less fresh memory is not worth a system call more
+FRESH_BYTES = 1 << 20  # made and filled at a time: the kernel clears new pages, and fills them while the cache still holds them
 CONVERT_BYTES = 4 << 20  # staging of a dtype conversion: stays in the CPU's cache
 # Staging on the way to a GPU. Page-locking takes about 0.6 s a GB, which is as long as reading ten times as much: no more of it than
 # the bus needs to run at its full rate.
 PINNED_BYTES = 4 << 20
 CPU_THREADS, GPU_THREADS = 8, 12  # one thread copies 5 to 6 GB/s out of the page cache, and PCIe gen 5 takes 54
-_MADV_POPULATE_WRITE = 23  # linux/mman.h
 
 
 @dataclass(slots=True)
@@ -118,10 +115,18 @@ class Reader:
         elif op.dest.is_cuda:
             self._through_pinned(op)
         elif op.dtype == op.dest.dtype:
-            populate(op.dest)
-            self._fill(op.file, op.begin, as_bytes(op.dest))
+            self._fill_fresh(op)
         else:
             self._converting(op)
+
+    def _fill_fresh(self, op: ReadOp) -> None:
+        """Into memory that may have no pages yet, up to a page's end at a time."""
+        view, address, at = as_bytes(op.dest), op.dest.data_ptr(), 0
+        while at < len(view):
+            end = min(len(view), at + FRESH_BYTES - (address + at) % mmap.PAGESIZE)
+            heap.populate(address + at, end - at)
+            self._fill(op.file, op.begin + at, view[at:end])
+            at = end
 
     def _converting(self, op: ReadOp) -> None:
         step = CONVERT_BYTES // op.dtype.itemsize
@@ -219,24 +224,6 @@ def on_device(device: torch.device | None) -> None:
     """Threads start on GPU 0; without this, pinning memory there would cost every rank a context on it."""
     if device is not None:
         torch.cuda.set_device(device)
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int]:
-    call = ctypes.CDLL(None, use_errno=True).madvise
-    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return call
-
-
-def populate(flat: torch.Tensor) -> None:
-    """Have the kernel back fresh CPU memory with pages in one call, not one fault per page: an eighth less time for a read.
-
-    Advice only: a kernel before Linux 5.14, or one short of memory, refuses, and the pages come one by one.
-    """
-    begin = -(-flat.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (flat.data_ptr() + flat.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
-    if length >= POPULATE_BYTES and sys.platform == "linux":
-        _madvise()(begin, length, _MADV_POPULATE_WRITE)
 
 
 def as_bytes(flat: torch.Tensor) -> memoryview:

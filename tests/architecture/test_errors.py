@@ -1,6 +1,7 @@
 """The exception tree: drawn as it is, raised by tests, with the promised exit codes."""
 
 import ast
+import functools
 import inspect
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def test_the_tree_in_the_docstring_has_every_class():
     assert [c.__name__ for c in CLASSES if c.__name__ not in (errors.__doc__ or "")] == []
 
 
+@functools.cache
 def raised_in(folder: Path) -> set[str]:
     """Names of classes that appear in `raise X(...)` below a folder."""
     names = set()
@@ -31,6 +33,7 @@ def raised_in(folder: Path) -> set[str]:
     return names
 
 
+@functools.cache
 def expected_in_tests() -> set[str]:
     """Names of classes that a test waits for: in `pytest.raises(...)`, `except ...`, or by name in a comparison."""
     names = set()

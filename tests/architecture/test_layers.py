@@ -15,7 +15,7 @@ ROWS: list[set[str]] = [
     {"errors"},
     {"partition", "shapes"},
     {"guards", "config", "plan", "whereabouts"},
-    {"builds", "heap", "network", "ranks", "startup"},
+    {"builds", "heap", "network", "pastcache", "ranks", "startup"},
     {"placement", "stopping", "watch", "zero"},
     {"flat", "hostgradients", "kernels"},
     {"weights", "optim", "data", "diagnostics", "buffers", "meeting", "precision", "steps"},

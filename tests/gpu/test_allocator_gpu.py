@@ -88,7 +88,7 @@ def test_reserved_after_every_request_and_free(seed, expandable):
     assert in_a_process(seed, None, setting) == list(replay(wild(seed), expandable=expandable).after)
 
 
-@pytest.mark.parametrize("share", [0.7, 1.0])
+@pytest.mark.parametrize("share", [0.7, 0.85])
 def test_reserved_at_a_limit(share):
     tape = wild(7)
     limit = int(share * replay(tape).peak_bytes / 2**20) * 2**20

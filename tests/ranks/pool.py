@@ -1,8 +1,9 @@
 """A pool of rank processes that lives for the whole pytest run.
 
-Starting ranks for each test costs half a minute; a pool costs a few seconds once. A body is a module-level function; it runs
-on every rank and its results come back in rank order. When one rank fails, its traceback and every other rank's stack are
-raised and the pool starts anew; a body that takes longer than its limit is a failure with a location.
+Starting ranks for each test costs half a minute; a pool costs a few seconds once, because its ranks are forked from a process
+that has imported what they need (`tests.ranks.imported`). A body is a module-level function; it runs on every rank and its
+results come back in rank order. When one rank fails, its traceback and every other rank's stack are raised and the pool starts
+anew; a body that takes longer than its limit is a failure with a location.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.multiprocessing as mp
 
 HANG_S = float(os.environ.get("BIGTRAIN_TEST_HANG_S", "120"))
@@ -29,10 +31,20 @@ class RankFailure(AssertionError):
     """Some rank raised, died or hung; the text has every rank's story."""
 
 
+def forks() -> Any:
+    """A context of multiprocessing whose processes are forked from one that has imported all that ranks need.
+
+    Where there is a GPU they begin anew: what CUDA has set up does not survive a fork.
+    """
+    if torch.cuda.is_available():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.ranks.imported"])
+    return context
+
+
 def _process_settings() -> dict[str, Any]:
     """What a body must leave as it found it, or later tests in the same process compute other bits."""
-    import torch
-
     return {
         "threads": torch.get_num_threads(),
         "default dtype": torch.get_default_dtype(),
@@ -58,8 +70,6 @@ def _serve(rank: int, world: int, folder: str, inbox: Any, outbox: Any) -> None:
     )  # fmt: skip
     stack = open(f"{folder}/stack.{rank}", "w")  # noqa: SIM115  (held open for the signal handler)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    import torch
-
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     from bigtrain import ranks, zero
@@ -92,7 +102,7 @@ class RankPool:
         self._processes: list[Any] = []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = forks()
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         self._inboxes = [context.Queue() for _ in range(self.world)]
         self._outbox = context.Queue()

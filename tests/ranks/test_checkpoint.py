@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,16 +23,18 @@ from bigtrain.errors import BigtrainError, CheckpointError
 SHAPES = {"a": (7, 5), "b": (1,), "c": (1031,), "d": (3, 2_000_003)}
 
 
-def _value(name: str, kind: str) -> torch.Tensor:
+@functools.cache
+def _value(name: str, kind: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Not to be written to."""
     seed = sum(map(ord, name + kind))
-    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed)).flatten()
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed)).flatten().to(dtype)
 
 
 def _slices(fill: bool, sharded: bool = True) -> list[LocalSlice]:
     out = []
     for kind, dtype in (("master", torch.float32), ("exp_avg", torch.bfloat16)):
         for name, shape in SHAPES.items():
-            whole = _value(name, kind).to(dtype)
+            whole = _value(name, kind, dtype)
             size = -(-whole.numel() // ranks.world_size())
             begin = min(size * ranks.rank(), whole.numel()) if sharded else 0
             end = min(begin + size, whole.numel()) if sharded else whole.numel()

@@ -11,7 +11,7 @@ from torch import nn
 from bigtrain.data.demo import stdlib_corpus, train_tokenizer
 from tests.ranks import zoo
 from tests.ranks.test_host_memory import container
-from tests.ranks.test_train import ALONE, flags, rows_of, run
+from tests.ranks.test_train import TRAIN, flags, rows_of, run_forked
 
 
 class Block(nn.Module):
@@ -146,17 +146,17 @@ def test_a_run_with_some_blocks_with_auto_and_with_too_many(tmp_path):
 
     def command(out, blocks, **more):
         shape = {"seq_len": 512, "per_device_train_batch_size": 16, "num_train_epochs": 100, "max_steps": 2, "no_export": True}
-        return [*ALONE, *flags(tmp_path, out, checkpoint_blocks=blocks, ds_config="ds_configs/zero2.json", **shape, **more)]
+        return [TRAIN, *flags(tmp_path, out, checkpoint_blocks=blocks, ds_config="ds_configs/zero2.json", **shape, **more)]
 
-    said = run(command(tmp_path / "one", 1))
+    said = run_forked(command(tmp_path / "one", 1))
     told = json.loads((tmp_path / "one" / "run.json").read_text())
     assert "activation checkpointing, full: 1 blocks are recomputed" in said and told["planned"]["checkpoint_blocks"] == 1
     root = container(tmp_path / "host", told["planned"]["host_need_bytes"], 2**20)
-    said = run(command(tmp_path / "auto", "auto"), BIGTRAIN_HOST_ROOT=str(root))
+    said = run_forked(command(tmp_path / "auto", "auto"), BIGTRAIN_HOST_ROOT=str(root))
     told = json.loads((tmp_path / "auto" / "run.json").read_text())
     assert "checkpoint_blocks auto: 1 (as few of " in said and "of host memory with the plan's margin" in said
     assert told["planned"]["checkpoint_blocks"] == 1 and told["arguments"]["checkpoint_blocks"] == "1"
     assert [d["value"] for d in told["decisions"] if d["path"] == "checkpoint_blocks"] == [1]
     assert [r["loss"] for r in rows_of(tmp_path / "auto")] == [r["loss"] for r in rows_of(tmp_path / "one")]
-    said = run(command(tmp_path / "many", 99, train_data=tmp_path / "tokenizer"), expect=2)
+    said = run_forked(command(tmp_path / "many", 99, train_data=tmp_path / "tokenizer"), expect=2)
     assert "--checkpoint_blocks 99, but preset:llama-tiny has " in said and not (tmp_path / "many" / "run.json").exists()

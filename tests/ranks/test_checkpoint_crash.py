@@ -4,8 +4,6 @@
 """
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,22 +11,19 @@ from bigtrain import ranks
 from bigtrain.checkpoint import save, store
 from bigtrain.checkpoint.files import Disk
 from bigtrain.errors import CheckpointError
+from tests import ROOT, python_path
+from tests.ranks import scripts
 from tests.ranks.test_checkpoint import _slices
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_B28_sigkill_at_disk_operations_and_random_moments(tmp_path):
     table = os.environ.get("BIGTRAIN_CRASH_TABLE")
     words = ["--full", "--moments", "200", "--table", table] if table else ["--limit_s", "30", "--workers", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ranks.crash", str(tmp_path / "work"), *words], cwd=ROOT, text=True, capture_output=True,
-        env={"BIGTRAIN_CRASH_SURVIVOR_S": "60", **os.environ, "PYTHONPATH": str(ROOT)}, timeout=3600 if table else 300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, (
-        "\n".join(line for line in done.stdout.splitlines() if '"wrong": []' not in line) + done.stderr[-2000:]
-    )
-    assert done.stdout.count('"wrong": []') >= 3
+    env = {"BIGTRAIN_CRASH_SURVIVOR_S": "60", **os.environ, "PYTHONPATH": python_path()}
+    trials = scripts.Script([ROOT / "tests/ranks/crash.py", tmp_path / "work", *words], env, tmp_path / "said")
+    code, said = trials.wait(3600 if table else 280), trials.said()
+    assert code == 0, "\n".join(line for line in said.splitlines() if '"wrong": []' not in line)[-6000:]
+    assert said.count('"wrong": []') >= 3
 
 
 class _SlowDisk(Disk):

@@ -1,8 +1,6 @@
 """Ranks that part: other parameters, other counts, other calls. An error in seconds, or made right."""
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError, RanksDisagreeError
 from tests import python_path
+from tests.ranks import scripts
 from tests.ranks.tiny import Branched, Nested, TinyLM, config, rows, share, whole_weights
 
 
@@ -135,34 +134,6 @@ def test_B48_unequal_counts_are_an_error_in_seconds_on_every_rank(rank_pool, wha
         assert message is not None and message.startswith("RanksDisagreeError")
 
 
-def _run_ranks(body, tmp_path, env=None, timeout=240):
-    """Two real processes; their exit codes and outputs."""
-    script = tmp_path / "body.py"
-    script.write_text(textwrap.dedent(body))
-    processes = []
-    for rank in range(2):
-        environ = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(29600 + os.getpid() % 300), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": python_path(), **(env or {}),
-        }  # fmt: skip
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(script)],
-                env=environ,
-                cwd=tmp_path,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        return [(p.communicate(timeout=timeout)[0], p.returncode) for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-
-
 def test_B50_a_stage_3_hang_ends_with_a_report_of_where_each_rank_is(tmp_path):
     """Without the comparison module by module (as on GPUs), with gathers that wait for ever instead of aborting."""
     body = """
@@ -174,9 +145,12 @@ def test_B50_a_stage_3_hang_ends_with_a_report_of_where_each_rank_is(tmp_path):
     hold.register_forward_pre_hook(lambda *_: time.sleep(600))  # stands for a gather that never ends
     engine(torch.zeros(4, 16), use_b=True)
     """
-    outputs = _run_ranks(body, tmp_path)
-    for output, code in outputs:
-        assert code == 1
-        assert "no rank has moved" in output
-    said = "".join(output for output, _ in outputs)
+    (tmp_path / "body.py").write_text(textwrap.dedent(body))
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+    both = scripts.Ranks([tmp_path / "body.py"], env, tmp_path / "said", cwd=tmp_path, apart=True)
+    both.wait(240)
+    for rank in both.ranks:
+        assert rank.poll() == 1
+        assert "no rank has moved" in rank.said()
+    said = "".join(rank.said() for rank in both.ranks)
     assert "rank 0: waits at step 0: the forward pass, module b" in said and "the forward pass, module c" in said

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -10,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from bigtrain.bench import inputs
-from bigtrain.bench.processes import run_ranks
 from bigtrain.errors import DoesNotFitError
 from tests import python_path
+from tests.ranks import scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -37,29 +36,29 @@ def container(root, limit, used):
 def train(folder, root, steps):
     """Two ranks of launch/train.py that believe in the faked tree."""
     rows = inputs.make_rows(folder, vocab=512, seq_len=32, at_least=4)
-    command = [
-        sys.executable, str(ROOT / "launch/train.py"), "--ds_config", str(ROOT / "ds_configs/zero2_offload.json"),
+    words = [
+        ROOT / "launch/train.py", "--ds_config", str(ROOT / "ds_configs/zero2_offload.json"),
         "--model_name_or_path", "preset:llama-tiny", "--tokenizer_name_or_path", str(inputs.make_tokenizer(folder)),
         "--train_data", str(rows / "rows.parquet"), "--packing", "none", "--seq_len", "32", "--max_steps", str(steps),
         "--per_device_train_batch_size", "1", "--num_train_epochs", "1000", "--report_to", "none", "--disable_tqdm",
         "--no_export", "--output_dir", str(folder / "out"),
     ]  # fmt: skip
     env = {"BIGTRAIN_HOST_ROOT": str(root), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
-    env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    ended = run_ranks(command, world=2, logs=folder, limit_s=250, env=env, cwd=folder)
-    return ended, [(folder / f"rank{rank}.log").read_text() for rank in (0, 1)]
+    both = scripts.Ranks(words, {**os.environ, **env}, folder / "said", cwd=folder, apart=True)
+    both.wait(250)
+    return [rank.poll() for rank in both.ranks], [rank.said() for rank in both.ranks]
 
 
 def test_a_host_that_cannot_hold_the_run_is_refused_before_building(tmp_path):
-    ended, said = train(tmp_path, container(tmp_path / "host", GIB // 2, GIB // 8), steps=2)
-    assert ended.exit_codes == [DoesNotFitError.exit_code] * 2, said
+    codes, said = train(tmp_path, container(tmp_path / "host", GIB // 2, GIB // 8), steps=2)
+    assert codes == [DoesNotFitError.exit_code] * 2, said
     assert "host: needs" in said[0] and "of 0.50 GiB with a margin of 5%: DOES NOT FIT" in said[0]
     assert "Nothing was built" in said[0] and not (tmp_path / "out" / "run.json").exists()
 
 
 def test_the_run_stops_with_a_table_before_the_host_is_full(tmp_path):
     root = container(tmp_path / "host", 8 * GIB, GIB)
-    log = tmp_path / "rank0.log"
+    log = tmp_path / "said.0"
     current, metrics = root / "sys/fs/cgroup/job/memory.current", tmp_path / "out" / "metrics.jsonl"
 
     def told():
@@ -75,9 +74,9 @@ def test_the_run_stops_with_a_table_before_the_host_is_full(tmp_path):
 
     filler = threading.Thread(target=fill, daemon=True)
     filler.start()
-    ended, said = train(tmp_path, root, steps=100_000)
+    codes, said = train(tmp_path, root, steps=100_000)
     filler.join(10)
-    assert ended.exit_codes == [DoesNotFitError.exit_code] * 2, said
+    assert codes == [DoesNotFitError.exit_code] * 2, said
     assert "7.90 GiB of 8.00 GiB (container limit) are in use, 99%" in said[0]
     table = said[0][said[0].index("stops in step") :]
     assert all(word in table for word in ("planned", "held", "weights", "gradients", "optimizer states", "together"))

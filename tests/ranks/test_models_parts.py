@@ -3,8 +3,6 @@
 import argparse
 import json
 import os
-import subprocess
-import sys
 import types
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from torch import nn
 
 from tests import python_path
-from tests.ranks import zoo
+from tests.ranks import scripts, zoo
 
 ZERO3 = {"zero_optimization": {"stage": 3}}
 
@@ -466,19 +464,8 @@ os._exit(0)  # gloo's threads can abort the interpreter's own end ("terminate ca
 def test_B15_building_starts_the_process_group_first(tmp_path):
     script = tmp_path / "build.py"
     script.write_text(_SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        str(script),
-        str(tmp_path / "out"),
-    ]
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
+    scripts.run([script, tmp_path / "out"], environment, world=2)
     assert [json.loads((tmp_path / f"out.{r}").read_text()) for r in range(2)] == [[2, True, True]] * 2
 
 

@@ -8,7 +8,7 @@ from bigtrain.engine import Engine
 from bigtrain.models import build_model
 from tests.ranks.tiny import TinyLM, config, rows
 
-SAMPLES = 12
+SAMPLES = 6
 
 
 def _run(optimizer, stage, offload, steps):

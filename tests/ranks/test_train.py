@@ -1,4 +1,7 @@
-"""launch/train.py as a user starts it: real launchers, real processes, two CPU ranks."""
+"""launch/train.py as a user starts it: real launchers, real processes, two CPU ranks.
+
+What does not depend on the launcher, or on a new interpreter, runs in processes that begin with everything imported.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from bigtrain.data.demo import stdlib_corpus, train_tokenizer
 from bigtrain.errors import DoesNotFitError, StoppedError
 from launch import bench_sigterm
 from tests import python_path
+from tests.ranks import scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -56,7 +60,8 @@ def flags(demo, out, **more):
 
 DEEPSPEED = ["deepspeed", "--num_accelerators", "2", "launch/train.py"]
 TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node", "2", "launch/train.py"]
-ALONE = [sys.executable, "launch/train.py"]
+TRAIN = "launch/train.py"
+ALONE = [sys.executable, TRAIN]
 
 
 def run(command, expect=0, **env):
@@ -72,6 +77,10 @@ def run(command, expect=0, **env):
     said = done.stdout + done.stderr
     assert done.returncode == expect, f"exit code {done.returncode}, expected {expect}:\n{said[-6000:]}"
     return said
+
+
+def run_forked(words, expect=0, world=None, **env):
+    return scripts.run(words, environment(**env), expect, world)
 
 
 def rows_of(out):
@@ -165,7 +174,7 @@ def test_bad_usage_is_reported_once_and_alike(demo, tmp_path):
 
 def test_B63_bad_config_is_reported_once_and_alike(demo, tmp_path):
     (tmp_path / "ds.json").write_text('{"zero_optimisation": {"stage": 3}, "gradient_cliping": 1.0, "bf16": {"enabled": true}}')
-    said = run([*DEEPSPEED, *flags(demo, tmp_path / "out", ds_config=tmp_path / "ds.json")], expect=2)
+    said = run_forked([TRAIN, *flags(demo, tmp_path / "out", ds_config=tmp_path / "ds.json")], expect=2, world=2)
     assert said.count("zero_optimization") >= 1 and "gradient_clipping" in said and "Traceback" not in said
     assert not (tmp_path / "out").exists()
 
@@ -173,27 +182,27 @@ def test_B63_bad_config_is_reported_once_and_alike(demo, tmp_path):
 def test_a_folder_that_holds_a_run_is_not_written_over(demo, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
-    said = run([*ALONE, *flags(demo, tmp_path / "out")], expect=2)
+    said = run_forked([TRAIN, *flags(demo, tmp_path / "out")], expect=2)
     assert "already holds a run" in said and "--overwrite_output_dir" in said
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
 def test_too_little_data(demo, tmp_path):
     (tmp_path / "short.txt").write_text("import os\n")
-    said = run(
-        [*ALONE, *flags(demo, tmp_path / "out", train_data=tmp_path / "short.txt", per_device_train_batch_size=64)], expect=2
+    said = run_forked(
+        [TRAIN, *flags(demo, tmp_path / "out", train_data=tmp_path / "short.txt", per_device_train_batch_size=64)], expect=2
     )
     assert "too little data for one step" in said
 
 
 def test_a_schedule_that_cannot_be_is_said_before_anything_is_built(demo, tmp_path):
-    said = run([*ALONE, *flags(demo, tmp_path / "out", warmup_steps=5)], expect=2)
+    said = run_forked([TRAIN, *flags(demo, tmp_path / "out", warmup_steps=5)], expect=2)
     assert "warmup_steps is 5, more than the run's 4 updates" in said and not (tmp_path / "out").exists()
 
 
 def test_does_not_fit_is_said_before_anything_is_built(demo, tmp_path):
     out = tmp_path / "out"
-    said = run([*ALONE, *flags(demo, out, model_name_or_path="preset:llama-70b")], expect=DoesNotFitError.exit_code)
+    said = run_forked([TRAIN, *flags(demo, out, model_name_or_path="preset:llama-70b")], expect=DoesNotFitError.exit_code)
     assert "DOES NOT FIT" in said and "--no_plan" in said and "Traceback" not in said
     assert not (out / "metrics.jsonl").exists()
 
@@ -211,7 +220,8 @@ def wait_for_rows(process, out, n):
         if (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_text().splitlines()) >= n:
             return
         time.sleep(0.1)
-    raise AssertionError(f"no {n} rows: {process.communicate()[0][-4000:]}")
+    said = process.said() if isinstance(process, scripts.Script) else process.communicate()[0]
+    raise AssertionError(f"no {n} rows: {said[-4000:]}")
 
 
 def children_of(pid):
@@ -220,12 +230,18 @@ def children_of(pid):
     return [p for p in psutil.Process(pid).children(recursive=True) if "launch/train.py" in p.cmdline() and "-u" in p.cmdline()]
 
 
-def test_two_stops_and_the_curve_is_that_of_the_unbroken_run(demo, tmp_path):
-    """SIGTERM twice, to one rank or both: all finish the same step, save, leave with 75; the short form of bench_sigterm."""
+def test_two_stops_and_the_curve_is_that_of_the_unbroken_run(demo, tmp_path, monkeypatch):
+    """SIGTERM twice, to one rank or both: all finish the same step, save, leave with 75; the short form of bench_sigterm.
+
+    The first leg runs under the launcher, which passes the code on; the others run without it.
+    """
     (tmp_path / "data").symlink_to(demo)
-    scenario = bench_sigterm.Scenario(tmp_path, steps=40, save_steps=5)
+    scenario = bench_sigterm.Scenario(tmp_path, steps=20, save_steps=4)
     out = tmp_path / "stopped"
-    for first, to in ((2, [1]), (9, [0, 1])):
+    for first, to in ((2, [1]), (5, [0, 1])):
+        if first != 2:
+            monkeypatch.setattr(bench_sigterm, "start", without_launcher)
+            monkeypatch.setattr(bench_sigterm, "rank_pids", lambda ranks: dict(enumerate(ranks)))
         stopped = bench_sigterm.leg(scenario, out, Scripted(first, to), tmp_path / "stopped.log")
         assert stopped is not None and stopped.code == StoppedError.exit_code == 75
         last = rows_of(out)[-1]["step"]
@@ -234,6 +250,14 @@ def test_two_stops_and_the_curve_is_that_of_the_unbroken_run(demo, tmp_path):
         assert json.loads((out / "run.json").read_text())["outcome"].startswith("stopped by")
     assert bench_sigterm.finish(scenario, "stopped") == bench_sigterm.finish(scenario, "whole") == 0
     assert bench_sigterm.differences(tmp_path) == []
+
+
+def without_launcher(scenario, out, log):
+    """As `bench_sigterm.start`; its `pid` are those of the ranks."""
+    words = scenario.command(out)
+    ranks = scripts.Ranks(words[words.index(TRAIN) :], environment(), log)
+    ranks.pid = [rank.pid for rank in ranks.ranks]
+    return ranks
 
 
 class Scripted:
@@ -265,18 +289,18 @@ def test_ctrl_c_in_a_terminal_under_deepspeed(demo, tmp_path):
 
 def test_ctrl_c_alone_and_resume_is_exact(demo, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    run([*ALONE, *flags(demo, whole, max_steps=8, dataloader_num_workers=1)])
+    run_forked([TRAIN, *flags(demo, whole, max_steps=8, dataloader_num_workers=1)])
     # The config file says the same with a run file.
     values = {w[2:]: v for w, v in zip(*[iter(flags(demo, broken, max_steps=8, save_steps=3))] * 2)}
     (tmp_path / "run.json").write_text(json.dumps(values))
-    process = start([*ALONE, tmp_path / "run.json"])
+    process = scripts.Script([TRAIN, tmp_path / "run.json"], environment(), tmp_path / "said")
     wait_for_rows(process, broken, 3)
     os.kill(process.pid, signal.SIGINT)
-    said = process.communicate(timeout=LIMIT_S)[0]
-    if process.returncode == 0:  # the machine was faster than the signal
+    code = process.wait(LIMIT_S)
+    if code == 0:  # the machine was faster than the signal
         pytest.skip("the run ended before the signal came")
-    assert process.returncode == StoppedError.exit_code, said[-4000:]
-    run([*ALONE, "--config", tmp_path / "run.json", "--resume_from_checkpoint", "auto"])
+    assert code == StoppedError.exit_code, process.said()[-4000:]
+    run_forked([TRAIN, "--config", tmp_path / "run.json", "--resume_from_checkpoint", "auto"])
     assert [(r["step"], r["loss"], r["lr"], r["grad_norm"]) for r in rows_of(broken)] == [
         (r["step"], r["loss"], r["lr"], r["grad_norm"]) for r in rows_of(whole)
     ]
@@ -285,8 +309,7 @@ def test_ctrl_c_alone_and_resume_is_exact(demo, tmp_path):
 def test_custom_loop_example(demo, tmp_path):
     script = ROOT / "launch" / "examples" / "custom_loop.py"
     assert len(script.read_text().splitlines()) < 40
-    said = run(["deepspeed", "--num_accelerators", "2", "--master_port", free_port(), script, demo / "train.jsonl",
-                demo / "tokenizer", tmp_path])  # fmt: skip
+    said = run_forked([script, "--local_rank=0", demo / "train.jsonl", demo / "tokenizer", tmp_path], world=2)
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in said.splitlines() if line.startswith("step ")]
     assert len(losses) == 10 and losses[-1] < losses[0]
     assert (tmp_path / "model" / "config.json").exists()
@@ -300,24 +323,10 @@ def test_vision_example(tmp_path):
     torch.manual_seed(0)
     teacher = encoder(64)
     torch.save({"state_dict": teacher.state_dict()}, tmp_path / "teacher.pt")
-    command = [
-        "torchrun",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "launch/examples/vision.py",
-        tmp_path / "teacher.pt",
-        tmp_path,
-    ]
-    losses = [float(line.split("loss ")[1]) for line in run(command).splitlines() if line.startswith("step ")]
+    said = run_forked(["launch/examples/vision.py", tmp_path / "teacher.pt", tmp_path], world=2)
+    losses = [float(line.split("loss ")[1]) for line in said.splitlines() if line.startswith("step ")]
     assert len(losses) == 30 and losses[-1] < 0.7 * losses[0]
     assert (tmp_path / "last").is_dir()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def test_make_train_says_what_the_readme_says(tmp_path):

@@ -1,8 +1,13 @@
-"""What DeepSpeed copies while it starts: nothing, for an optimizer whose masters are the weights."""
+"""What DeepSpeed copies, compiles and asks while it starts: no more than a run needs."""
 
+import importlib.util
+import types
+from pathlib import Path
+
+import pytest
 import torch
 
-from bigtrain.startup import SMALLEST, SharedMaster, grow_segments
+from bigtrain.startup import SMALLEST, SharedMaster, ask_cpu_once, compiled_when_called, grow_segments
 
 
 def test_a_flat_bf16_clone_is_the_tensor_itself_and_zeros_take_one_element():
@@ -18,6 +23,44 @@ def test_a_flat_bf16_clone_is_the_tensor_itself_and_zeros_take_one_element():
     part.requires_grad = True
     part.grad = zeros
     assert flat.clone().data_ptr() != flat.data_ptr()  # afterwards all is as it was
+
+
+def test_what_deepspeed_decorates_is_compiled_when_it_is_called_first():
+    seen = []
+
+    def compile_now(function):
+        seen.append(function.__name__)
+        return function
+
+    module = types.SimpleNamespace(compile=lambda: compile_now)
+    before = module.compile
+    with compiled_when_called(module):
+
+        @module.compile()
+        def double(x):
+            """Twice."""
+            return 2 * x
+
+    assert module.compile is before and seen == [] and double.__doc__ == "Twice."
+    assert double(3) == 6 and double(x=4) == 8 and seen == ["double"]
+
+
+def test_deepspeeds_muon_and_cpu_adam_are_what_the_patches_are_for():
+    """If this fails, DeepSpeed has changed: measure a start again (`python -X importtime`), the patches may not be needed."""
+    folder = Path(importlib.util.find_spec("deepspeed").origin).parent
+    muon = (folder / "runtime/zero/muon/original_muon.py").read_text()
+    assert "from deepspeed.runtime import compiler" in muon and muon.count("@compiler.compile()") == 3
+    assert "cpu_info = get_cpu_info()" in (folder / "ops/adam/cpu_adam.py").read_text()
+
+
+def test_the_cpu_is_asked_once(monkeypatch):
+    cpuinfo = pytest.importorskip("cpuinfo")
+    asked = []
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", lambda: asked.append(1) or {"vendor_id_raw": "x"})
+    for _ in range(2):
+        ask_cpu_once()
+        assert cpuinfo.get_cpu_info() == {"vendor_id_raw": "x"}
+    assert asked == [1]
 
 
 def test_an_allocator_that_the_user_has_set_up_is_left_alone(monkeypatch):

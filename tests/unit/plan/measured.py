@@ -1,8 +1,9 @@
 """Measured rows of raw DeepSpeed + transformers on real cards: the inputs and what was read, each with its card.
 
 Llama shapes, random weights, bf16, sequences of 4,096, sdpa, AdamW, one parameter group, overlap_comm on, everything
-else at DeepSpeed 0.19.8's defaults, transformers 5.17, torch 2.11+cu130 with its default allocator settings. GPU numbers are 1e9 bytes as the run printed
-them. Host numbers were printed as ru_maxrss / 1e6, which are units of 1,024,000 bytes, rounded to one of them.
+else at DeepSpeed 0.19.8's defaults, transformers 5.17, torch 2.11+cu130 with the allocator as it is by default. GPU numbers are
+1e9 bytes as the run printed them. Host numbers were printed as ru_maxrss / 1e6, which are units of 1,024,000 bytes, rounded to
+one of them.
 """
 
 from bigtrain import shapes

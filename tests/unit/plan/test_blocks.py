@@ -1,5 +1,6 @@
 """Some blocks recomputed: between none and all in bytes and seconds, and the fewest that fit."""
 
+import functools
 import itertools
 
 import pytest
@@ -115,6 +116,7 @@ def test_the_search_recomputes_no_more_than_it_must():
 
 
 def test_what_the_user_said_of_blocks_stands():
+    @functools.cache
     def blocks(run, **values):
         found = pick(shapes.config_dict("llama-1b"), run, world_size=1, ranks_per_node=1, seq_len=4096, kernels="liger",
                      gpu_memory_bytes=24 * GIB, host_memory_bytes=100 * GIB, **values)  # fmt: skip

@@ -1,6 +1,6 @@
 """The plan against measured runs. Nothing is fitted to these rows; tolerances are what is promised, not what is seen.
 
-Seen: allocated off by at most 0.2 %, device-used by at most 2.8 % (mean 1.5 %), host by at most 1 % where anything is
+Measured with fixed segments. Seen: allocated off by at most 0.2 %, device-used by at most 2.8 % (mean 1.5 %), host by at most 1 % where anything is
 offloaded, speed by at most 12 %.
 """
 
@@ -46,12 +46,58 @@ def test_speed_of_a_real_run_is_near_enough_to_rank(name):
     assert abs(off(step_time(plan).tokens_per_s / plan.world_size, SPEED[name])) <= 0.15
 
 
+def ours(name, ranks, stage, blocks, buffers=None, expandable=False):
+    """A run of launch/train.py: adamw_split_8bit, liger, seq 4096, micro batch 4, accumulation 1, buckets as in ds_configs/."""
+    d = shapes.config_dict(name)["hidden_size"]
+    sizes = {1: 200_000_000, 2: 200_000_000, 3: d * d}
+    settings = ZeroSettings(
+        stage=stage, offload_optimizer=buffers is not None, buffers=buffers or 4, overlap_comm=True,
+        reduce_bucket_elems=sizes[stage], prefetch_elems=int(0.9 * d * d), persistence_elems=10 * d,
+    )  # fmt: skip
+    checkpointing = "full" if blocks else "none"
+    return plan_input(
+        shapes.config_dict(name), settings=settings, world_size=ranks, micro_batch=4, kernels="liger", optimizer="adamw_split_8bit",
+        checkpointing=checkpointing, checkpoint_blocks=blocks or None, drawn=True, expandable=expandable,
+    )  # fmt: skip
+
+
+# H200, fixed segments, torch 2.11: (allocated, reserved, device-used) in 1e9 bytes. Those whose peak is not at the loss, which is
+# computed in another way since.
+OURS = {
+    "8B, 80 buffers": (ours("llama-8b", 1, 2, 0, 80), 101.81, 112.19, 113.65),
+    "two cards, 8B, all recomputed, 91 buffers": (ours("llama-8b", 2, 2, 32, 91), 44.38, 47.63, 49.57),
+    "two cards, 1B": (ours("llama-1b", 2, 2, 0), 26.63, 29.41, 31.32),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_streamed_and_two_card_runs_as_measured(name):
+    plan, allocated, reserved, used = OURS[name]
+    found = predict(plan)
+    assert abs(off(found.gpu_peak_allocated_bytes, allocated * 1e9)) <= 0.01
+    assert abs(off(found.gpu_reserved_bytes, reserved * 1e9)) <= 0.04
+    assert abs(off(found.gpu_used_bytes, used * 1e9)) <= 0.04
+
+
+def test_a_capped_run_needs_more_where_segments_are_fixed():
+    """3B with 16 of 28 blocks recomputed died of fragmentation under a cap of 33.5 GiB, and was said to fit: 31.95 GiB needed."""
+    fixed, growing = (predict(ours("llama-3b", 1, 2, 16, 32, expandable=e)) for e in (False, True))
+    assert fixed.gpu.bytes == growing.gpu.bytes and growing.fits(int(33.5 * 2**30), None)
+    assert fixed.gpu_need_bytes() > growing.gpu_need_bytes() + 2**29
+    for plan in (fixed, growing):
+        assert plan.gpu_least_bytes() < plan.gpu_need_bytes()
+        assert plan.gpu_need_bytes() <= plan._card(plan.gpu_reserved_bytes)
+
+
 class Unsharded:
     """No ZeRO: bf16 weights, `states` bytes of optimizer state a parameter, every gradient kept until the step."""
 
     def __init__(self, plan, tape, states):
         self.plan, self.tape, self.states = plan, tape, states
         tape.hold("weights", 2 * plan.parameters.elems, "weights, bf16")
+
+    def learn(self, visits, recomputed):
+        pass
 
     def fetch(self, key, members, *, backward, steady):
         pass

@@ -44,6 +44,7 @@ def test_the_quick_simulation_finds_the_same_peak(stage, offload, accumulation, 
     plan = tiny(stage=stage, offload=offload, world_size=2, accumulation=accumulation, grad_bytes=grad)
     whole, quick = predict(plan), predict(plan, reserve=False)
     assert (quick.gpu.bytes, quick.host.bytes) == (whole.gpu.bytes, whole.host.bytes)
+    assert quick.gpu_need_bytes() == whole.gpu_need_bytes()  # or what a search finds would be refused
 
 
 def test_steady_state_holds_nothing_but_states():

@@ -8,8 +8,10 @@ from bigtrain import capacity, shapes
 from bigtrain.config import Resolved, RunValues
 from bigtrain.errors import UsageError
 from bigtrain.plan import predict
+from bigtrain.plan.device import device_tape
 from bigtrain.plan.inputs import ZeroSettings, plan_input
 from bigtrain.plan.streamed import BOTH_WAYS, CHUNK_BYTES, IN_FLIGHT, buffers_that_help, early_bytes, host_bytes, seconds
+from bigtrain.plan.tape import ALLOC, FREE, PHASE, RETURN
 
 
 def _plan(optimizer="adamw_split_8bit", device="cuda", ratio=1.0, offload=True, stage=2, buffers=4, **more):
@@ -65,6 +67,24 @@ def test_the_least_number_of_buffers_that_hides_the_traffic():
     assert seconds(_plan(buffers=needed), BUS, BUS, forward_s) == 0.0
     assert seconds(_plan(buffers=needed - IN_FLIGHT - 1), BUS, BUS, forward_s) > 0.0
     assert buffers_that_help(_plan(), BUS, BUS, 100.0) == IN_FLIGHT  # a long forward hides everything
+
+
+def test_buffers_come_with_the_first_update_and_gradients_come_back_during_forward():
+    tape = device_tape(_plan(buffers=8, kernels="liger"))
+    phase, made, lent, returned = "", {}, {}, {}
+    for kind, slot, size, name in tape.events:
+        if kind == PHASE:
+            phase = name
+        elif kind == ALLOC and name == "optimizer state, on its way" and tape.streams[slot] == 0:
+            made[phase] = made.get(phase, 0) + size
+        elif kind == FREE and slot in tape.late:
+            lent[phase] = lent.get(phase, 0) + size
+        elif kind == RETURN:
+            returned[phase] = returned.get(phase, 0) + size
+    assert list(made) == ["optimizer step"] and made["optimizer step"] == pytest.approx(8 * CHUNK_BYTES, rel=1e-3)
+    gradients = 2 * _plan().parameters.elems
+    assert lent == {"optimizer step": pytest.approx(2 * gradients, rel=1e-3)}  # two updates
+    assert 0.2 * gradients < returned["steady forward"] < gradients
 
 
 def test_with_more_ranks_everything_would_have_to_come_up_early():

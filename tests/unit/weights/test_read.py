@@ -2,7 +2,8 @@
 
 import torch
 
-from bigtrain.weights.read import Reader, ReadOp, _spans, populate
+from bigtrain import heap
+from bigtrain.weights.read import Reader, ReadOp, _spans
 
 
 def ops_at(*places):
@@ -19,7 +20,7 @@ def test_reads_close_together_are_asked_for_as_one():
 def test_populated_memory_keeps_its_values_and_its_neighbours():
     whole = torch.arange(3 << 20, dtype=torch.int32)
     for first, last in [(0, 3 << 20), (1, 1 << 20), (1000, 1500), (7, 7)]:
-        populate(whole[first:last])
+        heap.populate(whole[first:last].data_ptr(), whole[first:last].nbytes)
     assert torch.equal(whole, torch.arange(3 << 20, dtype=torch.int32))
 
 

@@ -1,0 +1,124 @@
+"""Which whole weights a rank of ZeRO-3 holds at each moment: DeepSpeed's coordinator, module call by module call.
+
+Follows deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py (names in quotes) once it has recorded its trace, which is
+from the third step on. Every call of a module, also of one without weights of its own, gathers ahead in the order of the trace
+until it has asked for a prefetch bucket or `max_live` elements are there: so within a few blocks nearly that many are there, and
+the head is, from the blocks before it on until backward is done with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bigtrain.plan.inputs import ZeroSettings
+from bigtrain.plan.parameters import Parameter
+
+# One module call: the indices of its weights that are gathered.
+Call = tuple[int, ...]
+Visit = tuple[str, list[int]]
+
+
+def calls_of(items: Sequence[Parameter], members: Sequence[int], persistence_elems: int) -> list[Call]:
+    """The modules of a block, or of a part outside of blocks, in the order of a forward; modules that hold modules come first."""
+    found: dict[str, list[int]] = {}
+    for i in members:
+        path = items[i].name.split(".")[:-1]
+        start = 1 + next((k for k, part in enumerate(path) if part.isdigit()), len(path) - 1)
+        for end in range(start, len(path) + 1):
+            found.setdefault(".".join(path[:end]), [])
+        if items[i].elems > persistence_elems:
+            found.setdefault(".".join(path), []).append(i)
+    return [tuple(params) for params in found.values()]
+
+
+@dataclass
+class Gathered:
+    """The trace of a step, and what is there.
+
+    Args:
+        items: of the model. visits: key and parameters of each part, in the order in which forward and backward come to it.
+        recomputed: keys of the backwards that recompute.
+        zero: bucket, limits and distances, in elements.
+
+    Attributes:
+        here: indices of the parameters that are whole.
+    """
+
+    items: Sequence[Parameter]
+    visits: Sequence[Visit]
+    recomputed: frozenset[str]
+    zero: ZeroSettings
+    here: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.calls: list[Call] = []
+        self.ends: list[int] = []
+        for key, members in self.visits:
+            calls = calls_of(self.items, members, self.zero.persistence_elems)
+            if key[0] == "b":
+                calls = (calls if key in self.recomputed else []) + calls[::-1]
+            elif key == "head":
+                calls = 2 * calls  # forward and backward of the loss
+            self.calls += calls
+            self.ends.append(len(self.calls))
+        self.queue = [(step, i) for step, call in enumerate(self.calls) for i in call]
+        self.start()
+
+    def start(self) -> None:
+        """'reset_step'."""
+        self.at = self.step = self.visit = self.count = 0
+        self.recent: dict[int, int] = {}
+
+    def fetch(self) -> list[list[int]]:
+        """All module calls of the next visit; what is gathered, in groups, in order."""
+        found: list[list[int]] = []
+        for step in range(self.step, self.ends[self.visit]):
+            call = self.calls[step]
+            found += [[i] for i in call if i not in self.here]
+            self._take([i for i in call if i not in self.here])
+            self._forget_queued(step, {i for i in call if self.recent.get(i, -1) < step})
+            ahead = self._ahead()
+            self._take(ahead)
+            found += [ahead] if ahead else []
+        self.step, self.visit = self.ends[self.visit], self.visit + 1
+        return found
+
+    def _take(self, params: Sequence[int]) -> None:
+        self.here.update(params)
+        self.count += sum(self.items[i].elems for i in params)
+
+    def _forget_queued(self, step: int, wanted: set[int]) -> None:
+        seen: set[int] = set()
+        while self.at < len(self.queue) and len(seen) < len(wanted):
+            used, i = self.queue[self.at]
+            self.recent[i] = used
+            seen.add(i)
+            self.at += 1
+
+    def _ahead(self) -> list[int]:
+        most = min(self.zero.max_live_elems - self.count, self.zero.prefetch_elems)
+        group: list[int] = []
+        elems = 0
+        while self.at < len(self.queue) and elems < most:
+            step, i = self.queue[self.at]
+            self.at += 1
+            self.recent[i] = max(self.recent.get(i, -1), step)
+            if i not in self.here and i not in group:
+                group.append(i)
+                elems += self.items[i].elems
+        return group
+
+    def release(self) -> list[int]:
+        """'__params_to_release' of all modules of the last visit: what is not used again soon, nor skipped by what gathers ahead."""
+        members = self.visits[self.visit - 1][1]
+        going = {i for i in members if i in self.here and self.recent.get(i, -1) <= self.step}
+        passed = 0
+        for call in self.calls[self.step :]:
+            if passed >= self.zero.max_reuse_elems or not going:
+                break
+            going.difference_update(call)
+            passed += sum(self.items[i].elems for i in call)
+        self.here -= going
+        self.count -= sum(self.items[i].elems for i in going)
+        return sorted(going)

@@ -1,0 +1,31 @@
+"""All that a rank imports, imported once: the ranks of a pool are forked from a process that has run this module.
+
+Importing takes a rank seven seconds of computing, a fork a hundredth. Nothing here may start a thread or touch a device.
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+
+os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # read by what is imported
+
+MODULES = """
+hypothesis pytest safetensors.torch torch.distributed.tensor torch.testing torch.utils.checkpoint
+transformers.loss.loss_utils transformers.modeling_utils transformers.models.llama.modeling_llama
+transformers.hf_argparser bigtrain.arguments bigtrain.capacity bigtrain.checkpoint bigtrain.data bigtrain.diagnostics
+bigtrain.engine bigtrain.hosts bigtrain.job bigtrain.models bigtrain.preflight bigtrain.train bigtrain.watch bigtrain.weights
+tests.ranks.families tests.ranks.tiny tests.ranks.zoo
+deepspeed.module_inject.auto_ep_layer deepspeed.ops.adam deepspeed.runtime.superoffload.superoffload_stage3
+deepspeed.runtime.zero.muon.muon_optimizer matplotlib.pyplot torch.utils.tensorboard
+""".split()  # noqa: SIM905
+
+for name in MODULES:
+    with contextlib.suppress(ImportError):  # whoever needs it will say so
+        importlib.import_module(name)
+
+from bigtrain import zero  # noqa: E402
+
+zero.why_no_cpu_adam()  # loaded, and what it asks about this CPU remembered
+gc.collect()
+gc.freeze()  # a collection in a forked rank would touch, and so copy, all of it
