@@ -43,9 +43,17 @@ def norm_of(grad: torch.Tensor) -> torch.Tensor:
 
 
 def add_to(output: torch.Tensor | None, source: torch.Tensor) -> None:
-    """DeepSpeed's `_add_to_grad_partition_buffer` without an fp32 copy of what is added; the same bits."""
-    if output is not None:
+    """DeepSpeed's `_add_to_grad_partition_buffer` without an fp32 copy of what is added; the same bits.
+
+    On a GPU the kernel converts what it reads. On a CPU torch would convert the whole operand first (TensorIterator.cpp), so piecewise.
+    """
+    if output is None:
+        return
+    if output.is_cuda:
         output.add_(source)
+        return
+    for into, piece in zip(output.view(-1).split(NORM_PIECE_ELEMS), source.reshape(-1).split(NORM_PIECE_ELEMS)):
+        into.add_(piece)
 
 
 class HostGradients:

@@ -1,5 +1,8 @@
 """Offload on a CPU without a copy of every gradient in passing: what DeepSpeed's own way gives, with less memory."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,6 +65,25 @@ def test_the_same_training_without_copies_of_whole_gradients(rank_pool, accumula
         assert norms == pytest.approx(norms0, rel=1e-6)  # one sum in fp64, in another order; told in fp32
         assert fp64 <= NORM_PIECE_ELEMS and fp32 < fp320
         assert fp640 > NORM_PIECE_ELEMS or not offload
+
+
+def test_adding_makes_no_copy_of_the_whole_even_within_torch():
+    """The kernel's own mark of the most that was resident: a conversion inside of an operator of torch shows in nothing else."""
+    output, source = torch.ones(1 << 25), torch.full((1 << 25,), 0.5, dtype=torch.bfloat16)
+
+    def grown(add):
+        Path("/proc/self/clear_refs").write_text("5")  # the mark is what is resident now
+        before = resident("VmRSS")
+        add(output, source)
+        return resident("VmHWM") - before
+
+    assert grown(hostgradients.add_to) < 32 << 20 < grown(lambda a, b: a.add_(b))
+    assert torch.equal(output, torch.full((1 << 25,), 2.0))
+
+
+def resident(name):
+    found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024
 
 
 def test_the_norm_does_not_depend_on_the_pieces():
