@@ -217,8 +217,8 @@ class _Expandable(_Segments):
         if place == len(pool.order):
             return None
         best = pool.blocks[pool.order[place][1]]
-        for _, at in pool.order[place + 1 :]:
-            other = pool.blocks[at]
+        for later in range(place + 1, len(pool.order)):
+            other = pool.blocks[pool.order[later][1]]
             if _could_become(other) >= _could_become(best):
                 break
             best = other
