@@ -283,11 +283,11 @@ class Engine:
             micro_batches: this rank's part, the same number on every rank.
 
         Raises:
-            DataError: on every rank, if the global batch holds no target at all.
+            DataError: if a batch holds `num_items_in_batch`; on every rank, if the global batch holds no target at all.
         """
         if self._since.backwards:
             self._origin.refuse("train_step() in the middle of an accumulation: finish it with engine.step() first.")
-        counts = [self.count_targets(batch) for batch in micro_batches]
+        counts = [steps.counted(batch, self.count_targets) for batch in micro_batches]
         total = self._since.plan(counts, self.global_step)
         for batch, count in zip(micro_batches, counts):
             batch = batch if count else steps.without_targets(batch)

@@ -56,5 +56,5 @@ def _in_step(engine: Engine, batches: Iterable[Batch]) -> Iterator[tuple[Batch, 
                 f"evaluate(): rank {', '.join(map(str, empty))} has no batch at all: give every rank one or more."
             )
         assert last is not None
-        count = 0 if batch is None else engine.count_targets(batch)
+        count = 0 if batch is None else steps.counted(batch, engine.count_targets)
         yield last if count else steps.without_targets(last), count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,10 +70,34 @@ def target_counter(model: torch.nn.Module) -> CountTargets:
 
 def samples(batch: Batch) -> int:
     """Rows of a batch."""
-    for value in batch.values():
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
+    for value in tensors_in(batch):
+        if value.dim() > 0:
             return int(value.shape[0])
-    raise DataError(f"a batch holds no tensor with a batch dimension; its keys are {sorted(batch)}")
+    held = {name: type(value).__name__ for name, value in batch.items()}
+    raise DataError(f"a batch holds no tensor with a batch dimension; it holds {held}")
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a batch, in mappings, lists and tuples too."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(one)
+
+
+def counted(batch: Batch, count: CountTargets) -> int:
+    """The number of loss terms in a batch whose loss is the mean over them.
+
+    Raises:
+        DataError: the batch says itself what its loss is divided by.
+    """
+    if batch.get("num_items_in_batch") is not None:
+        raise DataError(
+            f"the batch holds num_items_in_batch = {batch['num_items_in_batch']}: train_step() and evaluate() divide by the targets of "
+            "all batches themselves, and its loss would be divided twice. Leave it out, or use engine(**batch), backward and step"
+        )
+    return count(batch)
 
 
 def without_targets(batch: Batch) -> Batch:
@@ -87,19 +111,25 @@ def without_targets(batch: Batch) -> Batch:
 
 
 def move(batch: Batch, device: torch.device, dtype: torch.dtype, held: list[torch.Tensor] | None = None) -> dict[str, Any]:
-    """Tensors onto the device; floating inputs to the model's dtype, as the Hugging Face Trainer does under DeepSpeed.
+    """Tensors, also in mappings, lists and tuples, onto the device; floating inputs to the model's dtype, as the Hugging Face Trainer does under DeepSpeed.
 
     Args:
         held: of `kernels.upload.to_device`, where copies would wait behind optimizer state.
     """
-    out = {}
-    for name, value in batch.items():
-        if isinstance(value, torch.Tensor):
-            value = upload.to_device(value, device, held)
-            value = value.to(dtype) if value.is_floating_point() else value
-        out[name] = value
+    out = {name: _moved(value, device, dtype, held) for name, value in batch.items()}
     documents.remember(batch.get("position_ids"), out.get("position_ids"), held)
     return out
+
+
+def _moved(value: Any, device: torch.device, dtype: torch.dtype, held: list[torch.Tensor] | None) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = upload.to_device(value, device, held)
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {name: _moved(one, device, dtype, held) for name, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_moved(one, device, dtype, held) for one in value)
+    return value
 
 
 def loss_of(output: Any) -> torch.Tensor:

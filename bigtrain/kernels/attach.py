@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +14,10 @@ import torch
 
 from bigtrain import zero
 from bigtrain.errors import ModelError
+from bigtrain.kernels import logits
 from bigtrain.kernels.cross_entropy import IGNORED, linear_cross_entropy
 
 log = logging.getLogger(__name__)
-# Settings with which a model changes its logits between head and loss; the value that means "does not".
-LOGIT_CHANGES = {
-    "final_logit_softcapping": None,
-    "logits_scaling": 1,
-    "logit_scale": 1,
-    "lm_head_multiplier": 1,
-    "logits_mup_width_multiplier": 1,
-}
 
 
 @dataclass(frozen=True)
@@ -50,12 +45,12 @@ def use_chunked_loss(model: torch.nn.Module) -> LossPath:
     Returns:
         What was done, and why.
     """
+    if getattr(getattr(model, "forward", None), "of_bigtrain", False):
+        return LossPath("chunked", "already in place")
     reason = why_not_chunked(model)
     if reason is not None:
         log.warning("the loss is computed from the logits of the whole batch: %s", reason)
         return LossPath("model", reason)
-    if getattr(model, "_bigtrain_chunked_loss", False):
-        return LossPath("chunked", "already in place")
     _patch(model)
     path = LossPath("chunked", f"{type(model).__name__}: head and cross-entropy run a chunk of tokens at a time")
     log.info("%s", path.why)
@@ -68,63 +63,95 @@ def why_not_chunked(model: torch.nn.Module) -> str | None:
     find: Any = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
     if not isinstance(head, torch.nn.Linear):
-        return f"{name} has no plain linear output head ({type(head).__name__})"
+        return f"{name} has no plain linear output head ({type(head).__module__}.{type(head).__name__})"
+    if type(head).forward is not torch.nn.Linear.forward or "forward" in vars(head) or not head.weight.is_floating_point():
+        return f"{name}'s output head is more than a linear layer ({type(head).__name__} of {head.weight.dtype})"
     if head is not getattr(model, "lm_head", None):
         return f"{name}'s output head is not its attribute lm_head"
-    config = getattr(model, "config", None)
-    for key, neutral in LOGIT_CHANGES.items():
-        value = getattr(config, key, neutral)
-        if value != neutral and value is not None:
-            return f"{name} changes its logits before the loss ({key} = {value})"
+    if (change := logits.changed_by(getattr(model, "config", None))) is not None:
+        return f"{name} changes its logits before the loss ({change})"
+    return _why_not_by_source(model, name) or _why_not_by_loss(model, name)
+
+
+def _why_not_by_source(model: torch.nn.Module, name: str) -> str | None:
     try:
         source = inspect.getsource(inspect.unwrap(type(model).forward))
-    except (OSError, TypeError):
+        if "self.lm_head(" not in source or "self.loss_function(" not in source:
+            return f"{name}.forward does not hand the logits of lm_head to loss_function"
+        strange = logits.strange_use(source)
+    except (OSError, TypeError, SyntaxError):
         return f"the source of {name}.forward cannot be read, so it is unknown what happens to the logits"
-    if "self.lm_head(" not in source or "self.loss_function(" not in source:
-        return f"{name}.forward does not hand the logits of lm_head to loss_function"
+    return f"{name}.forward does more with its logits than to hand them to loss_function: `{strange}`" if strange else None
+
+
+def _why_not_by_loss(model: Any, name: str) -> str | None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
     if getattr(model, "loss_type", "ForCausalLM") not in (None, "ForCausalLM"):
         return f"{name} has a loss of its own ({model.loss_type})"
+    if model.loss_function is not ForCausalLMLoss:
+        given = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
+        return f"{name}'s loss_function was replaced by {given}"
     return None
 
 
 @dataclass
 class _Pending:
-    """The targets of the forward that is running, and where the head put its loss."""
+    """The targets of the forward that is running, and the loss that the head made of them."""
 
     targets: torch.Tensor
     num_items: Any
-    address: int | None = None
+    loss: torch.Tensor | None = None
 
 
 def _patch(model: Any) -> None:
+    """Methods that find everything through the module that they are of: a copy of a module must not compute with the original."""
     running: list[_Pending] = []
-    model.forward = _model_forward(model, running)
-    model.lm_head.forward = _head_forward(model.lm_head, running)
-    model.loss_function = _loss_function(type(model).__name__, model.loss_function, running)
-    model._bigtrain_chunked_loss = True
+    model._bigtrain_running = model.lm_head._bigtrain_running = running
+    model._bigtrain_loss, model.loss_function = model.loss_function, types.MethodType(_loss_function, model)
+    for module, forward in ((model, _model_forward), (model.lm_head, _head_forward)):
+        module._bigtrain_forward, module.forward = module.forward, _method(module, forward)
 
 
-def _model_forward(model: Any, running: list[_Pending]) -> Any:
-    original, signature = model.forward, inspect.signature(model.forward)
+def _method(module: torch.nn.Module, forward: Callable[..., Any]) -> types.MethodType:
+    """The module's forward, by which it also knows the signature and name of the one before."""
+    before = module.forward
+    signature = inspect.signature(before)
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind_partial(*args, **kwargs).arguments
-        given |= given.pop("kwargs", {})
-        targets = _targets(given)
-        keep = given.get("logits_to_keep", 0)
-        if targets is None or isinstance(keep, torch.Tensor) or keep:
-            return original(*args, **kwargs)
-        running.append(_Pending(targets, given.get("num_items_in_batch")))
-        try:
-            out = original(*args, **kwargs)
-        finally:
-            running.pop()
-        if isinstance(out, tuple):
-            return (out[0], None, *out[2:])
-        return type(out)(**{k: v for k, v in out.items() if k != "logits"})
+    @functools.wraps(before)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, signature, *args, **kwargs)
 
-    return forward
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    method.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])  # type: ignore[attr-defined]
+    method.of_bigtrain = True  # type: ignore[attr-defined]
+    return types.MethodType(method, module)
+
+
+def _model_forward(self: Any, signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
+    given = signature.bind_partial(*args, **kwargs).arguments
+    given |= given.pop("kwargs", {})
+    targets = _targets(given)
+    keep = given.get("logits_to_keep", 0)
+    own_mark = given.get("ignore_index", IGNORED) != IGNORED
+    if targets is None or isinstance(keep, torch.Tensor) or keep or own_mark:
+        return self._bigtrain_forward(*args, **kwargs)
+    now = _Pending(targets, given.get("num_items_in_batch"))
+    self._bigtrain_running.append(now)
+    try:
+        out = self._bigtrain_forward(*args, **kwargs)
+    finally:
+        self._bigtrain_running.pop()
+    if now.loss is None:  # another head has taken the place of the one that was patched
+        return out
+    if isinstance(out, tuple):
+        return tuple(None if _is_alias(x, now.loss) else x for x in out)
+    return type(out)(**{k: v for k, v in out.items() if k != "logits"})
+
+
+def _is_alias(value: Any, loss: torch.Tensor) -> bool:
+    """ZeRO-3 hands on an alias of what the head returned; any computation would have made a new tensor."""
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.data_ptr() == loss.data_ptr()
 
 
 def _targets(given: dict[str, Any]) -> torch.Tensor | None:
@@ -136,33 +163,25 @@ def _targets(given: dict[str, Any]) -> torch.Tensor | None:
     return torch.nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[..., 1:]
 
 
-def _head_forward(head: torch.nn.Linear, running: list[_Pending]) -> Any:
-    original = head.forward
-
-    @functools.wraps(original)
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        if not running:
-            return original(hidden)
-        now = running[-1]
-        if hidden.shape[:-1].numel() != now.targets.numel():
-            raise ModelError(f"{hidden.shape[:-1].numel()} hidden states came for {now.targets.numel()} labels")
-        loss = linear_cross_entropy(hidden, head.weight, now.targets, bias=head.bias, num_items=now.num_items)
-        now.address = loss.data_ptr()
-        return loss
-
-    return forward
+def _head_forward(self: Any, _: inspect.Signature, hidden: torch.Tensor) -> torch.Tensor:
+    if not self._bigtrain_running:
+        return self._bigtrain_forward(hidden)
+    now = self._bigtrain_running[-1]
+    if hidden.shape[:-1].numel() != now.targets.numel():
+        raise ModelError(f"{hidden.shape[:-1].numel()} hidden states came for {now.targets.numel()} labels")
+    now.loss = linear_cross_entropy(hidden, self.weight, now.targets, bias=self.bias, num_items=now.num_items)
+    return now.loss
 
 
-def _loss_function(name: str, original: Any, running: list[_Pending]) -> Any:
-    def loss_function(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not running:
-            return original(logits, *args, **kwargs)
-        # ZeRO-3 hands on an alias of what the head returned; any computation would have made a new tensor
-        if logits.data_ptr() != running[-1].address:
-            raise ModelError(f"{name} changes its logits between lm_head and loss: turn the chunked loss off for it")
-        return logits.clone()
-
-    return loss_function
+def _loss_function(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if not self._bigtrain_running or self._bigtrain_running[-1].loss is None:
+        return self._bigtrain_loss(logits, *args, **kwargs)
+    if not _is_alias(logits, self._bigtrain_running[-1].loss):
+        raise ModelError(
+            f"{type(self).__name__} changes its logits between lm_head and loss, which the chunked loss never makes. Wrap the head "
+            "(LoRA) before use_chunked_loss or use_liger; or train without them (use_liger_kernel false)"
+        )
+    return logits.clone()
 
 
 def use_liger(model: torch.nn.Module) -> LossPath:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from bigtrain.errors import ModelError
+from bigtrain.errors import DataError, ModelError
 from bigtrain.plan.activations import fused_loss_rows
 
 IGNORED = -100
@@ -72,9 +72,16 @@ def linear_cross_entropy(
 
     Returns:
         fp32, without dimensions.
+
+    Raises:
+        DataError: on a CPU, a target is no word of the vocabulary. On a GPU, which is not waited for, the loss is then NaN.
     """
     device = hidden.device
+    if not torch.is_grad_enabled():  # a parameter says that it wants a gradient where nobody will ask for it, too
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     flat, wanted = hidden.reshape(-1, hidden.size(-1)), targets.reshape(-1).to(device)
+    if device.type == "cpu":
+        _refuse_unknown(wanted, weight.size(0))
     divisor = _divisor(num_items, wanted)
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
@@ -94,6 +101,15 @@ def _divisor(num_items: torch.Tensor | int | float | None, targets: torch.Tensor
     if isinstance(num_items, torch.Tensor) and num_items.device == targets.device:
         return num_items.float().reshape(())
     return torch.full((), float(num_items), dtype=torch.float32, device=targets.device)
+
+
+def _refuse_unknown(targets: torch.Tensor, vocabulary: int) -> None:
+    unknown = targets[((targets < 0) & (targets != IGNORED)) | (targets >= vocabulary)]
+    if unknown.numel():
+        raise DataError(
+            f"label {int(unknown[0])} is neither one of the {vocabulary} words of the output head nor {IGNORED} (left out of the "
+            f"loss); {unknown.numel()} of {targets.numel()} labels are such. Is the tokenizer the model's own?"
+        )
 
 
 @functools.cache

@@ -155,6 +155,8 @@ class _Run:
         self.shards.fetch("head", self.head, backward=True, steady=steady)
         if self.g.vocab:
             {"full": self._full_loss, "chunked": self._chunked_loss, "fused": self._fused_loss}[self.plan.loss_kind]()
+        else:
+            self._open_backward()
         self.shards.release("head")
         self.tape.drop("final norm")
         for i in reversed(self.after):
@@ -238,8 +240,6 @@ class _Run:
 
     def backward(self, steady: bool) -> None:
         self.tape.phase("backward")
-        if not self.g.vocab:
-            self._open_backward()
         self.tape.hold("dstream", 2 * self.t * self.g.hidden, "backward, residual stream")
         for block in reversed(self.blocks):
             self._block_backward(block, steady)

@@ -18,6 +18,9 @@ Kernels = Literal["hf", "liger"]
 Loss = Literal["full", "chunked", "fused"]
 Checkpointing = Literal["none", "full", "selective", "offload"]
 
+# Families whose forward does more with its logits than to hand them to the causal loss (kernels/attach.py `why_not_chunked`).
+_OWN_LOSS = {"granite", "granitemoe", "cohere", "cohere2", "t5", "bert", *VISION_LANGUAGE}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroSettings:
@@ -323,7 +326,11 @@ class PlanInput:
     @property
     def loss_kind(self) -> Loss:
         """How the loss is computed: as told, or as kernels/attach.py `use_liger` has it."""
-        return self.loss or ("fused" if self.kernels == "liger" else "full")
+        if self.loss is not None or self.kernels != "liger":
+            return self.loss or "full"
+        # A loss that is not of the head's logits alone stays the model's own at stage 3, where liger's cannot read the head.
+        own = self.parameters.kind in _OWN_LOSS or self.geometry.soft_cap
+        return "full" if own and self.settings.stage == 3 else "fused"
 
     def but(self, **changes: Any) -> PlanInput:
         """A copy with other values; names of `ZeroSettings` are put there."""

@@ -1,5 +1,7 @@
 """What a block keeps for backward, counted on the real classes with torch's saved-tensor hooks (bf16, sdpa, CPU)."""
 
+import dataclasses
+
 import pytest
 import torch
 import transformers
@@ -84,3 +86,11 @@ def test_bytes_of_the_fused_loss_are_those_of_its_tensors(stage):
     run._grad = lambda i: None
     run._fused_loss()
     assert tape.ledger().peak_bytes == 2 * t * g.hidden + 2 * g.vocab * g.hidden + 2 * 2048 * g.vocab
+
+
+@pytest.mark.parametrize("name, kind", [("llama-3b", "fused"), ("qwen2.5-vl-7b", "full")])
+def test_a_model_that_keeps_its_own_loss_is_planned_with_all_logits(name, kind):
+    plan = plan_input(shapes.config_dict(name), kernels="liger", ds_config={"zero_optimization": {"stage": 3}})
+    assert plan.loss_kind == kind and plan.but(loss="chunked").loss_kind == "chunked"
+    capped = plan.but(geometry=dataclasses.replace(plan.geometry, soft_cap=True))
+    assert capped.loss_kind == "full" and capped.but(stage=2).loss_kind == "fused"

@@ -88,6 +88,8 @@ def test_shapes_file(tmp_path, capsys):
     file.write_text(json.dumps([["a.0.weight", [64, 64]], ["a.0.bias", [64]]]))
     assert run("--shapes", file, *LIMITS) == 0
     assert "an estimate" in capsys.readouterr().out
+    assert run("--shapes", file, "--auto", *LIMITS) == 0  # without a vocabulary a gradient came before the backward
+    assert run("--shapes", file, "--stage", 2, "--accumulation", 2, *LIMITS) == 0
 
 
 def test_ds_config_with_comments(tmp_path, capsys):

@@ -1,0 +1,167 @@
+"""What people do to a model before and after the chunked loss is put into it."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    RecurrentGemmaForCausalLM,
+)  # fmt: skip
+
+from bigtrain.errors import DataError, ModelError
+from bigtrain.kernels import cross_entropy
+from bigtrain.kernels.attach import _why_not_by_source, use_chunked_loss, why_not_chunked
+from bigtrain.kernels.logits import strange_use
+
+SMALL = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+IDS = torch.randint(1, 97, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def _llama(**kw):
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**SMALL, **kw))
+
+
+def _patched(**kw):
+    model = _llama(**kw)
+    assert use_chunked_loss(model).kind == "chunked"
+    return model
+
+
+def _loss(model, **kw):
+    return model(input_ids=IDS, labels=IDS, **kw).loss
+
+
+@pytest.mark.parametrize(
+    "config_class, model_class, kw",
+    [(GraniteConfig, GraniteForCausalLM, {"logits_scaling": 1.0}), (CohereConfig, CohereForCausalLM, {"logit_scale": 1.0})],
+)
+def test_a_model_that_multiplies_its_logits_by_one_trains_with_its_own_loss(config_class, model_class, kw):
+    model = model_class(config_class(**SMALL, **kw))
+    assert use_chunked_loss(model).kind == "model"
+    _loss(model).backward()
+
+
+def test_a_loss_that_looks_at_the_logits_again_keeps_them():
+    """Bamba's z-loss came out as that of the chunked loss's own value."""
+    shape = {**SMALL, "attn_layer_indices": [], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+    with torch.device("meta"):
+        model = BambaForCausalLM(BambaConfig(**shape, z_loss_coefficient=0.1))
+        without = BambaForCausalLM(BambaConfig(**shape))
+    assert "z_loss_coefficient = 0.1" in why_not_chunked(model)
+    assert why_not_chunked(without) is None
+
+
+def test_what_a_forward_does_with_its_logits_is_read():
+    recurrent = RecurrentGemmaForCausalLM.__new__(RecurrentGemmaForCausalLM)
+    assert "tanh(logits / cap) * cap" in _why_not_by_source(recurrent, "RecurrentGemma")
+    usual = (
+        "def forward(self, x, labels):\n    logits = self.lm_head(x).float()\n    {}\n    return self.loss_function({}), logits"
+    )
+    assert strange_use(usual.format("labels = labels.to(logits.device)", "logits, labels")) is None
+    for line, call in (
+        ("logits = logits + 1", "logits, labels"),
+        ("labels = labels + 1", "logits, labels"),
+        ("pass", "logits=logits, labels=labels, shift_labels=labels"),
+        ("pass", "logits, self.labels"),
+        ("x = self.lm_head(x) * 2", "logits, labels"),
+    ):
+        assert strange_use(usual.format(line, call)), line
+
+
+def test_a_loss_function_of_the_users_is_not_replaced():
+    model = _llama()
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.square().mean()
+    expected = _loss(model).item()
+    path = use_chunked_loss(model)
+    assert path.kind == "model" and "loss_function was replaced" in path.why and _loss(model).item() == expected
+
+
+def test_a_head_that_is_more_than_linear_keeps_its_forward():
+    model = _llama()
+    model.lm_head.forward = lambda hidden: 2 * torch.nn.functional.linear(hidden, model.lm_head.weight)
+    assert "more than a linear layer" in use_chunked_loss(model).why
+
+
+def test_a_copy_computes_with_its_own_weights():
+    """An average of weights, or a frozen reference beside the model: they gave the loss of the original."""
+    model = _patched()
+    other = copy.deepcopy(model)
+    torch.nn.init.zeros_(other.lm_head.weight)
+    assert _loss(other).item() == pytest.approx(torch.tensor(97.0).log().item())
+    assert _loss(model).item() != _loss(other).item()
+    _loss(other).backward()
+    assert other.lm_head.weight.grad is not None and model.lm_head.weight.grad is None
+
+
+@pytest.mark.parametrize("how", ["copied head", "larger vocabulary"])
+def test_a_head_put_in_later_is_the_one_that_trains(how):
+    """peft's modules_to_save computes with a copy of the head: that copy got no gradient."""
+    model = _patched()
+    if how == "copied head":
+        model.lm_head = copy.deepcopy(model.lm_head)
+    else:
+        model.resize_token_embeddings(120)
+    out = model(input_ids=IDS, labels=IDS)
+    plain = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+    assert out.loss.item() == pytest.approx(plain.item(), rel=1e-6)
+    out.loss.backward()
+    assert model.lm_head.weight.grad.any()
+
+
+def test_a_head_that_computes_on_is_told_how_to_go_on():
+    model = _patched()
+    model.lm_head.register_forward_hook(lambda *a: a[-1] * 1.0)
+    with pytest.raises(ModelError, match="use_liger_kernel false"):
+        _loss(model)
+
+
+def test_a_tuple_keeps_everything_but_the_logits():
+    model = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4, output_router_logits=True))
+    loss, aux, logits, *rest = model(input_ids=IDS, labels=IDS, return_dict=False)
+    assert logits.shape == (*IDS.shape, 97)
+    use_chunked_loss(model)
+    found = model(input_ids=IDS, labels=IDS, return_dict=False)
+    assert found[0].item() == pytest.approx(loss.item(), rel=1e-6) and torch.equal(found[1], aux)
+    assert found[2] is None and len(found) == 3 + len(rest)
+
+
+def test_another_mark_for_ignored_labels_is_heard():
+    model = _llama()
+    mark = int(IDS[0, 3])
+    expected = _loss(model, ignore_index=mark).item()
+    use_chunked_loss(model)
+    assert _loss(model, ignore_index=mark).item() == expected != _loss(model).item()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_none_is_computed(mode, monkeypatch):
+    """`needs_input_grad` is true for a parameter under no_grad too: evaluation made the head's gradient, 1 GB of it at 8B."""
+    seen, original = [], cross_entropy._in_chunks
+    monkeypatch.setattr(cross_entropy, "_in_chunks", lambda *a: seen.append(a[-1]) or original(*a))
+    model = _patched()
+    with mode():
+        value = _loss(model).item()
+    assert seen == [(False, False, False)] and _loss(model).item() == value
+    assert seen[1] == (True, True, False)
+
+
+@pytest.mark.parametrize("label", [97, -1])
+def test_a_label_that_is_no_word_is_named(label):
+    model, labels = _patched(), IDS.clone()
+    labels[1, 3] = label
+    with pytest.raises(DataError, match=f"label {label} is neither one of the 97 words"):
+        model(input_ids=IDS, labels=labels)
