@@ -25,6 +25,8 @@ def grow_segments(env: Mapping[str, str] = os.environ) -> bool:
     """
     if not torch.cuda.is_available() or any(env.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         return False
+    if getattr(torch._C, "_accelerator_getAllocatorSettings", str)():  # by the program, or by an engine before
+        return False
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     return True
 

@@ -170,7 +170,8 @@ def _in_chunks(
     """Losses of all tokens (fp32), and the gradients of their sum by hidden states, weight and bias, as far as `wanted`."""
     hidden, weight, bias = inputs
     tokens = hidden.size(0)
-    make = torch.empty_like if tokens else torch.zeros_like  # without a chunk nothing is written
+    # Without a chunk nothing is written. Whatever the strides of what it belongs to, a gradient is scaled as a row of numbers.
+    make = functools.partial(torch.empty_like if tokens else torch.zeros_like, memory_format=torch.contiguous_format)
     losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
     of_hidden = make(hidden) if wanted[0] else None
     of_weight = make(weight, dtype=torch.float32 if kernels.fp32_sums else weight.dtype) if wanted[1] else None

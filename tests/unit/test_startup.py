@@ -67,8 +67,10 @@ def test_an_allocator_that_the_user_has_set_up_is_left_alone(monkeypatch):
     told = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "".join(told), raising=False)
     assert not grow_segments({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}) and not grow_segments(
         {"PYTORCH_ALLOC_CONF": "x"}
     )
     assert told == []
     assert grow_segments({}) and told == ["expandable_segments:True"]
+    assert not grow_segments({}) and len(told) == 1  # a second engine, or what the program itself has set up

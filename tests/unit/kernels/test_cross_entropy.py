@@ -277,3 +277,13 @@ def test_the_number_of_targets_may_come_in_any_form():
         for n in (7, 7.0, torch.tensor(7), torch.tensor([7.0]))
     }
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("kernels", [IN_PLACE, None])
+def test_transposed_tensors(kernels):
+    hidden, weight, targets = _problem(96, torch.float32)
+    whole = linear_cross_entropy(hidden, weight, targets, kernels=kernels)
+    turned = [x.detach().t().contiguous().t().requires_grad_() for x in (hidden, weight)]
+    loss = linear_cross_entropy(*turned, targets, kernels=kernels)
+    for mine, wanted in zip(torch.autograd.grad(loss, turned), torch.autograd.grad(whole, (hidden, weight))):
+        assert (mine - wanted).abs().max() < 1e-6  # products of other layouts are summed in another order
