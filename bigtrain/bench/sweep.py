@@ -8,6 +8,7 @@ OUT/inputs/             the data
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -165,20 +166,21 @@ class Sweep:
         """Everything that a peer needs, in one file: it imports nothing of bigtrain."""
         if cell.ds_config == "auto":
             raise UsageError(f"runner {cell.runner} cannot choose a ds_config by itself: name one")
-        filled = prediction.resolved(cell, self.machine)
+        filled, asked = prediction.resolved(cell, self.machine), copy.deepcopy(cell.ds_config)
         if self.machine.device == "cpu":
             _without_a_compiler(filled.config)
+            _without_a_compiler(asked)
         write_json(folder / "model" / "config.json", model)
         run = {k: v for k, v in vars(filled.run).items() if v is not None}
         told = {
             "arguments": cell.arguments, "run": run, "steps": cell.steps, "model": folder / "model", "rows": rows / "rows.npy",
-            "ds_config": cell.ds_config, "ds_config_resolved": filled.config, "output_dir": folder / "out",
+            "ds_config": asked, "ds_config_resolved": filled.config, "output_dir": folder / "out",
         }  # fmt: skip
         return write_json(folder / "peer.json", told)
 
 
 def _without_a_compiler(config: dict[str, Any]) -> None:
-    """On CPUs DeepSpeed would compile its GPU's FusedAdam anew for a minute; torch's AdamW computes the same."""
+    """On CPUs DeepSpeed would compile its FusedAdam, for minutes in a new environment; torch's AdamW computes the same."""
     offloaded = (config.get("zero_optimization") or {}).get("offload_optimizer")
     optimizer = config.get("optimizer")
     if optimizer and not offloaded and str(optimizer.get("type", "")).lower() in ("adam", "adamw"):

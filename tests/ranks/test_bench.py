@@ -83,6 +83,15 @@ def test_the_same_work_for_every_runner(sweep):
     assert len({row["formula"] for row in rows[:3]}) == 1
 
 
+def test_peers_on_a_cpu_compile_no_optimizer(sweep):
+    """DeepSpeed's FusedAdam would be compiled by the Trainer's cell: eight minutes of two cores in a new environment."""
+    out, _ = sweep
+    told = [json.loads(path.read_text()) for path in (out / "cells").glob("*/peer.json")]
+    assert len(told) == 2
+    for one in told:
+        assert all(one[key]["optimizer"]["params"]["torch_adam"] is True for key in ("ds_config", "ds_config_resolved"))
+
+
 def test_predictions_are_stored_before_the_cell_starts(sweep):
     out, rows = sweep
     told = {p["cell"]: p for p in lines(out / "predictions.jsonl")}
