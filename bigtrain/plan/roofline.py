@@ -65,8 +65,9 @@ def rates_from(values: Mapping[str, Any]) -> Rates:
     return replace(Rates(), **values)
 
 
-def rates_file(env: Mapping[str, str] = os.environ) -> Path:
+def rates_file(env: Mapping[str, str] | None = None) -> Path:
     """Where `bigtrain doctor` stores a machine's rates: this user's cache folder."""
+    env = os.environ if env is None else env
     return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache", "bigtrain", "machine.json")
 
 

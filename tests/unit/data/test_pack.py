@@ -201,7 +201,7 @@ def test_best_fit_is_fast():
     lengths = np.random.Generator(np.random.PCG64(0)).integers(2, 4097, 100_000)
     start = time.perf_counter()
     bins = best_fit(lengths, 4096)
-    assert time.perf_counter() - start < 5  # measured 0.3 s; a quadratic search would take minutes
+    assert time.perf_counter() - start < 40  # measured 0.3 s, 6 s on a busy machine; a quadratic search would take minutes
     assert lengths.sum() / (len(bins) * 4096) > 0.97
 
 
