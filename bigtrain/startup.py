@@ -59,7 +59,7 @@ def compiled_when_called(compiler: Any) -> Iterator[None]:
     """What is decorated with `compiler.compile()` inside is compiled when it is called first; `compiler`: DeepSpeed's module.
 
     Each engine of DeepSpeed 0.19.8 imports its Muon (`runtime/zero/muon/original_muon.py`), whose three compiled functions import
-    torch's inductor: more than a second of computing on every rank, and nobody calls them unless the optimizer is that Muon.
+    torch's inductor on every rank, and nobody calls them unless the optimizer is that Muon.
     """
     real = compiler.compile
     compiler.compile = lambda: functools.partial(_later, real)

@@ -87,14 +87,19 @@ def test_a_document_changes_no_other():
     assert same[:300].all() and same[1024:].all() and not same[300:1024].any()
 
 
-def test_recomputation_and_another_stream_give_the_same():
-    _need_cudnn()
+def _three_documents():
+    """(documents of 2,048 tokens; queries, keys and values; a gradient of the result)."""
     documents = Documents(torch.tensor([0, 100, 1024, 2048], dtype=torch.int32, device="cuda"), ROW)
     torch.manual_seed(0)
     tensors = [
         torch.randn(2048, n, WIDTH, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (HEADS, KEY_HEADS, KEY_HEADS)
     ]
-    grad = torch.randn(2048, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    return documents, tensors, torch.randn(2048, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+
+
+def test_recomputation_and_another_stream_give_the_same():
+    _need_cudnn()
+    documents, tensors, grad = _three_documents()
 
     def attend(*x):
         return packed_attention(*(one * 1 for one in x), documents, SCALE)
@@ -114,12 +119,7 @@ def test_recomputation_and_another_stream_give_the_same():
 def test_a_selective_recompute_keeps_what_cudnn_gave(monkeypatch):
     """Its graphs run once forward and once backward; with full recomputation forward runs twice. Gradients are the same."""
     _need_cudnn()
-    documents = Documents(torch.tensor([0, 100, 1024, 2048], dtype=torch.int32, device="cuda"), ROW)
-    torch.manual_seed(0)
-    tensors = [
-        torch.randn(2048, n, WIDTH, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (HEADS, KEY_HEADS, KEY_HEADS)
-    ]
-    grad = torch.randn(2048, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    documents, tensors, grad = _three_documents()
     runs, run = [], cudnn_graphs._Plan.run
     monkeypatch.setattr(cudnn_graphs._Plan, "run", lambda self, given: (runs.append(len(given)), run(self, given))[1])
 
