@@ -1,5 +1,5 @@
 /* Copies that do not pass through the processor's cache: streaming stores, which need not read the target first.
-   Four pages side by side keep more of the memory busy than one (10 GB/s against 9; 6 through the cache). Compiled and loaded by
+   Four pages side by side keep more of the memory busy than one (docs/log.md). Compiled and loaded by
    pastcache.py. */
 #include <stddef.h>
 #include <stdint.h>

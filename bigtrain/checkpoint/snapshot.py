@@ -1,6 +1,6 @@
 """Host memory for the state that an update would overwrite before it is on disk. Kept from one save to the next.
 
-Fresh memory is slow (first touch: 1.1 GB/s a rank where copying to memory in use runs at 5 to 10, docs/results/checkpoint.md; pinning
+Fresh memory is slow (first touch: 1.1 GB/s a rank where copying to memory in use runs at 5, docs/results/checkpoint.md; pinning
 slower still), so blocks stay for the next save unless the machine is short of memory. There are as many as one save needed at
 most: nothing, where the disk is done before the update. Where memory is short no block is made, and the update waits for the disk.
 """
@@ -150,7 +150,7 @@ def page_locked(nbytes: int) -> lanes.HostMemory:
 
 
 def copy_host(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy between CPU tensors past the cache, which is three times as fast as Tensor.copy_ here; releases the interpreter lock."""
+    """Copy between CPU tensors past the cache; releases the interpreter lock."""
     pastcache.copy(raw(target), raw(source))
 
 

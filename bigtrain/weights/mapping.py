@@ -8,7 +8,6 @@ names) and `save_pretrained` reverts this on the way out. Here the same rules (`
 from __future__ import annotations
 
 import copy
-import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,8 +17,6 @@ import torch
 
 from bigtrain.errors import WeightsError
 from bigtrain.weights.runs import Runs, traced
-
-_READABLE_TABLE = ("5.24.",)  # versions of transformers, see `rules_may_exist`
 
 
 @dataclass
@@ -120,9 +117,6 @@ def file_to_model(
     """
     if not _is_pretrained(model):
         return plain(shapes, shapes, state)
-    if _named_alike(model, state, shapes) and not rules_may_exist(model):
-        model._weight_conversions = []
-        return plain(shapes, shapes, state)
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -150,51 +144,6 @@ def file_to_model(
         parts.update(_converted(first, rule, sources, model, state, shapes))
     model._weight_conversions = [rule for rule in rules if rule.was_used()]
     return Mapped(parts, unexpected)
-
-
-def _named_alike(model: Any, state: Mapping[str, Any], shapes: Mapping[str, Any]) -> bool:
-    """True if each tensor of the file has a name of the model's and no other could be meant.
-
-    Then renaming has nowhere to go: every other name is taken by another tensor of the file, or tied to one.
-    """
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    if not all(name in state for name in shapes) or not all(name in shapes or name in tied for name in state):
-        return False
-    prefix = f"{model.base_model_prefix}."  # a name with it, and the same without it
-    return not any(prefix + name in state for name in state)
-
-
-def rules_may_exist(model: Any) -> bool:
-    """False if transformers surely has no rule of its own for this model; those for files of old names are not counted.
-
-    Its table of all rules takes 0.07 s to make, because it compiles a thousand patterns. What a table can hold is in the
-    constants of the function that makes it and in the table of models that share rules, so that a name in neither has none:
-    true of the versions in `_READABLE_TABLE`, a test says so; any other version's table is made and asked.
-    """
-    from transformers import PreTrainedModel, __version__
-
-    table = getattr(importlib.import_module("transformers.conversion_mapping"), "_checkpoint_conversion_mapping_cache", None)
-    made = table is not None  # and perhaps added to
-    if made or not __version__.startswith(_READABLE_TABLE):
-        return True
-    known = names_in_table()
-    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return any(name in known for part in parts for name in (type(part).__name__, part.config.model_type))
-
-
-def names_in_table() -> set[str]:
-    """Every model type and class that transformers may have rules for, and other texts, without making the table."""
-    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, _build_checkpoint_conversion_mapping
-
-    return {*_MODEL_TO_CONVERSION_PATTERN, *_texts(_build_checkpoint_conversion_mapping.__code__.co_consts)}
-
-
-def _texts(constants: Iterable[Any]) -> Iterable[str]:
-    for constant in constants:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, (tuple, frozenset)):
-            yield from _texts(constant)
 
 
 def _refuse_second_source(target: str, name: str, parts: dict[str, Part], jobs: Mapping[str, Any]) -> None:
