@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import BigtrainError, UsageError
+from bigtrain.ports import free_port, is_free
 
 logger = logging.getLogger(__name__)
 
@@ -122,29 +123,6 @@ def this_place() -> Place:
 
 
 # ---------------------------------------------------------------- the port
-
-
-def is_free(port: int) -> bool:
-    """True if a server could listen on `port` on this host now."""
-    for family, address in ((socket.AF_INET, ""), (socket.AF_INET6, "::")):
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind((address, port))
-                probe.listen(1)
-        except OSError as error:
-            if family == socket.AF_INET or error.errno == 98:  # a host without IPv6 fails differently, and may
-                return False
-    return True
-
-
-def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

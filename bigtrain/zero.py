@@ -41,6 +41,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from bigtrain import network, startup
 from bigtrain.builds import clear_stale_lock, first_cause
 from bigtrain.errors import ModelError
+from bigtrain.ports import free_port
 
 log = logging.getLogger(__name__)
 
@@ -82,13 +83,8 @@ def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store |
 
 def _pretend_single_rank() -> None:
     """Give torch's env:// rendezvous what a launcher would have set, on a free port."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     os.environ.update(
-        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
     )
 
 

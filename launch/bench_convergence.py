@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigtrain.bench.processes import free_port, python_path, rank_environment
+from bigtrain.bench.processes import python_path, rank_environment
+from bigtrain.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 LAST = 20  # steps whose mean is the final loss

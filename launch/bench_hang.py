@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -38,6 +37,7 @@ from bigtrain import ranks, zero
 from bigtrain.data import SampleOrder, StepLoader, plan_steps
 from bigtrain.engine import Engine
 from bigtrain.models import build_model
+from bigtrain.ports import free_port
 
 HANG_S = 8.0
 LIMIT_S = 30.0
@@ -339,9 +339,7 @@ def run(case: Case, stage: int, limit_s: float = 90.0) -> Outcome:
     try:
         if case.prepare:
             case.prepare(trial)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         pids = [_fork(case, stage, rank, trial, port) for rank in range(2)]
         try:
             ended = dict(_watch(case, pids, trial, time.time() + limit_s))

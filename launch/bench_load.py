@@ -20,7 +20,6 @@ import gc
 import importlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.bench.processes import python_path
+from bigtrain.ports import free_port
 
 PREIMPORTED = (
     "transformers.models.llama.modeling_llama",
@@ -191,9 +191,7 @@ def worker(way: str, folder: str, out: str, export: bool) -> None:
 
 def run_cell(way: str, folder: Path, world: int, export: bool = False) -> list[dict[str, Any]]:
     """Start `world` ranks, wait for them, and return what each measured."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     with tempfile.TemporaryDirectory() as scratch:
         out = f"{scratch}/cell"
         command = [sys.executable, __file__, "--worker", way, "--folder", str(folder), "--out", out]

@@ -24,7 +24,6 @@ import mmap
 import multiprocessing
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -38,6 +37,7 @@ from typing import Any
 from bench_load import CONFIG, PREIMPORTED, WAYS, _io, _status
 
 from bigtrain.bench.processes import python_path
+from bigtrain.ports import free_port
 
 BLOCK_BYTES = 64 << 20  # of random values, repeated; a tensor begins at a place of its own in it
 REQUEST_BYTES = 16 << 20
@@ -246,9 +246,7 @@ def worker(folder: Path, out: str, repeats: int) -> None:
 
 def run_ranks(folder: Path, world: int, repeats: int) -> list[dict[str, Any]]:
     """Start the ranks and return what each measured."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     with tempfile.TemporaryDirectory() as scratch:
         out = f"{scratch}/rank"
         command = [sys.executable, __file__, "--worker", out, "--work", str(folder), "--repeats", str(repeats)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -18,6 +17,8 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from bigtrain.ports import free_port
 
 MARK = "BIGTRAIN_BENCH_CELL"
 SAMPLE_S = 0.05
@@ -47,13 +48,6 @@ class Ended:
     node_pss_bytes: int = 0
     gpu_used_bytes: int = 0
     gpu_used_before_bytes: int = 0
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def python_path(root: Path) -> str:

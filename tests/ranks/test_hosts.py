@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from bigtrain.placement import free_port
+from bigtrain.ports import free_port
 from tests import ROOT, python_path
 from tests.ranks import two_hosts
 

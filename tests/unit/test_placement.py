@@ -11,7 +11,8 @@ import pytest
 
 from bigtrain import placement
 from bigtrain.errors import BigtrainError, UsageError
-from bigtrain.placement import Place, device_index, explain_port, free_port, is_free, refuse_shared_cards, scheduler_conflict
+from bigtrain.placement import Place, device_index, explain_port, refuse_shared_cards, scheduler_conflict
+from bigtrain.ports import free_port
 from bigtrain.stopping import EXIT_INTERRUPTED, StopSignal
 
 
@@ -53,14 +54,6 @@ def test_B64_more_cards_than_slurm_gave(env, conflict):
     assert (said is not None) == conflict
     if said:
         assert env["CUDA_VISIBLE_DEVICES"] in said and "launcher flag" in said
-
-
-def test_B53_an_occupied_port_is_noticed():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        assert not is_free(server.getsockname()[1])
-    assert is_free(free_port())
 
 
 LAUNCHED = """
