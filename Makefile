@@ -55,14 +55,15 @@ lint: $(VENV)/.installed-dev
 bench: $(VENV)/.installed
 	$(BIN)/python launch/benchmark.py launch/grids/$(if $(filter 0,$(GPUS)),cpu_smoke,memory_vs_throughput).yaml --output_dir out/bench
 
+# Python compiles a module when it is first imported; pip would compile thousands that nobody imports, for minutes.
 $(VENV)/.installed: setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e .
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e .
 	touch $@
 
 $(VENV)/.installed-dev: setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/.installed
 
 clean:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -113,8 +114,17 @@ def check_output_folder(out, steps):
     return rows
 
 
-def test_deepspeed_launcher(demo, tmp_path):
-    """B53, B63, B66: the default port is taken, the launcher adds --local_rank, there is no GPU."""
+def test_make_train_and_what_readme_says_of_its_folder(demo, tmp_path):
+    """`make train` for real (the launcher), in this environment and on a small corpus, with few steps; torchrun goes on with it.
+
+    B53, B63, B66: the default port is taken, the launcher adds --local_rank, there is no GPU.
+    """
+    (tmp_path / "venv").mkdir()
+    for part in ("bin", "lib", "pyvenv.cfg"):
+        if (BIN.parent / part).exists():
+            (tmp_path / "venv" / part).symlink_to(BIN.parent / part)
+    (tmp_path / "venv" / ".installed").touch()
+    make = ["make", "train", f"VENV={tmp_path}/venv", f"OUT={tmp_path}/out", f"DATA={demo}", "STEPS=12"]
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -122,19 +132,19 @@ def test_deepspeed_launcher(demo, tmp_path):
             server.listen()
         except OSError:
             pass  # taken by somebody else: as good
-        more = {"eval_data": demo / "validation.jsonl", "save_steps": 2, "save_total_limit": 1, "report_to": "tensorboard"}
-        said = run([*DEEPSPEED, *flags(demo, tmp_path / "out", **more)])
-    rows = check_output_folder(tmp_path / "out", 4)
-    assert "port 29500 is in use on this host; the ranks meet on" in said
+        said = run(make)
+    out = tmp_path / "out"
+    rows = check_output_folder(out, 12)
+    assert "port 29500 is in use on this host; the ranks meet on" in said and "report.html" in said
     assert "2 rank(s) over gloo" in said and "needs a GPU" in said
-    assert [p.name for p in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-4"]
-    assert list((tmp_path / "out" / "runs").glob("events.*"))
-    evaluated = json.loads((tmp_path / "out" / "eval.jsonl").read_text().splitlines()[-1])
-    check_exported_loss(demo, tmp_path / "out" / "model", evaluated)
-    check_resume(demo, tmp_path / "out", rows)
+    assert [p.name for p in out.glob("checkpoint-*")] == ["checkpoint-12"]
+    assert list((out / "runs").glob("events.*"))
+    evaluated = json.loads((out / "eval.jsonl").read_text().splitlines()[-1])
+    check_exported_loss(demo, out / "model", evaluated, 256)
+    check_resume(make, out, rows)
 
 
-def check_exported_loss(demo, model_dir, evaluated):
+def check_exported_loss(demo, model_dir, evaluated, seq_len):
     """Plain transformers on the exported folder gives the engine's evaluation loss."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -142,7 +152,7 @@ def check_exported_loss(demo, model_dir, evaluated):
     from bigtrain.data import build_rows, load_source
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
-    rows = build_rows(load_source(demo / "validation.jsonl"), AutoTokenizer.from_pretrained(model_dir), 64)
+    rows = build_rows(load_source(demo / "validation.jsonl"), AutoTokenizer.from_pretrained(model_dir), seq_len)
     total, count = 0.0, 0
     with torch.no_grad():
         for i in range(len(rows)):
@@ -155,15 +165,18 @@ def check_exported_loss(demo, model_dir, evaluated):
     assert total / count == pytest.approx(evaluated["eval_loss"], rel=2e-4)
 
 
-def check_resume(demo, out, before):
+def check_resume(make, out, before):
     """torchrun continues what deepspeed began: the same folder, more steps, no row lost or doubled."""
     with open(out / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({**before[-1], "step": 5}) + "\n")  # as if the run had died after step 5, before a checkpoint
-    said = run([*TORCHRUN, *flags(demo, out, max_steps=6, resume_from_checkpoint="auto", save_steps=100)])
-    assert "resumed from" in said and "at step 4" in said
+        file.write(json.dumps({**before[-1], "step": 13}) + "\n")  # as if the run had died after step 13, before a checkpoint
+    line = run([*make, "--dry-run"]).replace("\\\n", " ").split(TRAIN)[1].split("echo")[0]
+    asked = [word for word in shlex.split(line) if word != "--overwrite_output_dir"]
+    asked[asked.index("--max_steps") + 1] = "14"
+    said = run([*TORCHRUN, *asked, "--resume_from_checkpoint", "auto"])
+    assert "resumed from" in said and "at step 12" in said
     rows = rows_of(out)
-    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6] and rows[:4] == before
-    assert rows[4]["epoch"] > before[-1]["epoch"]
+    assert [r["step"] for r in rows] == list(range(1, 15)) and rows[:12] == before
+    assert rows[12]["epoch"] > before[-1]["epoch"]
 
 
 def test_bad_usage_is_reported_once_and_alike(demo, tmp_path):
@@ -327,19 +340,6 @@ def test_vision_example(tmp_path):
     losses = [float(line.split("loss ")[1]) for line in said.splitlines() if line.startswith("step ")]
     assert len(losses) == 30 and losses[-1] < 0.7 * losses[0]
     assert (tmp_path / "last").is_dir()
-
-
-def test_make_train_says_what_the_readme_says(tmp_path):
-    """`make train` for real, in the environment of this test run instead of a new one, with few steps."""
-    (tmp_path / "venv").mkdir()
-    for part in ("bin", "lib", "pyvenv.cfg"):
-        if (BIN.parent / part).exists():
-            (tmp_path / "venv" / part).symlink_to(BIN.parent / part)
-    (tmp_path / "venv" / ".installed").touch()
-    where = [f"VENV={tmp_path}/venv", f"OUT={tmp_path}/out", f"DATA={tmp_path}/data", "STEPS=12"]
-    said = run(["make", "train", *where])
-    check_output_folder(tmp_path / "out", 12)
-    assert "report.html" in said
 
 
 def test_smollm2(demo, tmp_path):
