@@ -96,6 +96,14 @@ class RunFolder:
 
         return foreign_in(path, None) or store.find(path).folder
 
+    @staticmethod
+    def reached(checkpoint: Path | None) -> tuple[int, int]:
+        """(step, rows of training data used before it) of a checkpoint to start from; zeros where it does not tell."""
+        if checkpoint is None or not (checkpoint / "COMMIT").is_file():
+            return 0, 0
+        state = store.open_checkpoint(checkpoint).run["state"]
+        return state["global_step"], state["data_position"]
+
     def read_run(self) -> dict[str, Any]:
         """run.json as it is, empty if there is none."""
         path = self.root / "run.json"
