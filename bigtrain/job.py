@@ -5,7 +5,6 @@ Everything that can be wrong is looked at in this order, cheapest first, and bef
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -82,7 +81,8 @@ def read_ds_config(args: TrainArguments) -> dict[str, Any]:
     """
     if args.ds_config == AUTO:
         return {}  # chosen once the ranks have met and know what memory each has
-    config = ds.load(json.loads(args.ds_config) if args.ds_config.lstrip().startswith("{") else args.ds_config)
+    inline = args.ds_config.lstrip().startswith("{")
+    config = ds.parse(args.ds_config) if inline else ds.load(args.ds_config)
     ds.check(config, world_size=ranks.world_size(), run=run_values(args, None), device=device_type(), name=_config_name(args))
     return config
 
