@@ -64,8 +64,10 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     places = check_places()
     capacity.cap_gpu_memory(args.gpu_memory_cap)
     folder = RunFolder(args.output_dir)
+    reads = args.model_name_or_path, args.tokenizer_name_or_path, args.train_data, args.eval_data
     ranks.main_decides(
-        lambda: folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir), "checking output_dir"
+        lambda: folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir, reads=reads),
+        "checking output_dir",
     )
     resume = ranks.main_decides(lambda: folder.resume_point(args.resume_from_checkpoint), "looking for a checkpoint")
     reached = ranks.main_decides(lambda: folder.reached(resume), "reading where the data stood")
