@@ -31,6 +31,18 @@ def test_a_run_is_not_written_over_by_accident(folder, tmp_path):
     RunFolder(tmp_path / "new" / "deep").check(resume=None, overwrite=False)
     with pytest.raises(UsageError, match="is a file"):
         RunFolder(tmp_path / "metrics.jsonl").check(resume=None, overwrite=True)
+    with pytest.raises(UsageError, match=r"metrics\.jsonl is a file"):
+        RunFolder(tmp_path / "metrics.jsonl" / "out").check(resume=None, overwrite=True)
+    with pytest.raises(UsageError, match="cannot be made: No such file"):
+        RunFolder("/proc/no/such").open(resume=None)
+
+
+def test_starting_over_does_not_remove_what_the_run_reads(folder, tmp_path):
+    for path in (tmp_path / "model", tmp_path / "checkpoint-9" / "model"):
+        with pytest.raises(UsageError, match=r"is read by this run, and starting over .* would remove it"):
+            folder.check(resume=None, overwrite=True, reads=[None, str(path)])
+        folder.check(resume="auto", overwrite=False, reads=[str(path)])
+    folder.check(resume=None, overwrite=True, reads=["preset:llama-tiny", str(tmp_path / "mine")])
 
 
 def test_starting_over_removes_only_what_a_run_wrote(folder, tmp_path):
