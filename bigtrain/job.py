@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +53,20 @@ class Job:
     def tokens_per_step(self) -> int:
         """Positions that go through the model in one step over all ranks, padding included."""
         return self.steps.global_batch * self.seq_len
+
+    def data_facts(self) -> dict[str, Any]:
+        """What decides which tokens a step sees; kept in checkpoints, so that a resumed run can tell that it differs."""
+        first = self.rows[0]["input_ids"][:8].tolist()
+        return {"seq_len": self.seq_len, "rows": len(self.rows), "order_seed": self.args.order_seed, "first_tokens": first}
+
+
+def tell_other_data(mine: Mapping[str, Any], told: Mapping[str, Any], resume: Path) -> None:
+    """Warn of each of `Job.data_facts` that differs from the checkpoint's; a folder that DeepSpeed wrote has none."""
+    for name, value in mine.items():
+        if told.get(name, value) != value:
+            logger.warning(
+                "%s was written with other data: %s was %s and is %s; going on with this", resume, name, told[name], value
+            )
 
 
 def device_type() -> str:

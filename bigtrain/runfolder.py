@@ -58,6 +58,11 @@ class RunFolder:
                 f"output_dir {self.root} already holds a run ({names}). Continue it with --resume_from_checkpoint auto, "
                 "start over with --overwrite_output_dir, or name another folder."
             )
+        if resume is not None and (others := store.in_the_way(self.root)):
+            raise UsageError(
+                f"output_dir {self.root} holds {', '.join(others[:6])}, not bigtrain's: this run could not save those steps. Move "
+                "them away, or name another folder."
+            )
         above = next(p for p in (self.root, *self.root.parents) if p.exists())
         if not os.access(above, os.W_OK):
             raise UsageError(f"output_dir {self.root} cannot be written to: no permission in {above}")
@@ -85,6 +90,7 @@ class RunFolder:
         if asked is None:
             return None
         if asked == "auto":
+            store.recover(self.root)
             opened, skipped = store.newest(self.root)
             for line in skipped:
                 logger.warning("%s", line)

@@ -88,8 +88,10 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_settings(job))
         engine.checkpoints.tokenizer = job.tokenizer
         if resume is not None:
-            engine.load_checkpoint(resume.parent, tag=resume.name)
+            told = engine.load_checkpoint(resume.parent, tag=resume.name)
             logger.info("resumed from %s at step %d", resume, engine.global_step)
+            if ranks.is_main():
+                jobs.tell_other_data(job.data_facts(), told, resume)
         flops = jobs.flops_formula(model, job.seq_len)
         with ranks.together("opening loaders and trackers"):
             run = Run(job, engine, folder, stop, flops, places, isolation.document_bounds)
@@ -219,7 +221,7 @@ class Run:
         """Begin a checkpoint that training continues from bit for bit; it is written while training goes on."""
         with self.clock.paused("saving"):
             path = self.engine.save_checkpoint(
-                self.folder.root, state={"seq_len": self.job.seq_len}, keep_last=self.args.save_total_limit, wait=False
+                self.folder.root, state=self.job.data_facts(), keep_last=self.args.save_total_limit, wait=False
             )
             self.saved_step = self.engine.global_step
         self.progress.note(f"saving {path} beside training")

@@ -1,6 +1,7 @@
 """The output folder: what may be written over, which checkpoint is next, files that are whole."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,14 @@ def test_a_run_is_not_written_over_by_accident(folder, tmp_path):
         RunFolder(tmp_path / "metrics.jsonl").check(resume=None, overwrite=True)
 
 
+def test_another_trainers_checkpoints_stop_a_resumed_run_before_it_begins(folder, tmp_path):
+    (tmp_path / "checkpoint-500").mkdir()
+    folder.check(resume="auto", overwrite=False)
+    (tmp_path / "checkpoint-500" / "trainer_state.json").touch()
+    with pytest.raises(UsageError, match="holds checkpoint-500, not bigtrain's"):
+        folder.check(resume="auto", overwrite=False)
+
+
 def test_starting_over_removes_only_what_a_run_wrote(folder, tmp_path):
     folder.open(resume=None)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-x", "mine"]
@@ -53,3 +62,14 @@ def test_run_json_is_updated_key_by_key(folder, tmp_path):
 
 def test_versions_name_what_decides_results():
     assert {"bigtrain", "python", "torch", "deepspeed", "transformers"} <= set(versions())
+
+
+def test_other_data_is_told_fact_by_fact(caplog):
+    from bigtrain.job import tell_other_data
+
+    mine = {"seq_len": 64, "rows": 10, "first_tokens": [1, 2]}
+    for told in (mine, {}, {"seq_len": 64}):
+        tell_other_data(mine, told, Path("checkpoint-3"))
+    assert caplog.messages == []
+    tell_other_data(mine, {**mine, "rows": 12}, Path("checkpoint-3"))
+    assert caplog.messages == ["checkpoint-3 was written with other data: rows was 12 and is 10; going on with this"]
