@@ -57,7 +57,8 @@ class Job:
         """What decides which row stands where; a checkpoint keeps it, and `changed_data` compares."""
         counts = data.stats_dict(self.rows)
         told = {"seq_len": self.seq_len, "packing": self.args.packing, "data_seed": self.args.order_seed}
-        return {**told, **{name: counts[name] for name in ("documents", "tokens", "rows")}}
+        first = {"first_tokens": self.rows[0]["input_ids"][:8].tolist()}  # the same files in another order
+        return {**told, **{name: counts[name] for name in ("documents", "tokens", "rows")}, **first}
 
     def changed_data(self, saved: Mapping[str, Any]) -> list[str]:
         """One line for each number of `data_told` that differs from the checkpoint's."""

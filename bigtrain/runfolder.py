@@ -68,6 +68,11 @@ class RunFolder:
                     f"{path} is read by this run, and starting over in output_dir {self.root} would remove it first: name "
                     "another output_dir"
                 )
+        if resume is not None and (others := store.in_the_way(self.root)):
+            raise UsageError(
+                f"output_dir {self.root} holds {', '.join(others[:6])}, not bigtrain's: this run could not save those steps. Move "
+                "them away, or name another folder."
+            )
         above = next(p for p in (self.root, *self.root.parents) if p.exists())
         if not above.is_dir():
             raise UsageError(f"output_dir {self.root} cannot be made: {above} is a file")
@@ -104,6 +109,7 @@ class RunFolder:
         if asked is None:
             return None
         if asked == "auto":
+            store.recover(self.root)
             opened, skipped = store.newest(self.root)
             for line in skipped:
                 logger.warning("%s", line)

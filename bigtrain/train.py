@@ -91,11 +91,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_settings(job))
         engine.checkpoints.tokenizer = job.tokenizer
         if resume is not None:
-            changed = job.changed_data(engine.load_checkpoint(resume.parent, tag=resume.name))
-            logger.info("resumed from %s at step %d, row %d", resume, engine.global_step, engine.data_position)
-            if changed:
-                lines = "".join(f"\n  {line}" for line in changed)
-                logger.warning("these are other rows than those of the checkpoint; as many are passed over:%s", lines)
+            _go_on(engine, job, resume)
         flops = jobs.flops_formula(model, job.seq_len)
         with ranks.together("opening loaders and trackers"):
             run = Run(job, engine, folder, stop, flops, places, isolation.document_bounds)
@@ -107,6 +103,15 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         finally:
             run.close()
             engine.close()
+
+
+def _go_on(engine: Any, job: Any, resume: Path) -> None:
+    """Load what the run goes on from, and say where that is and whether its rows were others."""
+    changed = job.changed_data(engine.load_checkpoint(resume.parent, tag=resume.name))
+    logger.info("resumed from %s at step %d, row %d", resume, engine.global_step, engine.data_position)
+    if changed:
+        lines = "".join(f"\n  {line}" for line in changed)
+        logger.warning("these are other rows than those of the checkpoint; as many are passed over:%s", lines)
 
 
 class Run:

@@ -156,7 +156,12 @@ def check_resume(make, out, before):
     asked = [word for word in shlex.split(line) if word != "--overwrite_output_dir"]
     asked[asked.index("--max_steps") + 1] = "14"
     said = run([*TORCHRUN, *asked, "--resume_from_checkpoint", "auto"])
-    assert "resumed from" in said and "at step 12" in said
+    assert "resumed from" in said and "at step 12" in said and "other data" not in said
+    assert set(json.loads((out / "checkpoint-14" / "run.json").read_text())["state"]["user"]) >= {
+        "rows",
+        "order_seed",
+        "first_tokens",
+    }
     rows = rows_of(out)
     assert [r["step"] for r in rows] == list(range(1, 15)) and rows[:12] == before
     assert rows[12]["epoch"] > before[-1]["epoch"]
