@@ -398,13 +398,23 @@ def report_error(error: Exception) -> int:
         return BigtrainError.exit_code
     if rank == "0":
         print(f"{type(ours).__name__}: {ours}" if ours.exit_code != StoppedError.exit_code else str(ours), file=sys.stderr)
-    elif os.environ.get("LOCAL_RANK") == "0" and ours.exit_code != StoppedError.exit_code:
+    elif ours.exit_code != StoppedError.exit_code and (os.environ.get("LOCAL_RANK") == "0" or _first_left(int(rank))):
         # The first rank of another host: under torchrun and Slurm its output is all that is seen there.
         print(f"[rank {rank}] {type(ours).__name__}: {ours}", file=sys.stderr)
     elif _has_met() and not isinstance(ours, RanksDisagreeError | StoppedError):
         print(f"[rank {rank}] {type(ours).__name__}: {str(ours).splitlines()[0]}", file=sys.stderr)
     sys.stderr.flush()
     return ours.exit_code
+
+
+def _first_left(rank: int) -> bool:
+    """Every rank before this one was killed, so that none of them says what happened."""
+    if not _has_met():
+        return False
+    from bigtrain import watch
+
+    lost = watch.lost() or {}
+    return all("without a word" in lost.get(before, "") for before in range(rank))
 
 
 def tell_hosts(error: Exception) -> None:
