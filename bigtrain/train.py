@@ -91,11 +91,8 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_settings(job))
         engine.checkpoints.tokenizer = job.tokenizer
         if resume is not None:
-            changed = job.changed_data(engine.load_checkpoint(resume.parent, tag=resume.name))
+            job.tell_changed_data(engine.load_checkpoint(resume.parent, tag=resume.name))
             logger.info("resumed from %s at step %d, row %d", resume, engine.global_step, engine.data_position)
-            if changed:
-                lines = "".join(f"\n  {line}" for line in changed)
-                logger.warning("these are other rows than those of the checkpoint; as many are passed over:%s", lines)
         flops = jobs.flops_formula(model, job.seq_len)
         with ranks.together("opening loaders and trackers"):
             run = Run(job, engine, folder, stop, flops, places, isolation.document_bounds)
