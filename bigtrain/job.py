@@ -54,16 +54,18 @@ class Job:
 
     @property
     def data_told(self) -> dict[str, Any]:
-        """What decides which row stands where; a checkpoint keeps it, and `changed_data` compares."""
+        """What decides which row stands where; a checkpoint keeps it, and `tell_changed_data` compares."""
         counts = data.stats_dict(self.rows)
         told = {"seq_len": self.seq_len, "packing": self.args.packing, "data_seed": self.args.order_seed}
         first = {"first_tokens": self.rows[0]["input_ids"][:8].tolist()}  # the same files in another order
         return {**told, **{name: counts[name] for name in ("documents", "tokens", "rows")}, **first}
 
-    def changed_data(self, saved: Mapping[str, Any]) -> list[str]:
-        """One line for each number of `data_told` that differs from the checkpoint's."""
+    def tell_changed_data(self, saved: Mapping[str, Any]) -> None:
+        """Warn of each number of `data_told` that differs from the checkpoint's."""
         now = self.data_told
-        return [f"{k}: {saved[k]!r} in the checkpoint, {v!r} in this run" for k, v in now.items() if saved.get(k, v) != v]
+        lines = [f"\n  {k}: {saved[k]!r} in the checkpoint, {v!r} in this run" for k, v in now.items() if saved.get(k, v) != v]
+        if lines and ranks.is_main():
+            logger.warning("these are other rows than those of the checkpoint; as many are passed over:%s", "".join(lines))
 
 
 def device_type() -> str:

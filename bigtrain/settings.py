@@ -281,6 +281,13 @@ def _regime(config: dict[str, Any]) -> tuple[int, bool, bool]:
         raise ConfigError(
             "fp16.enabled is true: bigtrain trains in bf16 (or fp32), without loss scaling. Write bf16.enabled: true."
         )
+    groups = {"tensor_parallel.autotp_size": (config.get("tensor_parallel") or {}).get("autotp_size")}
+    groups["sequence_parallel_size"] = config.get("sequence_parallel_size")
+    for path, size in groups.items():
+        if isinstance(size, int) and size > 1:
+            raise ConfigError(
+                f"{path} is {size}: bigtrain gives every rank rows of its own and shards by ZeRO alone. Remove it."
+            )
     offload = (zero.get("offload_optimizer") or {}).get("device", "none") not in ("none", None)
     return int(zero.get("stage", 0)), (config.get("bf16") or {}).get("enabled") is True, offload
 

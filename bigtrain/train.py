@@ -91,7 +91,8 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_settings(job))
         engine.checkpoints.tokenizer = job.tokenizer
         if resume is not None:
-            _go_on(engine, job, resume)
+            job.tell_changed_data(engine.load_checkpoint(resume.parent, tag=resume.name))
+            logger.info("resumed from %s at step %d, row %d", resume, engine.global_step, engine.data_position)
         flops = jobs.flops_formula(model, job.seq_len)
         with ranks.together("opening loaders and trackers"):
             run = Run(job, engine, folder, stop, flops, places, isolation.document_bounds)
@@ -103,15 +104,6 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         finally:
             run.close()
             engine.close()
-
-
-def _go_on(engine: Any, job: Any, resume: Path) -> None:
-    """Load what the run goes on from, and say where that is and whether its rows were others."""
-    changed = job.changed_data(engine.load_checkpoint(resume.parent, tag=resume.name))
-    logger.info("resumed from %s at step %d, row %d", resume, engine.global_step, engine.data_position)
-    if changed:
-        lines = "".join(f"\n  {line}" for line in changed)
-        logger.warning("these are other rows than those of the checkpoint; as many are passed over:%s", lines)
 
 
 class Run:
@@ -403,13 +395,23 @@ def report_error(error: Exception) -> int:
         return BigtrainError.exit_code
     if rank == "0":
         print(f"{type(ours).__name__}: {ours}" if ours.exit_code != StoppedError.exit_code else str(ours), file=sys.stderr)
-    elif os.environ.get("LOCAL_RANK") == "0" and ours.exit_code != StoppedError.exit_code:
+    elif ours.exit_code != StoppedError.exit_code and (os.environ.get("LOCAL_RANK") == "0" or _first_left(int(rank))):
         # The first rank of another host: under torchrun and Slurm its output is all that is seen there.
         print(f"[rank {rank}] {type(ours).__name__}: {ours}", file=sys.stderr)
     elif _has_met() and not isinstance(ours, RanksDisagreeError | StoppedError):
         print(f"[rank {rank}] {type(ours).__name__}: {str(ours).splitlines()[0]}", file=sys.stderr)
     sys.stderr.flush()
     return ours.exit_code
+
+
+def _first_left(rank: int) -> bool:
+    """Every rank before this one was killed, so that none of them says what happened."""
+    if not _has_met():
+        return False
+    from bigtrain import watch
+
+    lost = watch.lost() or {}
+    return all("without a word" in lost.get(before, "") for before in range(rank))
 
 
 def tell_hosts(error: Exception) -> None:

@@ -319,6 +319,14 @@ def test_resumed_on_other_ranks_the_data_goes_on_where_it_stopped(demo, tmp_path
     assert "seq_len: 64 in the checkpoint, 32 in this run" in said
 
 
+def test_when_rank_0_is_killed_the_next_one_says_so(demo, tmp_path):
+    ranks = scripts.Ranks([TRAIN, *flags(demo, tmp_path / "out", max_steps=4000)], environment(), tmp_path / "said")
+    wait_for_rows(ranks, tmp_path / "out", 2)
+    os.kill(ranks.ranks[0].pid, signal.SIGKILL)
+    assert ranks.ranks[1].wait(LIMIT_S) == 1
+    assert "rank 0 ended" in ranks.said(), ranks.said()[-3000:]
+
+
 def test_custom_loop_example(demo, tmp_path):
     script = ROOT / "launch" / "examples" / "custom_loop.py"
     assert len(script.read_text().splitlines()) < 40
