@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -24,6 +25,7 @@ class Accumulation:
         forwards, backwards: through the engine, since the last step.
         planned: backwards until the next step.
         sums: this rank's share of the loss, and of the target tokens; float64, on the device.
+        torn: a backward failed half-way: some gradients hold its part, others do not.
         held: host memory that the device may still be reading.
     """
 
@@ -32,6 +34,7 @@ class Accumulation:
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)
         self.forwards = self.backwards = 0
         self.planned = size
+        self.torn = False
         self.held: list[torch.Tensor] = []
 
     @property
@@ -41,6 +44,8 @@ class Accumulation:
 
     def no_backward(self) -> str:
         """Why a backward cannot come now; empty if it can."""
+        if self.torn:
+            return self.unfinished()
         if self.forwards == 0:
             return (
                 "backward() without a forward through the engine since the last step: call loss = engine(**batch).loss first."
@@ -48,6 +53,22 @@ class Accumulation:
         if self.backwards >= self.planned:
             return f"backward() number {self.backwards + 1} of a step of {self.planned}: call engine.step() between."
         return ""
+
+    def unfinished(self) -> str:
+        """Why no new step can begin."""
+        return (
+            f"a step is under way, with {self.backwards} of {self.planned} backwards done: finish it with backward() and step(). If "
+            "it failed half-way, its gradients cannot be taken back: load the last checkpoint into a new Engine."
+        )
+
+    @contextlib.contextmanager
+    def adding(self, share: torch.Tensor) -> Iterator[None]:
+        """A backward of a loss whose share in the reported one is `share`."""
+        self.torn = True
+        yield
+        self.torn = False
+        self.sums[0].add_(share.double())
+        self.backwards += 1
 
     def plan(self, counts: Sequence[int], step: int) -> int:
         """Plan a step of micro batches with so many target tokens each; the number in all ranks' together.
@@ -67,7 +88,7 @@ class Accumulation:
                 "micro batches): every label is -100. Check the chat template's answers, seq_len and the truncation side."
             )
         self.planned = len(counts)
-        self.sums[1] += sum(counts)
+        self.sums[1].fill_(sum(counts))  # not added: the forward of an earlier plan may have failed
         return total
 
     def exchange(self, step: int, flags: GradientFlags, order: int) -> list[RankStep]:

@@ -83,14 +83,24 @@ def same_parameters(used: list[bool], names: Sequence[str], step: int, micro: in
     return False
 
 
-def same_freezing(parameters: Sequence[tuple[str, torch.nn.Parameter, bool]], step: int) -> None:
+def same_freezing(
+    parameters: Sequence[tuple[str, torch.nn.Parameter, bool]], step: int, module: torch.nn.Module | None = None
+) -> None:
     """Check that no parameter was frozen or unfrozen since the engine was built; no communication unless one was.
+
+    Args:
+        parameters: those of then, with their names and requires_grad.
+        step: steps done.
+        module: look also for parameters that came into it since.
 
     Raises:
         ModelError: naming them.
     """
     names, before = [n for n, *_ in parameters], [was for *_, was in parameters]
-    changed = guards.changed_freezing(before, [p.requires_grad for _, p, _ in parameters], names)
+    known = {id(p) for _, p, _ in parameters}
+    later = module.named_parameters() if module is not None else ()
+    new = [n for n, p in later if p.requires_grad and id(p) not in known]
+    changed = guards.changed_freezing(before, [p.requires_grad for _, p, _ in parameters], names, new)
     if changed:
         announce_failure(step)
         raise ModelError(changed)

@@ -31,7 +31,7 @@ class Assembled:
         ds: DeepSpeed's engine.
         names, params: the trainable parameters, in the model's order.
         frozen_map: every parameter with its requires_grad at this moment.
-        batchnorms: modules whose running statistics ranks must share.
+        running: BatchNorm's statistics, which ranks must share.
         base_lrs: peak learning rate of each parameter group.
         flags: marks of non-finite gradients.
     """
@@ -40,7 +40,7 @@ class Assembled:
     names: list[str]
     params: list[torch.nn.Parameter]
     frozen_map: list[tuple[str, torch.nn.Parameter, bool]]
-    batchnorms: list[Any]
+    running: buffers.RunningStats
     base_lrs: list[float]
     flags: GradientFlags
 
@@ -77,7 +77,7 @@ def assemble(
     if restored:
         log.info("kept %d buffers in the dtype they were built with: %s", len(restored), guards.listing(restored))
     base_lrs = [float(group["lr"]) for group in ds.optimizer.param_groups]
-    return Assembled(ds, names, params, frozen_map, buffers.batchnorms(model), base_lrs, flags)
+    return Assembled(ds, names, params, frozen_map, buffers.RunningStats(buffers.batchnorms(model)), base_lrs, flags)
 
 
 def _fill_masters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -34,9 +34,11 @@ class Comparison:
         self._on = False
         self._step = step
         self._names = [name or type(model).__name__ for name, _ in model.named_modules()]
-        for i, module in enumerate(model.modules()):
-            if any(_gathered_at(module, p) for p in module.parameters()):
-                module.register_forward_pre_hook(self._entering(i), prepend=True)
+        self.handles = [
+            module.register_forward_pre_hook(self._entering(i), prepend=True)
+            for i, module in enumerate(model.modules())
+            if any(_gathered_at(module, p) for p in module.parameters())
+        ]
 
     def __enter__(self) -> None:
         self._on = True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -73,16 +71,37 @@ class _Fp32BatchNorm:
         return F.batch_norm(x.float(), mean, var, weight, bias, by_batch, momentum, m.eps).to(x.dtype)
 
 
-def average_running_stats(modules: list[_BatchNorm]) -> None:
-    """Give all ranks the mean of their running statistics: each rank saw other samples, but there is one model.
+class RunningStats:
+    """BatchNorm's running statistics over a step: equal on all ranks after it, and as before it where it was skipped.
 
-    One small collective a step, only for models with BatchNorm.
+    Args:
+        modules: those with running statistics.
     """
-    if ranks.world_size() == 1 or not modules:
-        return
-    stats: list[Any] = [s for m in modules for s in (m.running_mean, m.running_var) if s is not None]
-    flat = torch.cat([s.reshape(-1).float() for s in stats])
-    dist.all_reduce(flat)
-    flat.div_(ranks.world_size())
-    for stat, part in zip(stats, flat.split([s.numel() for s in stats])):
-        stat.copy_(part.view_as(stat))
+
+    def __init__(self, modules: list[_BatchNorm]):
+        found = [s for m in modules for s in (m.running_mean, m.running_var, m.num_batches_tracked) if s is not None]
+        self._stats: list[torch.Tensor] = found
+        self._kept: list[torch.Tensor] = []
+
+    def keep(self) -> None:
+        """Before the first forward of a step."""
+        self._kept = [s.clone() for s in self._stats]
+
+    def settle(self, applied: bool) -> None:
+        """At the end of a step: one NaN would stay in the statistics for ever, though its step was skipped.
+
+        Each rank saw other samples, but there is one model: they take the mean. One small collective a step, only for models
+        with BatchNorm.
+        """
+        if not applied:
+            for stat, kept in zip(self._stats, self._kept):
+                stat.copy_(kept)
+            return
+        shared = [s for s in self._stats if s.is_floating_point()]
+        if ranks.world_size() == 1 or not shared:
+            return
+        flat = torch.cat([s.reshape(-1).float() for s in shared])
+        dist.all_reduce(flat)
+        flat.div_(ranks.world_size())
+        for stat, part in zip(shared, flat.split([s.numel() for s in shared])):
+            stat.copy_(part.view_as(stat))

@@ -8,14 +8,30 @@ and a backward from the wrong mark, or outside of `engine.backward`, is refused 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 
 from bigtrain import ranks, steps
-from bigtrain.errors import BypassError
+from bigtrain.errors import BypassError, UsageError
 from bigtrain.meeting import announce_failure
+
+_taken: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules of engines that were not closed
+
+
+def refuse_taken(module: torch.nn.Module) -> None:
+    """Check that no engine trains this module already.
+
+    Raises:
+        UsageError: one does.
+    """
+    if module in _taken:
+        raise UsageError(
+            f"this {type(module).__name__} belongs to an Engine that was not closed, and whose hooks are on its parameters. Call "
+            "engine.close() on that one first."
+        )
 
 
 class Origin:
@@ -30,7 +46,15 @@ class Origin:
         self._step = step
         self._in_forward = False
         self._in_backward = False
-        module.register_forward_hook(self._mark)
+        self._module = weakref.ref(module)
+        self._handle = module.register_forward_hook(self._mark)
+        _taken.add(module)
+
+    def release(self) -> None:
+        """Mark no more: the engine is closed."""
+        self._handle.remove()
+        if (module := self._module()) is not None:
+            _taken.discard(module)
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -51,7 +75,7 @@ class Origin:
             self._in_backward = False
 
     def _mark(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() or not module.training:
+        if not torch.is_grad_enabled() or module is not self._module():  # a deep copy has the hook too
             return
         check = self.check if self._in_forward else self._bypassed
         for tensor in steps.output_tensors(output):

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from bigtrain import agreement, buffers, evaluation, guards, ranks, settings, steps, watch, zero
+from bigtrain import agreement, evaluation, guards, ranks, settings, steps, watch, zero
 from bigtrain.accumulation import Accumulation
 from bigtrain.assembly import assemble
 from bigtrain.branches import Comparison
-from bigtrain.bypass import Origin
+from bigtrain.bypass import Origin, refuse_taken
 from bigtrain.checkpoint.native import Checkpoints
 from bigtrain.config import Resolved
 from bigtrain.meeting import Point, meet, naming_the_lost
@@ -92,6 +92,7 @@ class Engine:
     ):
         zero.init_distributed()
         with ranks.together("reading the engine's settings"):
+            refuse_taken(model)
             self.settings = settings.decide(
                 ds_config,
                 world_size=ranks.world_size(),
@@ -118,16 +119,14 @@ class Engine:
         for note in self.settings.notes if ranks.is_main() else ():
             log.warning(note)
         self.seed = seed
-        self.data_position = self.tokens = 0
-        self.global_step = 0
-        self.updates = 0
+        self.global_step = self.updates = self.data_position = self.tokens = 0
         self.agree_every = agree_every
         self.nonfinite = guards.NonFiniteCount(nonfinite_limit)
         self._uniform = uniform_forward or ranks.world_size() == 1
         self.count_targets = count_targets or steps.target_counter(model)
         self._parts = assemble(model, self.settings, keep, leaf_modules, trace_gradients)
-        self._ds = self._parts.ds
-        self._names = self._parts.names
+        self._ds, self._names = self._parts.ds, self._parts.names
+        self._rates = list(self._parts.base_lrs)  # what each parameter group should still say at the next step
         self.checkpoints = Checkpoints(self)
         self._register()
         torch.manual_seed(seed + ranks.rank())
@@ -141,7 +140,6 @@ class Engine:
         self._reduction = Reduction(self._ds, self._parts.params, self._flags)
         self._origin = Origin(self.module, lambda: self.global_step)
         self._flags.check = self._origin.check
-        self._set_boundary()
         self._comparison: Comparison | None = None
         if self.settings.stage == 3 and not self._uniform and self.device.type == "cpu":
             self._comparison = Comparison(self.module, lambda: self.global_step)
@@ -151,11 +149,11 @@ class Engine:
 
     def __call__(self, *args: Any, **batch: Any) -> Any:
         """The model's forward, through DeepSpeed. Training passes must come this way."""
-        self._set_boundary()
+        if self._since.forwards == 0:
+            self._parts.running.keep()
         with naming_the_lost(), self._origin.forward(), self._forward():
             output = self._ds(*args, **batch)
-        if torch.is_grad_enabled() and self._ds.module.training:
-            self._since.forwards += 1
+        self._since.forwards += torch.is_grad_enabled()
         return output
 
     @contextlib.contextmanager
@@ -191,16 +189,14 @@ class Engine:
         """Backward of `loss * weight`, summed over ranks; `weight` is the loss's share in the reported one."""
         if why := self._since.no_backward():
             self._origin.refuse(why)
-        if self._since.backwards == 0:
-            agreement.same_freezing(self._parts.frozen_map, self.global_step)
-        self._since.sums[0].add_(loss.detach().double() * weight)
+        agreement.same_freezing(self._parts.frozen_map, self.global_step, None if self._since.backwards else self._ds.module)
         # DeepSpeed takes the mean over ranks; what is wanted is the sum.
         scaled = loss.float() * (weight * self.world_size)
         if self._reduction.during_backward and not self._uniform:
             scaled.register_hook(self._agree_on_parameters)
-        with self._origin.backward(), HERE.together("engine.backward()"):
+        self._reduction.begin_backward(self._since.at_last)
+        with self._since.adding(loss.detach() * weight), self._origin.backward(), HERE.together("engine.backward()"):
             self._ds.backward(scaled, scale_wrt_gas=False)
-        self._since.backwards += 1
         return loss.detach()
 
     def _agree_on_parameters(self, _grad: torch.Tensor) -> None:
@@ -227,13 +223,15 @@ class Engine:
             self._origin.refuse("step() without engine.backward(loss) since the last step: nothing to apply.")
         if self._since.backwards < self._since.planned:
             return None
+        if why := guards.changed_rates(self._rates, [group["lr"] for group in self._ds.optimizer.param_groups]):
+            self._origin.refuse(why)
         verdict = guards.judge(
             self._since.exchange(self.global_step, self._flags, self._reduction.order_hash), self.global_step + 1, self._names
         )
         lr = self._set_lr()
         self.checkpoints.before_update()
         applied, norm = self._reduction.step(refuse=not verdict.apply)
-        buffers.average_running_stats(self._parts.batchnorms)
+        self._parts.running.settle(applied)
         reason = verdict.reason
         if verdict.apply and not applied:
             reason = f"step {self.global_step + 1}: the norm of the reduced gradient is not finite although every rank's own is"
@@ -247,7 +245,6 @@ class Engine:
         self.nonfinite.note(applied)
         self._since.clear()
         self._flags.clear()
-        self._set_boundary()
         HERE.stepped(self.global_step)
         if not applied:
             self.nonfinite.report(reason, self.global_step, lr)
@@ -258,9 +255,10 @@ class Engine:
     def _set_lr(self) -> float:
         """The schedule is a pure function of the step, set right before the update: the rate logged is the rate used."""
         factor = self._factor(self.global_step)
-        for group, peak in zip(self._ds.optimizer.param_groups, self._parts.base_lrs):
-            group["lr"] = peak * factor
-        return self._parts.base_lrs[0] * factor
+        self._rates = [peak * factor for peak in self._parts.base_lrs]
+        for group, rate in zip(self._ds.optimizer.param_groups, self._rates):
+            group["lr"] = rate
+        return self._rates[0]
 
     def check_agreement(self) -> None:
         """Compare replicated parameters and buffers, counters, rate and data position between ranks.
@@ -286,7 +284,7 @@ class Engine:
             DataError: if a batch holds `num_items_in_batch`; on every rank, if the global batch holds no target at all.
         """
         if self._since.backwards:
-            self._origin.refuse("train_step() in the middle of an accumulation: finish it with engine.step() first.")
+            self._origin.refuse(self._since.unfinished())
         counts = [steps.counted(batch, self.count_targets) for batch in micro_batches]
         total = self._since.plan(counts, self.global_step)
         for batch, count in zip(micro_batches, counts):
@@ -345,6 +343,7 @@ class Engine:
         Raises:
             CheckpointError: see `checkpoint.native.Checkpoints.load`.
         """
+        self._rates = []  # a checkpoint may bring its own
         return self.checkpoints.load(Path(directory).absolute(), tag, trust)
 
     def save_deepspeed_checkpoint(
@@ -379,14 +378,15 @@ class Engine:
         self._ds.module.eval()
 
     def close(self) -> None:
-        """Finish a save in flight and release DeepSpeed's hooks."""
+        """Finish a save in flight and let go of the module: another Engine may take it."""
         try:
             self.checkpoints.wait()
         finally:
             self.deepspeed.destroy()
-
-    def _set_boundary(self) -> None:
-        self._ds.set_gradient_accumulation_boundary(self._since.at_last)
+            hooks = [*self._flags.handles, *(self._comparison.handles if self._comparison else ())]
+            for hook in (self._ds.module_forward_pre_hook, self._ds.module_forward_post_hook, *hooks):
+                hook.remove()
+            self._origin.release()
 
     @property
     def deepspeed(self) -> Any:
@@ -397,7 +397,7 @@ class Engine:
     @property
     def between_steps(self) -> bool:
         """True if no gradient is being accumulated."""
-        return self._since.backwards == 0
+        return self._since.backwards == 0 and not self._since.torn
 
     @property
     def module(self) -> torch.nn.Module:

@@ -127,13 +127,28 @@ def report_differences(differences: dict[str, list[Any]], step: int, shown: int 
     )
 
 
-def changed_freezing(before: Sequence[bool], now: Sequence[bool], names: Sequence[str]) -> str:
-    """The message if parameters were frozen or unfrozen since the engine was built, else an empty string."""
+def changed_rates(set_to: Sequence[float], found: Sequence[float]) -> str:
+    """The message if parameter groups no longer have the learning rates that the engine gave them, else an empty string."""
+    changed = [f"group {i}: {now:g}" for i, (was, now) in enumerate(zip(set_to, found)) if was != now]
+    if not changed:
+        return ""
+    return (
+        f"the learning rate was set in the optimizer's parameter groups ({', '.join(changed)}): the engine sets it before each update "
+        "from learning_rate and the schedule, so that would do nothing. For another rate, save, and load into a new Engine."
+    )
+
+
+def changed_freezing(before: Sequence[bool], now: Sequence[bool], names: Sequence[str], new: Sequence[str] = ()) -> str:
+    """The message if parameters were frozen, unfrozen or put in since the engine was built, else an empty string."""
     thawed = [n for n, was, is_ in zip(names, before, now) if is_ and not was]
     frozen = [n for n, was, is_ in zip(names, before, now) if was and not is_]
-    if not thawed and not frozen:
+    if not thawed and not frozen and not new:
         return ""
     parts = []
+    if new:
+        parts.append(
+            f"{listing(new)} came into the model after the Engine was built: the optimizer does not know them, they would never move"
+        )
     if thawed:
         parts.append(
             f"requires_grad was set to True on {listing(thawed)}: the optimizer does not know them, they would never move"

@@ -44,8 +44,13 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._global_grad_norm = 0.0
         self.flat = torch.zeros(sum(p.numel() for p in self.masters), device=self.masters[0].device)
         self.views = [v.view_as(p) for v, p in zip(self.flat.split([p.numel() for p in self.masters]), self.masters)]
-        for param, view in zip(self.model_params, self.views):
-            param.register_post_accumulate_grad_hook(_adder(view))
+        hooked = zip(self.model_params, self.views)
+        self.handles = [param.register_post_accumulate_grad_hook(_adder(view)) for param, view in hooked]
+
+    def destroy(self) -> None:
+        """Leave the parameters to whoever comes next."""
+        for handle in self.handles:
+            handle.remove()
 
     def master_of(self, param: torch.Tensor) -> tuple[int, torch.Tensor] | None:
         """(0, the flat fp32 master) of a model parameter; None if it has none of its own. As `zero.master_of`."""

@@ -6,7 +6,9 @@ parameter that no rank used keeps the gradient of an earlier step in its partiti
 gradient are reduced as zeros, and when ranks differ, one backward's reduction waits until its end and then runs in one order.
 
 Attributes of DeepSpeed 0.19.8's objects used, on instances only:
-  engine     step, was_step_applied, optimizer, basic_optimizer, _global_grad_norm, is_gradient_accumulation_boundary
+  engine     step, was_step_applied, optimizer, basic_optimizer, _global_grad_norm, is_gradient_accumulation_boundary,
+             set_gradient_accumulation_boundary
+  all three  clear_backward_seen_flag
   zero12     averaged_gradients, bit16_groups, setup_buckets, reduce_ready_partitions_and_remove_grads, reduce_gradients,
              partition_gradients, process_gradients, params_in_partition,
              partition_size, cpu_offload, is_gradient_accumulation_boundary, dp_process_group,
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 
 from bigtrain import zero
+from bigtrain.errors import ModelError
 from bigtrain.hostgradients import HostGradients, add_to, norm_of, norms_of
 
 INVALID_NORM = -1.0  # DeepSpeed's sign for a norm that is not finite: it discards the step
@@ -56,7 +59,7 @@ class Reduction:
         self._norm: float | None = None
         self._refuse = False
         self._deferred = False
-        self._seen: list[int] = []
+        self._seen: dict[int, None] = {}  # in this backward, in the order in which they came
         self._entries: list[tuple[torch.nn.Parameter, tuple[int, ...]]] = []  # in the order that all ranks share
         self.stream = getattr(getattr(ds_engine, "basic_optimizer", None), "stream", None)  # optim.stream, with offload
         self.alone = self._nobody_to_reduce_with()
@@ -78,6 +81,17 @@ class Reduction:
         return all(p.dtype == o.gradient_accumulation_dtype for group in o.bit16_groups for p in group)
 
     # ------------------------------------------------------------ which parameters this backward uses
+
+    def begin_backward(self, last: bool) -> None:
+        """Before each backward, `last` for the last one of its step.
+
+        DeepSpeed ends one backward where the next forward begins. Where losses of several forwards are kept, the next one may
+        come without a forward between, and stage 3 would put its gradients in the place of the earlier ones.
+        """
+        self.ds.set_gradient_accumulation_boundary(last)
+        if self.kind != "plain":
+            self.optimizer.clear_backward_seen_flag()
+        self._seen.clear()  # of a backward that failed half-way
 
     def used(self) -> list[bool]:
         """For each trainable parameter, whether the backward that runs now will reach it; call from a gradient hook.
@@ -167,8 +181,23 @@ class Reduction:
         if self._deferred:
             return
         self._bring_up_state()
-        self._seen.append(self._index[id(param)])
+        self._see(param)
         self._reduce(param, *group)
+
+    def _see(self, param: torch.nn.Parameter) -> None:
+        """Note that a parameter's gradient has come.
+
+        Raises:
+            ModelError: for the second time in one backward: what is reduced already would be lost at stage 3.
+        """
+        index = self._index[id(param)]
+        if index in self._seen and self.during_backward and not self.alone:
+            shape = tuple(zero.full_shape(param))
+            raise ModelError(
+                f"the gradient of a parameter of shape {shape} came in two parts of one backward: reentrant checkpoints share it. "
+                "Call torch.utils.checkpoint with use_reentrant=False, or use ZeRO stage 1."
+            )
+        self._seen[index] = None
 
     def _bring_up_state(self) -> None:
         """With the first gradient of a step's last backward, the first optimizer state may come up the idle bus."""
@@ -181,7 +210,7 @@ class Reduction:
 
     def _leave_it(self, param: torch.nn.Parameter, _group: int) -> None:
         self._bring_up_state()
-        self._seen.append(self._index[id(param)])
+        self._see(param)
         if self.stream is not None and self.stream.gradients is not None:
             self.stream.gradients.leave(param, norm_of)
 
@@ -226,8 +255,7 @@ class Reduction:
         if self.alone:
             self._seen.clear()
             return self._hand_over()
-        seen = set(self._seen)
-        missing = [entry for i, entry in enumerate(self._entries) if i not in seen]
+        missing = [entry for i, entry in enumerate(self._entries) if i not in self._seen]
         if missing and self.kind == "zero12":
             self.optimizer.setup_buckets()
         for param, group in missing:
@@ -323,8 +351,7 @@ class GradientFlags:
         self.summing = True
         self._index = {id(p): i for i, p in enumerate(params)}
         self._places: torch.Tensor | None = None
-        for i, param in enumerate(params):
-            param.register_post_accumulate_grad_hook(self._marker(i))
+        self.handles = [param.register_post_accumulate_grad_hook(self._marker(i)) for i, param in enumerate(params)]
 
     def _marker(self, i: int) -> Callable[[torch.Tensor], None]:
         mark = self.marks[i]

@@ -12,6 +12,7 @@ from bigtrain.errors import DataError
 from bigtrain.kernels import documents, upload
 
 IGNORE = -100
+_UNSHIFTED = ("MaskedLM", "TokenClassification", "Segmentation")  # in transformers' names of losses (loss/loss_utils.py, 5.24)
 Batch = Mapping[str, Any]
 CountTargets = Callable[[Batch], int]
 
@@ -54,16 +55,18 @@ def target_counter(model: torch.nn.Module) -> CountTargets:
     """How many terms the model's own mean loss has for a batch, by what the model says of itself.
 
     Causal language models shift the labels by one, so the first of each row is no target. Masked and sequence-to-sequence
-    models do not shift. Labels of fewer than two dimensions, float labels and batches without labels count samples.
+    models, and those that label each token or pixel, do not shift. Labels of fewer than two dimensions, float labels and batches
+    without labels count samples.
     """
-    config = getattr(model, "config", None)
-    shifts = "MaskedLM" not in str(getattr(model, "loss_type", "")) and not getattr(config, "is_encoder_decoder", False)
+    config, loss = getattr(model, "config", None), str(getattr(model, "loss_type", ""))
+    shifts = not any(kind in loss for kind in _UNSHIFTED) and not getattr(config, "is_encoder_decoder", False)
+    ignored = getattr(config, "semantic_loss_ignore_index", IGNORE) if "Segmentation" in loss else IGNORE
 
     def count(batch: Batch) -> int:
         labels = batch.get("labels")
         if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
             return samples(batch)
-        return int(((labels[..., 1:] if shifts else labels) != IGNORE).sum())
+        return int(((labels[..., 1:] if shifts else labels) != ignored).sum())
 
     return count
 

@@ -180,14 +180,9 @@ def master_of(param: Any) -> tuple[int, torch.Tensor] | None:
 
 # What a ds_config says about where partitions live; the rest of it may still hold "auto" while a model is built.
 _PLACEMENT_KEYS = (
-    "stage",
-    "offload_param",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-    "memory_efficient_linear",
-    "sub_group_size",
-)
+    "stage", "offload_param", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
+    "memory_efficient_linear", "sub_group_size",
+)  # fmt: skip
 
 
 class Partitioner:
@@ -323,10 +318,11 @@ def initialize(
 ) -> Any:
     """DeepSpeed's engine; `through_host`: ZeRO-1/2 flattens weights there, as where the GPU has no room for a second copy."""
     accelerator = deepspeed.accelerator.get_accelerator()
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
     if through_host:
         accelerator.available_memory = lambda *_: 0
     try:
-        with _scalars_sent_apart(model), startup.compiled_when_called(deepspeed.runtime.compiler):
+        with _odd_ones_sent_apart(model, stage), startup.compiled_when_called(deepspeed.runtime.compiler):
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=params, config=config)
     finally:
         accelerator.__dict__.pop("available_memory", None)
@@ -334,23 +330,31 @@ def initialize(
 
 
 @contextlib.contextmanager
-def _scalars_sent_apart(model: torch.nn.Module) -> Iterator[None]:
-    """Rank 0's parameters without dimensions (CLIP's `logit_scale`), sent here.
+def _odd_ones_sent_apart(model: torch.nn.Module, stage: int) -> Iterator[None]:
+    """Rank 0's parameters without dimensions (CLIP's `logit_scale`), or with strides of their own (channels_last), sent here.
 
     DeepSpeed 0.19.8 broadcasts whole parameters as bytes and fails on these: "self.dim() cannot be 0 to view BFloat16 as
-    Byte". It leaves out what carries `ds_optim_param`.
+    Byte", "self.stride(-1) must be 1 to view Float as Byte". It leaves out what carries `ds_optim_param`, but at stage 3, where
+    strides do not outlive the first partitioning anyway.
     """
-    from bigtrain import ranks
-
-    scalars = [p for p in model.parameters() if p.dim() == 0 and not is_partitioned(p)]
-    values = ranks.broadcast_object([p.data.cpu() for p in scalars]) if scalars else []
-    for p, value in zip(scalars, values):
-        p.data.copy_(value)
+    odd = {n: p for n, p in model.named_parameters() if not is_partitioned(p) and (p.dim() == 0 or not p.is_contiguous())}
+    if stage == 3 and (scalars := [n for n, p in odd.items() if p.dim() == 0]):
+        raise ModelError(
+            f"DeepSpeed cannot partition parameters without dimensions ({', '.join(scalars)}) of a finished model: build it with "
+            "bigtrain.models.build_model(source, ds_config=...), where source is what makes the module."
+        )
+    for p in odd.values() if stage == 3 else ():
+        p.data = p.data.contiguous()
+    apart = [] if stage == 3 else list(odd.values())
+    for p in apart:
+        value = p.data.to(rank_device()).reshape(-1)
+        torch.distributed.broadcast(value.view(torch.uint8), 0)
+        p.data.copy_(value.view(p.shape))
         p.ds_optim_param = True  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        for p in scalars:
+        for p in apart:
             del p.ds_optim_param  # type: ignore[attr-defined]
 
 

@@ -188,6 +188,23 @@ def test_batchnorm_statistics_are_fp32_move_and_are_equal_on_all_ranks(rank_pool
     assert max(abs(v) for v in first[1]) > 1e-4
 
 
+def _batchnorm_meets_nan(stage):
+    engine = _engine(stage, model=WithBatchNorm())
+    image = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(engine.rank))
+    engine.train_step([{"image": image}])
+    before = [engine.module.bn.running_mean.tolist(), engine.module.bn.num_batches_tracked.item()]
+    skipped = not engine.train_step([{"image": image * (math.nan if engine.rank == 1 else 1.0)}]).applied
+    after = [engine.module.bn.running_mean.tolist(), engine.module.bn.num_batches_tracked.item()]
+    engine.train_step([{"image": image}])
+    loss = engine.evaluate([{"image": image}]).loss
+    engine.close()
+    return skipped, before == after, math.isfinite(loss)
+
+
+def test_a_skipped_step_leaves_no_nan_in_batchnorm_statistics(rank_pool):
+    assert rank_pool(2).run(_batchnorm_meets_nan, 2) == [(True, True, True)] * 2
+
+
 # ---------------------------------------------------------------- B06, B07
 
 

@@ -1,0 +1,249 @@
+"""Loops that users write themselves, beside the same loop in plain torch; and what such a loop must not do unnoticed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from bigtrain.engine import Engine
+from bigtrain.errors import BigtrainError
+from tests.ranks.tiny import Branched, config, whole_weights
+
+STAGES = [0, 1, 2, 3]
+STEPS, MICRO = 3, 2
+BOUND = 1e-6  # fp32, the same sums in another order
+
+
+class Strided(nn.Module):
+    """Parameters whose elements do not lie in the order of their dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(5, 4).t())
+
+    def forward(self, x):
+        return (self.conv(x.view(4, 3, 2, 2)[:, :3]).flatten(1) @ self.turned).pow(2).mean()
+
+
+class Scaled(Branched):
+    """A parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__(12)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
+class Shared(nn.Module):
+    """One layer in two checkpoints."""
+
+    def __init__(self, reentrant=True):
+        super().__init__()
+        self.layer, self.head, self.reentrant = nn.Linear(12, 12), nn.Linear(12, 1), reentrant
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        for _ in range(2):
+            x = checkpoint(lambda z: torch.tanh(self.layer(z)), x, use_reentrant=self.reentrant)
+        return self.head(x).pow(2).mean()
+
+
+def _x(rank, step, k):
+    return torch.randn(4, 12, generator=torch.Generator().manual_seed(100 * step + 10 * k + rank))
+
+
+def _module(cls=Branched):
+    torch.manual_seed(0)
+    return cls(12) if cls is Branched else cls()
+
+
+def _engine(stage, module=None, **zero):
+    cfg = config(stage, bf16=False, micro=4, accumulation=MICRO, **zero)
+    return Engine(_module() if module is None else module, ds_config=cfg, learning_rate=1e-2)
+
+
+def _plain(world, module, steps=range(STEPS)):
+    """The weights that plain torch comes to, on one process."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.0)
+    for step in steps:
+        for k in range(MICRO):
+            for rank in range(world):
+                (module(_x(rank, step, k)) / (world * MICRO)).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return module
+
+
+def _one_by_one(engine, step):
+    for k in range(MICRO):
+        engine.backward(engine(_x(engine.rank, step, k)))
+        result = engine.step()
+    return result
+
+
+def _forwards_first(engine, step):
+    for loss in [engine(_x(engine.rank, step, k)) for k in range(MICRO)]:
+        engine.backward(loss)
+    engine.step()
+
+
+def _in_eval_mode(engine, step):
+    engine.eval()
+    _one_by_one(engine, step)
+
+
+def _looking_between(engine, step):
+    for k in range(MICRO):
+        engine.backward(engine(_x(engine.rank, step, k)))
+        engine(_x(0, 9, 9))  # its loss is dropped
+        with torch.no_grad():
+            engine(_x(0, 9, 8))
+        engine.evaluate([{"x": _x(0, 9, 7)}])
+        engine.step()
+
+
+LOOPS = [_one_by_one, _forwards_first, _in_eval_mode, _looking_between]
+
+
+def _apart(engine, module):
+    mine = whole_weights(engine.module)
+    return max(float((mine[n] - p.detach()).abs().max()) for n, p in module.named_parameters())
+
+
+def _run(stage, cls, loop, **zero):
+    engine = None
+    try:
+        engine = _engine(stage, _module(cls), **zero)
+        for step in range(STEPS):
+            loop(engine, step)
+        return _apart(engine, _plain(engine.world_size, _module(cls)))
+    except BigtrainError as error:
+        return str(error)
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_loops_of_all_kinds_are_plain_torch(rank_pool, stage, loop):
+    assert max(rank_pool(2).run(_run, stage, Branched, loop)) <= BOUND
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_with_strides_of_their_own(rank_pool, stage):
+    """DeepSpeed's broadcast of the model refuses them."""
+    assert max(rank_pool(2).run(_run, stage, Strided, _one_by_one)) <= BOUND
+
+
+def test_parameters_without_dimensions_of_a_finished_model_are_named_at_stage_3(rank_pool):
+    assert max(rank_pool(2).run(_run, 2, Scaled, _one_by_one)) <= BOUND
+    assert all("scale" in message and "build_model" in message for message in rank_pool(2).run(_run, 3, Scaled, _one_by_one))
+
+
+def test_a_gradient_that_comes_in_two_parts_is_summed_or_refused(rank_pool):
+    """DeepSpeed's stage 3 kept the last part where buckets are small, without a word."""
+    for stage in (0, 1):
+        assert max(rank_pool(2).run(_run, stage, Shared, _one_by_one)) <= BOUND
+    for stage in (2, 3):
+        for message in rank_pool(2).run(_run, stage, Shared, _one_by_one, reduce_bucket_size=10):
+            assert "(12, 12)" in message and "use_reentrant=False" in message
+
+
+def _one_after_another(stage):
+    first = _engine(stage)
+    _one_by_one(first, 0)
+    refused = ""
+    try:
+        _engine(stage, first.module)
+    except BigtrainError as error:
+        refused = str(error)
+    first.close()
+    first.close()
+    second = _engine(stage, first.module)
+    _one_by_one(second, 1)
+    world, plain = second.world_size, _module()
+    apart = _apart(second, _plain(world, _plain(world, plain, [0]), [1]))
+    second.close()
+    return refused, apart
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_engine_lets_go_of_its_module_when_it_is_closed(rank_pool, stage):
+    for refused, apart in rank_pool(2).run(_one_after_another, stage):
+        assert "engine.close()" in refused and apart <= BOUND
+
+
+def _copied(stage):
+    engine = _engine(stage)
+    alone = copy.deepcopy(engine.module)
+    _plain(1, alone)
+    _one_by_one(engine, 0)
+    apart = _apart(engine, _plain(engine.world_size, _module(), [0]))
+    engine.close()
+    return apart
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_copy_of_the_module_is_the_users_own(rank_pool, stage):
+    assert max(rank_pool(2).run(_copied, stage)) <= BOUND
+
+
+def _unnoticed(what, stage):
+    engine = _engine(stage)
+    try:
+        _one_by_one(engine, 0)
+        if what == "rate":
+            engine.deepspeed.optimizer.param_groups[0]["lr"] = 0.5
+        elif what == "put in":
+            engine.module.c = nn.Linear(12, 1)
+        else:
+            engine.backward(engine(_x(engine.rank, 1, 0)))
+            engine.module.a.weight.requires_grad_(False)
+            engine.backward(engine(_x(engine.rank, 1, 1)))
+        _one_by_one(engine, 1)
+    except BigtrainError as error:
+        return str(error)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(("what", "said"), [("rate", "0.5"), ("put in", "c.weight"), ("frozen between", "a.weight")])
+def test_what_would_do_nothing_is_an_error(rank_pool, what, said):
+    for stage in (0, 2):
+        assert all(said in message for message in rank_pool(2).run(_unnoticed, what, stage))
+
+
+def _failing(where):
+    """A step that fails in its first forward is begun again; one that fails in a backward cannot be."""
+    engine = _engine(2)
+    armed = [True]
+
+    def fail(*_):
+        if armed:
+            armed.clear()
+            raise ValueError("said by the test")
+
+    batches = [{"x": _x(engine.rank, 0, k)} for k in range(MICRO)]
+    module = engine.module.b
+    hook = module.register_forward_hook(fail) if where == "forward" else module.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="said by the test"):
+        engine.train_step(batches)
+    hook.remove()
+    try:
+        return engine.train_step(batches).tokens, _apart(engine, _plain(engine.world_size, _module(), [0])) <= BOUND
+    except BigtrainError as error:
+        return str(error)
+    finally:
+        engine.close()
+
+
+def test_a_step_that_failed_counts_nothing_twice(rank_pool):
+    assert rank_pool(2).run(_failing, "forward") == [(16, True)] * 2
+    assert all("cannot be taken back" in message for message in rank_pool(2).run(_failing, "backward"))
