@@ -188,13 +188,29 @@ def open_deepspeed(path: str | Path, tag: str | None = None) -> DeepSpeedFolder:
             "a rank's file is missing, or files of an older save remain.",
             file=root,
         )
+    states = [first] + [unpickle(file) for file in (models[1:] if stage == 3 else [])]
+    _refuse_mixed(root, optims, [(int(s["zero_stage"]), steps_in(_optimizer_dict(s))) for s in shards], "(ZeRO stage, updates)")
+    _refuse_mixed(root, models, [counters_of(state) for state in states], "counters")
     folder = DeepSpeedFolder(root, stage, world)
     _find_trained(folder, first, shards)
-    find_frozen(folder, [first] + [unpickle(file) for file in (models[1:] if stage == 3 else [])])
+    find_frozen(folder, states)
     find_whole(folder, first)
     folder.counters = counters_of(first)
     folder.tied = {new: old for new, old in dict(first.get("shared_params") or {}).items() if old in folder.shapes}
     return folder
+
+
+def _refuse_mixed(root: str, files: list[str], told: list[Any], what: str) -> None:
+    """The files of all ranks are of one save."""
+    numbers = [int(found.group(1)) for file in files if (found := re.search(r"zero_pp_rank_(\d+)_", os.path.basename(file)))]
+    if numbers not in ([], list(range(len(numbers)))):
+        raise WeightsError(f"{root}: files of the ranks {numbers}: files of two saves are mixed.", file=root)
+    other = next((i for i, value in enumerate(told) if value != told[0]), None)
+    if other is not None:
+        raise WeightsError(
+            f"{files[other]}: {what} {told[other]}, in {os.path.basename(files[0])} {told[0]}: files of two saves are mixed.",
+            file=files[other],
+        )
 
 
 def find_whole(folder: DeepSpeedFolder, first: dict[str, Any]) -> None:

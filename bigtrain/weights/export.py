@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import time
@@ -28,6 +29,8 @@ from bigtrain.weights.write import WriteOp, Writer, create, fsync_folder
 
 logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_EXPORTED = re.compile(_WEIGHTS.pattern + r"|.+\.(json|txt|model|spm|bpe|vocab|jinja|tiktoken|py)|additional_chat_templates")
 SMALL_FILES_BYTES = 64 << 20  # allowance for config and tokenizer when the free space is checked
 
 
@@ -80,12 +83,17 @@ def export_model(
 
     Raises:
         WeightsError: before anything is written if the export could not be loaded again or does not fit the disk.
-        UsageError: `out_dir` holds other things.
+        UsageError: `out_dir` holds other things, or `model` is a base model with adapters around it.
         RanksDisagreeError: another rank failed.
     """
     begin = time.monotonic()
     with ranks.together(f"planning the export to {out_dir}"):
         wanted = as_dtype(dtype)
+        if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            raise UsageError(
+                f"{type(model).__name__}: from_pretrained would find none of its weights under these names. Write its adapters with "
+                "bigtrain.weights.adapters.export_adapter, or export what merge_and_unload() returns."
+            )
         slots = slots_of(model)
         layout = plan_layout(model, slots, wanted, max_shard_bytes)
     ranks.agree([(s.name, s.size, len(s.parts)) for s in layout.shards], "what the export will write")
@@ -142,10 +150,11 @@ def _refuse_foreign(out_dir: str) -> None:
         return
     if not os.path.isdir(out_dir):
         raise UsageError(f"{out_dir} is a file; give the name of a folder to make.")
-    names = os.listdir(out_dir)
-    if names and not _is_export(out_dir, names):
+    names = sorted(os.listdir(out_dir))
+    others = [name for name in names if not _EXPORTED.fullmatch(name)]
+    if names and (others or not _is_export(out_dir, names)):
         raise UsageError(
-            f"{out_dir} holds {', '.join(sorted(names)[:5])} and is not an earlier export, which would be replaced. "
+            f"{out_dir} holds {', '.join((others or names)[:5])} and is not an earlier export, which would be replaced. "
             "Give another folder."
         )
 

@@ -34,7 +34,7 @@ def read(file: str) -> dict[str, torch.Tensor]:
     if isinstance(table, Mapping) and isinstance(table.get("state_dict"), Mapping):
         table = table["state_dict"]
     pairs = table.items() if isinstance(table, Mapping) else [("", table)]
-    wrong = [key or value for key, value in pairs if not isinstance(value, torch.Tensor)]
+    wrong = [key or value for key, value in pairs if not (isinstance(key, str) and isinstance(value, torch.Tensor))]
     if wrong:
         raise WeightsError(f"{file}: expected tensors by name, found {str(wrong[0])[:60]}.", file=file)
     odd = {name: value for name, value in pairs if value.layout != torch.strided or value.is_meta}

@@ -80,6 +80,24 @@ def test_universal_checkpoints_come_back(rank_pool, tmp_path, stage):
     assert rank_pool(1).run(_load, str(tmp_path / "universal"), 2)[0][0] == want
 
 
+def _save_twice(root, stage):
+    engine = _engine(stage)
+    for tag in ("one", "two"):
+        _step(engine, 0)
+        engine.deepspeed.save_checkpoint(root, tag=tag)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage,kind", [(1, "optim"), (3, "optim"), (3, "model")])
+def test_files_of_two_saves_are_not_taken_for_one(rank_pool, tmp_path, stage, kind):
+    rank_pool(2).run(_save_twice, str(tmp_path), stage)
+    (name,) = [p.name for p in (tmp_path / "two").glob(f"*zero_pp_rank_1_*{kind}_states.pt")]
+    (tmp_path / "two" / name).write_bytes((tmp_path / "one" / name).read_bytes())
+    assert all(name in m and "files of two saves are mixed" in m for m in rank_pool(2).run(_load, str(tmp_path), 2, "two"))
+    (tmp_path / "two" / name).rename(tmp_path / "two" / name.replace("rank_1", "rank_2"))
+    assert all("files of the ranks [0, 2]" in m for m in rank_pool(2).run(_load, str(tmp_path), 2, "two"))
+
+
 def _split(root, optimizer):
     engine = _engine(2, optimizer, seed=99)
     engine.load_checkpoint(root)

@@ -13,6 +13,7 @@ from bigtrain.checkpoint.files import Disk
 from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError, CheckpointError
 from bigtrain.models import build_model
+from bigtrain.runfolder import RunFolder
 from tests.ranks.test_checkpoint_engine import _state, _step
 from tests.ranks.tiny import TinyLM, config
 
@@ -172,3 +173,35 @@ def test_what_is_not_a_manifest_is_refused_without_doing_what_it_says():
     rank = manifest.RankManifest(rank=0, world_size=1, data_name="d", data_bytes=64, slices=(), header_bytes=10**15)
     with pytest.raises(CheckpointError, match="a header of 1000000000000000 bytes in a file of 64"):
         manifest.parse_manifest(rank.to_json(), "d")
+
+
+def _in_turns(root):
+    """Saves into two folders in turns; open files after the first ones and after ten more."""
+    engine = _engine(1)
+    opened = []
+    for turns in (2, 10):
+        for turn in range(turns):
+            engine.save_checkpoint(f"{root}/{turn % 2}", tag="best")
+        opened.append(len(os.listdir("/proc/self/fd")))
+    engine.close()
+    return opened
+
+
+def test_saving_into_two_folders_in_turns_leaves_nothing_open(rank_pool, tmp_path):
+    for before, after in rank_pool(2).run(_in_turns, str(tmp_path)):
+        assert after <= before + 4
+
+
+def _best(root):
+    engine = _engine(1, seed=4)
+    engine.load_checkpoint(root, tag="best")
+    engine.close()
+
+
+def test_a_tag_whose_replacement_was_interrupted_is_loaded(rank_pool, tmp_path):
+    rank_pool(2).run(_save_as, str(tmp_path), ["best", None])
+    (tmp_path / "best").rename(tmp_path / ".best.old")  # as a crash between the two renames leaves it
+    (tmp_path / "checkpoint-0").rename(tmp_path / ".checkpoint-0.old")
+    assert RunFolder(tmp_path).resume_point("auto") == tmp_path / "checkpoint-0"
+    rank_pool(2).run(_best, str(tmp_path))
+    assert (tmp_path / "best" / "COMMIT").exists()

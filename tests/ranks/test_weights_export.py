@@ -246,6 +246,9 @@ def test_an_earlier_export_is_replaced_and_other_folders_are_not(rank_pool, tmp_
     out = tmp_path / "out"
     for _ in range(2):
         assert not isinstance(rank_pool(2).run(export_case, "tied", str(out))[0], tuple)
+    (out / "results.csv").write_text("1,2")
+    assert all("results.csv" in text for _, text in rank_pool(2).run(export_case, "tied", str(out)))
+    assert (out / "results.csv").exists() and (out / "model.safetensors").exists()
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")
     for name, text in rank_pool(2).run(export_case, "tied", str(tmp_path / "home")):
@@ -275,6 +278,8 @@ def lora(root, stage):
     from peft import LoraConfig, get_peft_model
 
     from bigtrain import zero
+    from bigtrain.errors import UsageError
+    from bigtrain.weights import export_model
     from bigtrain.weights.adapters import export_adapter
 
     base = families.make("llama")
@@ -295,6 +300,8 @@ def lora(root, stage):
     with torch.no_grad():
         logits = engine(**batch).logits
     names = export_adapter(engine.module, f"{root}/adapter")
+    with pytest.raises(UsageError, match="export_adapter"):
+        export_model(engine.module, f"{root}/whole", dtype="bfloat16")
     if dist.get_rank() == 0:
         torch.save(logits, f"{root}/logits.pt")
     return names

@@ -114,6 +114,8 @@ def test_bin_files_that_hold_no_plain_values_are_refused_before_a_read(tmp_path)
         assert error.tensor == "b.weight"
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     refused(tmp_path, "pytorch_model.bin", "Damaged")
+    torch.save({**values(), 5: dense}, tmp_path / "pytorch_model.bin")
+    refused(tmp_path, "pytorch_model.bin", "found 5")
 
 
 def test_one_pattern_as_text_is_not_a_sequence_of_letters(tmp_path):
