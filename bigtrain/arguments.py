@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from bigtrain.errors import UsageError
 from bigtrain.plan.spilled import share_problems
+from bigtrain.runfile import read_run_file
 
 Packing = Literal["isolated", "concatenate", "none"]
 Policy = Literal["full", "selective", "offload"]
@@ -278,33 +279,6 @@ def _split_run_file(argv: list[str]) -> tuple[list[str], str | None]:
     return argv, None
 
 
-def read_run_file(path: str) -> dict[str, Any]:
-    """A YAML or JSON run file as a mapping from argument name to value.
-
-    Raises:
-        UsageError: the file is missing, cannot be parsed, or is no mapping.
-    """
-    file = Path(path)
-    if file.suffix not in (".yaml", ".yml", ".json"):
-        raise UsageError(f"run file {path}: expected a name that ends in .yaml, .yml or .json")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"run file {path} cannot be read: {error.strerror}") from error
-    try:
-        if file.suffix == ".json":
-            values = json.loads(text)
-        else:
-            import yaml
-
-            values = yaml.safe_load(text)
-    except Exception as error:
-        raise UsageError(f"run file {path} cannot be parsed: {error}") from error
-    if not isinstance(values, dict):
-        raise UsageError(f"run file {path} must be a mapping of argument names to values, got {type(values).__name__}")
-    return values
-
-
 def _file_tokens(path: str, parser: argparse.ArgumentParser) -> Iterator[str]:
     values = read_run_file(path)
     _refuse_unknown([f"--{key}" for key in values], parser, f"key in {path}")
@@ -313,7 +287,8 @@ def _file_tokens(path: str, parser: argparse.ArgumentParser) -> Iterator[str]:
         if value is None:
             continue
         if isinstance(value, list):
-            yield from (f"--{key}", *map(str, value)) if value else ()
+            nothing = ["none"] if key.replace("-", "_") == "report_to" else []  # an empty list is not the default there
+            yield from (f"--{key}", *map(str, value or nothing)) if value or nothing else ()
         elif isinstance(value, bool):
             # A "no_*" flag is argparse's store_false: it takes no value, and `false` for it means its absence.
             yield f"--{key}={str(value).lower()}"
@@ -362,6 +337,8 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
         yield "eval_data and eval_fraction are two ways to say one thing: give one of them"
     if args.eval_steps and not (args.eval_data or args.eval_fraction):
         yield "eval_steps without anything to evaluate on: add --eval_data PATH or --eval_fraction 0.05"
+    if args.save_total_limit and not args.save_steps:
+        yield "save_total_limit without save_steps: nothing would be saved; add --save_steps N"
     if args.warmup_steps is not None and args.warmup_ratio is not None:
         yield "warmup_steps and warmup_ratio are two ways to say one thing: give one of them"
     try:
@@ -395,6 +372,11 @@ def _problems_with_numbers(args: TrainArguments) -> Iterator[str]:
         value = getattr(args, name)
         if value is not None and not value >= 0:  # also catches nan
             yield f"{name} must not be negative, got {value}"
+    for name in ("learning_rate", "weight_decay", "adam_epsilon"):
+        if getattr(args, name) == float("inf"):
+            yield f"{name} must be a finite number, got inf"
+    if args.seed >= 2**64:  # what torch's generators take
+        yield f"seed must be below 2**64, got {args.seed}"
     for name in _FRACTIONS:
         value = getattr(args, name)
         if value is not None and not 0 <= value < 1:
@@ -425,6 +407,9 @@ def _is_there(path: str) -> bool:
 
 
 def _problems_with_files(args: TrainArguments) -> Iterator[str]:
+    for name, value in args.as_dict().items():
+        if isinstance(value, str) and not value.strip() and name != "run_name":
+            yield f"{name} is empty: give a value or leave it out (a shell variable that is not set?)"
     for name in ("ds_config", "train_data", "eval_data"):
         value = getattr(args, name)
         if name == "ds_config" and value and (value == "auto" or value.lstrip().startswith("{")):

@@ -10,6 +10,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from bigtrain import __version__
 from bigtrain.errors import BigtrainError, UsageError
@@ -58,6 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _checked_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The ds_config to plan, with every fault that training would refuse refused here; without bf16 it means fp32."""
+    from bigtrain import config as ds
+
+    config = ds.load(args.ds_config)
+    ds.check(config, world_size=max(1, args.gpus), device=args.device, name=args.ds_config)
+    return config if {"bf16", "bfloat16"} & config.keys() else {**config, "bf16": {"enabled": False}}
+
+
 def _run(words: list[str]) -> int:
     if not words or words[0].startswith("-"):
         parser = make_parser()
@@ -73,4 +83,6 @@ def _run(words: list[str]) -> int:
     args = make_parser(words[0]).parse_args(words)
     if getattr(args, "measure", None):  # the planner itself runs nothing: what does is handed to it
         args.measurer = importlib.import_module("bigtrain.bench.measure").measure
+    if args.verb == "plan":  # nor does it know what a ds_config may say
+        args.reader = _checked_config
     return int(args.run(args) or 0)

@@ -5,7 +5,7 @@ Imports nothing of DeepSpeed; uses these internal attributes of 0.19.8's ZeRO op
     _get_sub_group_process_group, single_partition_of_fp32_groups, parallel_partitioned_bit16_groups, round_robin_bit16_groups,
     round_robin_bit16_offsets, fp32_groups_flat_partition, bf16_groups, real_dp_process_group, update_lp_params, unflatten,
     persistent_parameters, bf16_partitioned_groups, averaged_gradients, loss_scale, clip_grad, unscale_and_clip_grads, _link_all_hp_params,
-    _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition; of a parameter: partition_numel, all_gather
+    _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition, _partition_all_parameters; of a parameter: partition_numel, all_gather
 A test in tests/architecture checks that DeepSpeed has each of them.
 """
 
@@ -119,6 +119,7 @@ def refresh_weights(ds_optimizer: Any, own_only: bool = False) -> None:
             if param is not master:
                 param.copy_(master)
         return
+    ds_optimizer._partition_all_parameters()  # whole copies that an evaluation left behind would be used in place of the new values
     for number, master in enumerate(ds_optimizer.fp32_partitioned_groups_flat):
         weights = ds_optimizer.fp16_partitioned_groups_flat[number]
         if weights.data_ptr() != master.data_ptr():

@@ -5,8 +5,8 @@ Everything that can be wrong is looked at in this order, cheapest first, and bef
 
 from __future__ import annotations
 
-import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +52,19 @@ class Job:
         """Positions that go through the model in one step over all ranks, padding included."""
         return self.steps.global_batch * self.seq_len
 
+    @property
+    def data_told(self) -> dict[str, Any]:
+        """What decides which row stands where; a checkpoint keeps it, and `changed_data` compares."""
+        counts = data.stats_dict(self.rows)
+        told = {"seq_len": self.seq_len, "packing": self.args.packing, "data_seed": self.args.order_seed}
+        first = {"first_tokens": self.rows[0]["input_ids"][:8].tolist()}  # the same files in another order
+        return {**told, **{name: counts[name] for name in ("documents", "tokens", "rows")}, **first}
+
+    def changed_data(self, saved: Mapping[str, Any]) -> list[str]:
+        """One line for each number of `data_told` that differs from the checkpoint's."""
+        now = self.data_told
+        return [f"{k}: {saved[k]!r} in the checkpoint, {v!r} in this run" for k, v in now.items() if saved.get(k, v) != v]
+
 
 def device_type() -> str:
     """`cuda` or `cpu`."""
@@ -69,7 +82,8 @@ def read_ds_config(args: TrainArguments) -> dict[str, Any]:
     """
     if args.ds_config == AUTO:
         return {}  # chosen once the ranks have met and know what memory each has
-    config = ds.load(json.loads(args.ds_config) if args.ds_config.lstrip().startswith("{") else args.ds_config)
+    inline = args.ds_config.lstrip().startswith("{")
+    config = ds.parse(args.ds_config) if inline else ds.load(args.ds_config)
     ds.check(config, world_size=ranks.world_size(), run=run_values(args, None), device=device_type(), name=_config_name(args))
     return config
 
@@ -103,8 +117,11 @@ def run_values(args: TrainArguments, total_steps: int | None) -> RunValues:
 # ---------------------------------------------------------------- together
 
 
-def prepare(args: TrainArguments, config: dict[str, Any]) -> Job:
+def prepare(args: TrainArguments, config: dict[str, Any], reached: tuple[int, int] = (0, 0)) -> Job:
     """Tokenizer, data, step plan, and the ds_config with nothing left open. Collective.
+
+    Args:
+        reached: (step, rows used) of the checkpoint that the run starts from.
 
     Raises:
         UsageError, ConfigError, DataError, ModelError: on every rank alike, before anything is built.
@@ -122,7 +139,7 @@ def prepare(args: TrainArguments, config: dict[str, Any]) -> Job:
     assert first.run.micro_batch and first.run.accumulation
     rows, eval_rows = load_rows(args, tokenizer, model_config, seq_len)
     steps = data.plan_steps(
-        len(rows), first.run.micro_batch, first.run.accumulation, world, args.num_train_epochs, args.max_steps
+        len(rows), first.run.micro_batch, first.run.accumulation, world, args.num_train_epochs, args.max_steps, done=reached
     )
     ranks.agree((steps.describe(), len(eval_rows or ())), "the step plan")
     return Job(

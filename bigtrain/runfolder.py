@@ -43,11 +43,15 @@ class RunFolder:
     def __init__(self, root: str | Path):
         self.root = Path(root).expanduser().resolve()
 
-    def check(self, *, resume: str | None, overwrite: bool) -> None:
+    def check(self, *, resume: str | None, overwrite: bool, reads: Sequence[str | None] = ()) -> None:
         """Look whether a run may write here; changes nothing.
 
+        Args:
+            resume, overwrite: what the user said. reads: paths that the run reads, which starting over must not remove.
+
         Raises:
-            UsageError: it holds a run and the user said neither to resume nor to overwrite it, or it cannot be written to.
+            UsageError: it holds a run and the user said neither to resume nor to overwrite it, it cannot be written to, or
+                what would be removed is read.
         """
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"output_dir {self.root} is a file")
@@ -58,15 +62,35 @@ class RunFolder:
                 f"output_dir {self.root} already holds a run ({names}). Continue it with --resume_from_checkpoint auto, "
                 "start over with --overwrite_output_dir, or name another folder."
             )
+        for path in filter(None, reads if resume is None else ()):
+            if any(Path(path).expanduser().resolve().is_relative_to(own) for own in there):
+                raise UsageError(
+                    f"{path} is read by this run, and starting over in output_dir {self.root} would remove it first: name "
+                    "another output_dir"
+                )
+        if resume is not None and (others := store.in_the_way(self.root)):
+            raise UsageError(
+                f"output_dir {self.root} holds {', '.join(others[:6])}, not bigtrain's: this run could not save those steps. Move "
+                "them away, or name another folder."
+            )
         above = next(p for p in (self.root, *self.root.parents) if p.exists())
+        if not above.is_dir():
+            raise UsageError(f"output_dir {self.root} cannot be made: {above} is a file")
         if not os.access(above, os.W_OK):
             raise UsageError(f"output_dir {self.root} cannot be written to: no permission in {above}")
 
     def open(self, *, resume: str | None) -> None:
-        """Make the folder; without `resume`, what an earlier run left there is removed."""
+        """Make the folder; without `resume`, what an earlier run left there is removed.
+
+        Raises:
+            UsageError: the system refuses it.
+        """
         for path in self._own() if resume is None else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"output_dir {self.root} cannot be made: {error.strerror}") from error
 
     def _own(self) -> list[Path]:
         names = [self.root / n for n in (*OWN_FILES, *OWN_FOLDERS)]
@@ -85,6 +109,7 @@ class RunFolder:
         if asked is None:
             return None
         if asked == "auto":
+            store.recover(self.root)
             opened, skipped = store.newest(self.root)
             for line in skipped:
                 logger.warning("%s", line)
@@ -95,6 +120,14 @@ class RunFolder:
         from bigtrain.checkpoint.deepspeed_import import foreign_in
 
         return foreign_in(path, None) or store.find(path).folder
+
+    @staticmethod
+    def reached(checkpoint: Path | None) -> tuple[int, int]:
+        """(step, rows of training data used before it) of a checkpoint to start from; zeros where it does not tell."""
+        if checkpoint is None or not (checkpoint / "COMMIT").is_file():
+            return 0, 0
+        state = store.open_checkpoint(checkpoint).run["state"]
+        return state["global_step"], state["data_position"]
 
     def read_run(self) -> dict[str, Any]:
         """run.json as it is, empty if there is none."""

@@ -64,14 +64,17 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     places = check_places()
     capacity.cap_gpu_memory(args.gpu_memory_cap)
     folder = RunFolder(args.output_dir)
+    reads = args.model_name_or_path, args.tokenizer_name_or_path, args.train_data, args.eval_data
     ranks.main_decides(
-        lambda: folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir), "checking output_dir"
+        lambda: folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir, reads=reads),
+        "checking output_dir",
     )
     resume = ranks.main_decides(lambda: folder.resume_point(args.resume_from_checkpoint), "looking for a checkpoint")
+    reached = ranks.main_decides(lambda: folder.reached(resume), "reading where the data stood")
     if args.ds_config == jobs.AUTO:
         args, config = capacity.choose(args)
     limits = capacity.memory_limits(args.gpu_memory_cap)
-    job = jobs.prepare(args, config)
+    job = jobs.prepare(args, config, reached)
     job = capacity.offload_gradients(job, *limits)
     if not args.no_plan:  # buffers first: a GiB of them hides more than a block's recompute costs
         job = capacity.use_spare_memory(job, *limits)
@@ -88,8 +91,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_settings(job))
         engine.checkpoints.tokenizer = job.tokenizer
         if resume is not None:
-            engine.load_checkpoint(resume.parent, tag=resume.name)
-            logger.info("resumed from %s at step %d", resume, engine.global_step)
+            _go_on(engine, job, resume)
         flops = jobs.flops_formula(model, job.seq_len)
         with ranks.together("opening loaders and trackers"):
             run = Run(job, engine, folder, stop, flops, places, isolation.document_bounds)
@@ -101,6 +103,15 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         finally:
             run.close()
             engine.close()
+
+
+def _go_on(engine: Any, job: Any, resume: Path) -> None:
+    """Load what the run goes on from, and say where that is and whether its rows were others."""
+    changed = job.changed_data(engine.load_checkpoint(resume.parent, tag=resume.name))
+    logger.info("resumed from %s at step %d, row %d", resume, engine.global_step, engine.data_position)
+    if changed:
+        lines = "".join(f"\n  {line}" for line in changed)
+        logger.warning("these are other rows than those of the checkpoint; as many are passed over:%s", lines)
 
 
 class Run:
@@ -121,7 +132,8 @@ class Run:
         workers = args.dataloader_num_workers
         start = engine.global_step
         order = data.SampleOrder(len(job.rows), args.order_seed)
-        self.loader = data.StepLoader(job.rows, order, job.steps, start_step=start, num_workers=workers, **where)
+        steps = job.steps.resumed(start, engine.data_position)
+        self.loader = data.StepLoader(job.rows, order, steps, start_step=start, num_workers=workers, **where)
         self.eval_loader = None
         if job.eval_rows is not None:
             plan = data.plan_eval(
@@ -178,7 +190,7 @@ class Run:
         tokens = self.job.tokens_per_step
         row = {
             "step": result.step,
-            "epoch": result.step / self.job.steps.steps_per_epoch,
+            "epoch": self.engine.data_position / self.job.steps.n_rows,
             "loss": result.loss,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
@@ -219,7 +231,7 @@ class Run:
         """Begin a checkpoint that training continues from bit for bit; it is written while training goes on."""
         with self.clock.paused("saving"):
             path = self.engine.save_checkpoint(
-                self.folder.root, state={"seq_len": self.job.seq_len}, keep_last=self.args.save_total_limit, wait=False
+                self.folder.root, state=self.job.data_told, keep_last=self.args.save_total_limit, wait=False
             )
             self.saved_step = self.engine.global_step
         self.progress.note(f"saving {path} beside training")

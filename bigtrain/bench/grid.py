@@ -27,9 +27,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from bigtrain.arguments import Policy, TrainArguments, read_run_file
+from bigtrain.arguments import Policy, TrainArguments
 from bigtrain.config import load
 from bigtrain.errors import UsageError
+from bigtrain.runfile import read_run_file
 
 RUNNERS = ("bigtrain", "raw_deepspeed", "hf_trainer")
 DEFAULT_SEQ_LEN = 1024

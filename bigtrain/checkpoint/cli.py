@@ -54,7 +54,7 @@ def run_export(args: argparse.Namespace) -> int:
     """Write a Hugging Face folder from a checkpoint."""
     path = Path(args.checkpoint)
     tagged = path if args.tag is None else path / (f"checkpoint-{args.tag}" if args.tag.isdecimal() else args.tag)
-    if not is_checkpoint(tagged):
+    if not is_checkpoint(tagged) and (tagged.exists() or not is_checkpoint(path)):
         return weights_cli.run_export(args)
     from bigtrain.checkpoint.export import export_checkpoint
 

@@ -97,9 +97,8 @@ def _failures_kept(ds_engine: Any) -> Iterator[list[Exception]]:
 
 
 def _prepare(final: Path, work: Path) -> None:
-    if (final / COMPLETE).exists():
-        raise CheckpointError(f"{final} exists already and is complete: give another tag, or remove it.", str(final))
-    shutil.rmtree(final, ignore_errors=True)  # the rest of a save that never finished
+    if final.exists() and not (final.is_dir() and not any(final.iterdir())):  # a save gives it its name when it is complete
+        raise CheckpointError(f"{final} exists already: give another tag, or remove it.", str(final))
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
 
@@ -262,7 +261,10 @@ def scan(folder: Path, rank: int) -> None:
             mine = f"zero_pp_rank_{rank}_" in file.name or "zero_pp_rank_" not in file.name
             if not mine and rank != 0:
                 continue  # another rank looks at it
-            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
+            try:
+                unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
+            except Exception as error:
+                raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}", str(file)) from error
             if unsafe:
                 raise CheckpointError(
                     f"{file} names {', '.join(unsafe)}, which no DeepSpeed checkpoint needs: loading it could run any code. If "

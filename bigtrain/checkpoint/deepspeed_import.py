@@ -65,7 +65,7 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
         CheckpointError: another model, or another optimizer; each difference is named. Nothing has been changed then.
         WeightsError: a file is missing, damaged, or names anything but tensors, containers and numbers.
     """
-    with ranks.together(f"opening {folder}"):
+    with live.state_kept(engine), ranks.together(f"opening {folder}"):
         source = open_universal(folder) if is_universal(folder) else open_deepspeed(folder)
         run = json.loads((folder / RUN).read_text()) if (folder / RUN).is_file() else None
         _check_optimizer(engine, source)

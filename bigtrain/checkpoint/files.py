@@ -76,8 +76,11 @@ class Disk:
 
     def remove_tree(self, path: Path) -> None:
         """Delete a folder; what is already gone is no error."""
-        with self.doing("remove", path):
-            shutil.rmtree(path, ignore_errors=True)
+        with self.doing("remove", path), contextlib.suppress(OSError):
+            if path.is_symlink():  # a checkpoint that was moved elsewhere: what it points to is not ours to delete
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def claim(folder: Path) -> int:
@@ -107,6 +110,8 @@ def claim(folder: Path) -> int:
 def release(handle: int) -> None:
     """Give up what `claim` returned."""
     if handle >= 0:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone leaves it to data workers that were forked while it was held
         os.close(handle)
 
 

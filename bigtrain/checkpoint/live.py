@@ -6,6 +6,7 @@ names are the same at every stage, so that a state saved at one stage fills anot
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from bigtrain.optim.split import first_codes
 
 READING_RANKS = 4  # up to so many CPU ranks, each reads all masters
 SCALAR_TYPES = (int, float)
+WEIGHT_KINDS = ("master", "weight", "buffer")  # all others are the optimizer's
 SETTINGS = (
     "learning_rate", "eps", "weight_decay", "scheduler", "warmup_steps", "total_steps", "scheduler_kwargs", "max_grad_norm",
 )  # fmt: skip
@@ -86,6 +88,20 @@ def slices_of(engine: Any) -> list[LocalSlice]:
     return out + _outside_optimizer(engine)
 
 
+@contextlib.contextmanager
+def state_kept(engine: Any) -> Iterator[None]:
+    """A load that is refused must not leave an optimizer that has half of its state, such as moments without a step count."""
+    names = {id(p): n for n, p in engine.module.named_parameters()}
+    before = [(flat.state, dict(flat.state)) for flat in flat_tensors(engine.deepspeed, names)]
+    try:
+        yield
+    except BaseException:
+        for state, held in before:
+            state.clear()
+            state.update(held)
+        raise
+
+
 def slices_to_fill(engine: Any, index: Index) -> tuple[list[LocalSlice], list[Reblock]]:
     """What a load reads: as `slices_of`, with optimizer state that does not exist yet made to match the checkpoint.
 
@@ -96,7 +112,10 @@ def slices_to_fill(engine: Any, index: Index) -> tuple[list[LocalSlice], list[Re
     below = OPTIMIZERS[engine.settings.optimizer].fp32_below_elems
     out: list[LocalSlice] = []
     again: list[Reblock] = []
+    with_state = {param for kind, param in index if kind not in WEIGHT_KINDS}
     for flat in flat_tensors(engine.deepspeed, names):
+        if flat.pieces and not any(name in with_state for name, *_ in flat.pieces):  # saved before the first step
+            flat.state.clear()
         _make_on_host(engine.deepspeed.basic_optimizer, flat, index)
         moved = not in_place(index, flat.own_name, flat.pieces, flat.tensor.numel() < below)
         _make_state(flat, index, leave=(*MOMENTS, *SCALES) if moved else ())
@@ -148,6 +167,29 @@ def _outside_optimizer(engine: Any) -> list[LocalSlice]:
     return frozen + list(_buffers(engine.module))
 
 
+def check_names(index: Index, module: torch.nn.Module) -> None:
+    """What a checkpoint has and the model lacks; the other direction is found by the plan.
+
+    Raises:
+        CheckpointError: names the tensors that would be dropped.
+    """
+    params = dict(module.named_parameters())
+    mine = {*params, *(name for name, _ in _persistent(module))}
+    extra = sorted({param for kind, param in index if kind in WEIGHT_KINDS and param not in mine})
+    if extra:
+        more = f" and {len(extra) - 5} more" if len(extra) > 5 else ""
+        raise CheckpointError(
+            f"the checkpoint is of another model: it holds {len(extra)} tensors that this one lacks ({', '.join(extra[:5])}{more})."
+        )
+    trained = {param for kind, param in index if kind not in WEIGHT_KINDS}
+    frozen = sorted(name for name in trained & params.keys() if not params[name].requires_grad)
+    if frozen:
+        raise CheckpointError(
+            f"{len(frozen)} parameters are trained in the checkpoint and frozen in this run, first {frozen[0]}: resume with the "
+            "same frozen parts, or start a new run from the exported model (bigtrain export)."
+        )
+
+
 def _elementwise_slices(flat: Flat) -> Iterator[LocalSlice]:
     """The flat tensor and its elementwise state, cut into parameters."""
     blocks = any(True for _ in _blockwise(flat))
@@ -176,7 +218,7 @@ def _blockwise(flat: Flat) -> Iterator[LocalSlice]:
 def _frozen(name: str, param: torch.nn.Parameter) -> Iterator[LocalSlice]:
     shape = tuple(zero.full_shape(param))
     if not zero.is_partitioned(param):
-        yield LocalSlice(param=name, kind="weight", shape=shape, start=0, tensor=param.detach().view(-1), replicated=True)
+        yield LocalSlice(param=name, kind="weight", shape=shape, start=0, tensor=_flat_view(param), replicated=True)
         return
     part = param.ds_tensor  # type: ignore[attr-defined]
     start = min(part.ds_numel * ranks.rank(), zero.full_numel(param))
@@ -186,14 +228,26 @@ def _frozen(name: str, param: torch.nn.Parameter) -> Iterator[LocalSlice]:
 
 def _buffers(module: torch.nn.Module) -> Iterator[LocalSlice]:
     """Persistent buffers: the same on every rank, and free to change in any forward."""
+    for name, buffer in _persistent(module):
+        if buffer.numel():
+            yield LocalSlice(
+                param=name, kind="buffer", shape=tuple(buffer.shape), start=0, tensor=_flat_view(buffer), replicated=True,
+                volatile=True,
+            )  # fmt: skip
+
+
+def _persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set and buffer.numel():
-                full = f"{prefix}.{name}" if prefix else name
-                yield LocalSlice(
-                    param=full, kind="buffer", shape=tuple(buffer.shape), start=0, tensor=buffer.detach().view(-1),
-                    replicated=True, volatile=True,
-                )  # fmt: skip
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself as 1-D; one that is transposed or expanded is laid out anew for it."""
+    if not tensor.is_contiguous():
+        tensor.data = tensor.detach().contiguous()
+    return tensor.detach().view(-1)
 
 
 def _make_on_host(optimizer: Any, flat: Flat, index: Index) -> None:
@@ -206,7 +260,7 @@ def _make_state(flat: Flat, index: Index, leave: Collection[str]) -> None:
     """Give a fresh optimizer the state tensors that the checkpoint holds for this flat tensor and its parameters."""
     held = {name for name, *_ in flat.pieces}
     for (kind, param), saved in index.items():
-        if kind in ("master", "weight", "buffer") or kind in flat.state or kind in leave or param not in held | {flat.own_name}:
+        if kind in WEIGHT_KINDS or kind in flat.state or kind in leave or param not in held | {flat.own_name}:
             continue
         first = saved[0][1]
         shape = flat.shape if param in held else first.shape

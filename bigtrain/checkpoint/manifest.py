@@ -18,7 +18,7 @@ ALIGN_BYTES = 64
 # safetensors' names of element types and their size in bytes
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-    "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
+    "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
 }  # fmt: skip
 
 
@@ -119,6 +119,8 @@ def parse_commit(raw: bytes, path: str) -> Commit:
         commit = Commit(step=_count(body["step"]), world_size=_count(body["world_size"]), files=files)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise _damaged(path, f"field {problem}") from problem
+    if len(files) != commit.world_size + 1:  # before a name is made for each of what may be any number
+        raise _damaged(path, f"it lists {len(files)} files for {commit.world_size} ranks")
     wanted = {"run.json"} | {stem(r, commit.world_size) + ".json" for r in range(commit.world_size)}
     if set(files) != wanted:
         raise _damaged(path, f"it lists {sorted(files)} where {sorted(wanted)} belong")
@@ -144,9 +146,12 @@ def parse_manifest(raw: bytes, path: str) -> RankManifest:
         raise _damaged(path, f"field {problem}") from problem
     if "/" in manifest.data_name or manifest.data_name.startswith("."):
         raise _damaged(path, f"data file {manifest.data_name!r} is not a name in this folder")
+    if manifest.header_bytes > manifest.data_bytes:
+        raise _damaged(path, f"a header of {manifest.header_bytes} bytes in a file of {manifest.data_bytes}")
     for s in slices:
         chunks = -(-s.nbytes // manifest.chunk_bytes) if manifest.chunk_bytes else -1
-        if not (0 <= s.start <= s.stop <= s.numel) or s.offset + s.nbytes > manifest.data_bytes or len(s.xxh3) != chunks:
+        inside = manifest.header_bytes <= s.offset <= s.offset + s.nbytes <= manifest.data_bytes and s.offset % ALIGN_BYTES == 0
+        if not (0 <= s.start <= s.stop <= s.numel) or not inside or len(s.xxh3) != chunks:
             raise _damaged(path, f"slice {s.kind}/{s.param} [{s.start}, {s.stop}) at byte {s.offset} does not fit")
     return manifest
 
@@ -154,7 +159,7 @@ def parse_manifest(raw: bytes, path: str) -> RankManifest:
 def _parse(raw: bytes, path: str, wanted: str) -> dict[str, Any]:
     try:
         body = json.loads(raw)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise _damaged(path, f"not JSON ({problem})") from problem
     if not isinstance(body, dict) or body.get("format") != wanted:
         raise _damaged(path, f"it does not say format {wanted!r}")
@@ -165,7 +170,11 @@ def _parse(raw: bytes, path: str, wanted: str) -> dict[str, Any]:
 
 def parse_run(raw: bytes, path: str) -> dict[str, Any]:
     """Read run.json; same errors as `parse_commit`."""
-    return _parse(raw, path, RUN_FORMAT)
+    body = _parse(raw, path, RUN_FORMAT)
+    for key in ("state", "layout"):
+        if not isinstance(body.get(key), dict):
+            raise _damaged(path, f"{key!r} is not an object")
+    return body
 
 
 def _slice(body: dict[str, Any]) -> SavedSlice:

@@ -7,15 +7,17 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from bigtrain import __version__, ranks
-from bigtrain.checkpoint import deepspeed_format, deepspeed_import, live, neighbours, reshard, rng, store
+from bigtrain.checkpoint import deepspeed_format, deepspeed_import, files, live, neighbours, reshard, rng, store
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
 from bigtrain.errors import CheckpointError
 from bigtrain.flat import refresh_weights, weight_partitions
 from bigtrain.meeting import Point, meet, naming_the_lost
-from bigtrain.weights.companions import companion_files
+from bigtrain.weights.companions import companion_files, exported_config
 from bigtrain.whereabouts import HERE
 
 if TYPE_CHECKING:
@@ -147,21 +149,26 @@ class Checkpoints:
             )
         self.wait()
         ranks.agree((str(directory), str(tag)), "the checkpoint to load")
+        ranks.main_decides(lambda: store.recover(directory), f"looking into {directory}")
         if not ranks.main_decides(lambda: is_native(directory, tag), f"looking into {directory}"):
             return deepspeed_format.load(engine, directory, None if tag is None else str(tag), trust)
         copies = live.copies_weights(engine)
         near = copies and neighbours.reachable()
         folder = ranks.main_decides(lambda: str(choose(directory, tag)), f"looking for a checkpoint in {directory}")
-        with ranks.together(f"opening {folder}"):
-            opened = store.open_checkpoint(Path(folder))
-            index = reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
-            live.check_layout(opened.run["layout"], self._layout(), index)
-            changed = live.changed_settings(opened.run["state"], live.run_state(engine))
-            slices, again = live.slices_to_fill(engine, index)
-            others = live.weights_of_others(engine) if copies and not near else None
-        load_slices(opened, slices + (others or []), index=index)
+        with live.state_kept(engine):
+            with ranks.together(f"opening {folder}"):
+                opened = store.open_checkpoint(Path(folder))
+                index = reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
+                live.check_layout(opened.run["layout"], self._layout(), index)
+                live.check_names(index, engine.module)
+                changed = live.changed_settings(opened.run["state"], live.run_state(engine))
+                slices, again = live.slices_to_fill(engine, index)
+                others = live.weights_of_others(engine) if copies and not near else None
+            load_slices(opened, slices + (others or []), index=index)
         for moment in again:
             moment.finish()
+        if ranks.is_main():
+            changed += changed_config(opened, engine.module, engine.dtype)
         if changed and ranks.is_main():
             lines = "".join(f"\n  {line}" for line in changed)
             log.warning("%s was written with other settings; training goes on with this run's:%s", folder, lines)
@@ -193,7 +200,8 @@ class Checkpoints:
     def _saver_for(self, directory: Path) -> Saver:
         if self._saver is None or self._saver.root != directory:
             self.wait()
-            self._saver = Saver(directory, disk=self.disk)
+            known = None if self._saver is None else self._saver.confirmation
+            self._saver = Saver(directory, disk=self.disk, confirmation=known)
         return self._saver
 
     def _files_of_model(self) -> dict[str, bytes]:
@@ -210,6 +218,24 @@ class Checkpoints:
             "optimizer": run["optimizer"], "precision": "bf16" if run["bf16"] else "fp32", "stage": self._engine.stage,
             "world_size": self._engine.world_size, "bigtrain": __version__,
         }  # fmt: skip
+
+
+def changed_config(opened: store.Opened, module: torch.nn.Module, dtype: torch.dtype) -> list[str]:
+    """One line for each value of the model's config that differs from the checkpoint's: no shape shows a rope_theta."""
+    config, written = exported_config(module, dtype), opened.run.get("model_files", {}).get("config.json")
+    if written is None or not hasattr(config, "to_json_string"):
+        return []
+    try:
+        raw = files.read_checked(opened.folder / store.MODEL / "config.json", written["bytes"], written["xxh3"])
+    except CheckpointError as damage:
+        return [str(damage)]  # training needs it not
+    told, mine = json.loads(raw), json.loads(config.to_json_string())
+    names = sorted((told.keys() | mine.keys()) - {"transformers_version"})
+    return [
+        f"config.{n}: {told.get(n)!r} in the checkpoint, {mine.get(n)!r} in this run"
+        for n in names
+        if told.get(n) != mine.get(n)
+    ]
 
 
 def choose(directory: Path, tag: str | int | None) -> Path:

@@ -15,6 +15,7 @@ from bigtrain.checkpoint import files
 from bigtrain.checkpoint.manifest import CHUNK_BYTES, RankManifest, SavedSlice
 from bigtrain.checkpoint.slices import DTYPE_NAMES, LocalSlice
 from bigtrain.checkpoint.snapshot import Copy
+from bigtrain.errors import CheckpointError
 
 UNIT_BYTES = 4 * CHUNK_BYTES  # 16 MiB: the most that an update waits for the writer to let go of
 LIVE, BUSY, COPIED, DONE = range(4)
@@ -69,6 +70,9 @@ def plan(
     model_files: Mapping[str, bytes],
 ) -> Job:
     """Lay the slices out in one safetensors file and cut them into units."""
+    for s in mine:
+        if s.tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{s.kind} {s.param} is {s.tensor.dtype}, which a checkpoint cannot hold")
     header, offsets, total = _lay_out(mine)
     saved, units = [], []
     for index, (s, offset) in enumerate(zip(mine, offsets)):

@@ -56,6 +56,7 @@ class Saver:
         keep_last: how many of the newest checkpoints to keep; None keeps all.
         keep_every: checkpoints whose step is a multiple of this are never deleted.
         disk: the file layer; tests pass one that fails.
+        confirmation: that of a saver which saves no more; a process group is never given back, so there is one for each engine.
 
     Attributes:
         protect: steps that are not deleted.
@@ -64,14 +65,17 @@ class Saver:
         fetched_bytes, fetch_s: copied from the GPU by the last save, and the seconds from the first copy to the end of the last.
     """
 
-    def __init__(self, root: Path, *, keep_last: int | None = None, keep_every: int | None = None, disk: Disk | None = None):
+    def __init__(
+        self, root: Path, *, keep_last: int | None = None, keep_every: int | None = None, disk: Disk | None = None,
+        confirmation: Confirmation | None = None,
+    ):  # fmt: skip
         self.root, self.keep_last, self.keep_every = Path(root), keep_last, keep_every
         self.protect: set[int] = set()
         self.blocked_s = 0.0
         self.copied_bytes = 0
         self.fetched_bytes, self.fetch_s = 0, 0.0
         self._disk = disk or Disk()
-        self._confirmation = Confirmation(CONFIRM_TIMEOUT_S)
+        self.confirmation = confirmation or Confirmation(CONFIRM_TIMEOUT_S)
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
         self._job: Job | None = None
@@ -123,7 +127,9 @@ class Saver:
         final = store.folder_for(self.root, step) if name is None else self.root / name
         ranks.agree((str(final), step), "the checkpoint to save")
         with ranks.together(f"naming {final}"):
-            store.check_name(final, step)
+            store.check_name(self.root, final, step)
+            if ranks.is_main():
+                store.refuse_foreign(final)
         mine = share_of(slices, ranks.rank(), ranks.world_size())
         self._check_space(sum(s.tensor.nbytes for s in mine))
         token = ranks.broadcast_object(uuid.uuid4().hex[:8])
@@ -131,7 +137,8 @@ class Saver:
         body = {"format": manifest.RUN_FORMAT, "version": manifest.VERSION, "step": step, "state": run, "layout": layout}
         small = model_files or {}
         body["model_files"] = {n: {"bytes": len(raw), "xxh3": files.digest(raw)} for n, raw in small.items()}
-        job = plan(mine, step, scratch, final, rank_state, json.dumps(body, indent=1).encode(), small)
+        with ranks.together(f"laying out {final}"):
+            job = plan(mine, step, scratch, final, rank_state, json.dumps(body, indent=1).encode(), small)
         try:
             with ranks.together(f"creating {scratch}"):
                 self._disk.make_folder(scratch)
@@ -282,7 +289,7 @@ class Saver:
 
     def _conclude(self, job: Job, entry: tuple[str, int, str] | None, failure: Exception | None) -> dict[str, str]:
         """What failed, by rank, the same on all ranks; {} if the checkpoint exists now."""
-        told = self._confirmation.report([entry, None if failure is None else ranks.describe(failure)])
+        told = self.confirmation.report([entry, None if failure is None else ranks.describe(failure)])
         bad, entries = {}, {}
         for rank, said in told.items():
             wrote, problem = (None, str(said)) if isinstance(said, LostRankError) else said
@@ -293,7 +300,7 @@ class Saver:
         if ranks.is_main() and not bad:
             uncommitted = self._commit(job, entries)
             bad = {} if uncommitted is None else {"0": ranks.describe(uncommitted)}
-        return self._confirmation.conclude(bad)
+        return self.confirmation.conclude(bad)
 
     def _fetch(self, job: Job) -> None:
         """Where a GPU computes: copy all state to host memory now. Else the processor is better left to training and writing.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from bigtrain.errors import CheckpointError
 
 MODEL = "model"  # subfolder for config and tokenizer
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
+_RANK_FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.(json|safetensors)")
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ def open_checkpoint(folder: Path) -> Opened:
     for r in range(commit.world_size):
         name = manifest.stem(r, commit.world_size) + ".json"
         ranks.append(manifest.parse_manifest(raw[name], str(folder / name)))
+        _check_rank(folder / name, ranks[-1], r, commit.world_size)
         _check_data_file(folder, ranks[-1])
     return Opened(folder, commit, run, tuple(ranks))
 
@@ -77,6 +81,14 @@ def _check_step(folder: Path, step: int, run_step: Any) -> None:
     if run_step != step or (name and int(name.group(1)) != step):
         raise CheckpointError(
             f"{folder} is damaged: COMMIT says step {step}, run.json {run_step}, the folder's name {folder.name}.", str(folder)
+        )
+
+
+def _check_rank(path: Path, rank: RankManifest, number: int, world_size: int) -> None:
+    if (rank.rank, rank.world_size) != (number, world_size):
+        raise CheckpointError(
+            f"{path} is damaged: it says rank {rank.rank} of {rank.world_size} where {number} of {world_size} belongs.",
+            str(path),
         )
 
 
@@ -122,13 +134,44 @@ def find(path: Path) -> Opened:
     return opened
 
 
-def check_name(final: Path, step: int) -> None:
+def check_name(root: Path, final: Path, step: int) -> None:
     """Refuse names that a reader would not look at, that would leave the root, or that speak of another step."""
     numbered = _NAME.fullmatch(final.name)
     if numbered and int(numbered.group(1)) != step:
         raise CheckpointError(f"{final.name!r} cannot name a checkpoint of step {step}: choose another tag", str(final))
-    if final.name.startswith(".") or not final.name or final.name in ("latest", ".."):
-        raise CheckpointError(f"{final.name!r} cannot name a checkpoint: use letters, digits, '-' and '_'", str(final))
+    if final.parent != root or final.name.startswith(".") or final.name == "latest":
+        raise CheckpointError(f"{final} cannot be a checkpoint in {root}: use letters, digits, '-' and '_'", str(final))
+    if final.name.isdecimal():
+        raise CheckpointError(f"tag {final.name!r} would be taken for a step when it is loaded: add a letter", str(final))
+
+
+def refuse_foreign(final: Path) -> None:
+    """A save replaces an earlier checkpoint of its name, and nothing else.
+
+    Raises:
+        CheckpointError: something else has that name.
+    """
+    if os.path.lexists(final) and not _is_own(final):
+        held = ", ".join(sorted(p.name for p in final.iterdir())[:5]) if final.is_dir() else "no folder"
+        raise CheckpointError(
+            f"{final} exists and is no checkpoint of bigtrain's ({held}): saving would replace it. Move it away, or choose "
+            "another tag or folder.",
+            str(final),
+        )
+
+
+def in_the_way(root: Path) -> list[str]:
+    """Names of folders under `root` that look like a step and that no save will replace, such as another trainer's."""
+    names = sorted(p.name for p in root.iterdir() if _NAME.fullmatch(p.name)) if root.is_dir() else []
+    return [name for name in names if not _is_own(root / name) and not (root / name / "COMPLETE").is_file()]
+
+
+def _is_own(folder: Path) -> bool:
+    """True for a checkpoint, whole or not, and for an empty folder."""
+    if not folder.is_dir():
+        return False
+    names = [entry.name for entry in folder.iterdir()]
+    return not names or "COMMIT" in names or any(_RANK_FILE.fullmatch(name) for name in names)
 
 
 def scratch_folder(final: Path, token: str) -> Path:
@@ -175,18 +218,29 @@ def commit(
         disk.remove_tree(old)
 
 
-def restore_moved_aside(disk: Disk, root: Path) -> None:
+def recover(root: Path) -> None:
+    """Before a load: undo an interrupted replacement, so that the step it was to replace is not lost. What cannot be, is left."""
+    with contextlib.suppress(CheckpointError, OSError):  # another run is writing; or the disk is read-only
+        claim = files.claim(root)
+        try:
+            if claim >= 0:  # else a writer may be between the two renames right now
+                restore_moved_aside(Disk(), root, delete=False)
+        finally:
+            files.release(claim)
+
+
+def restore_moved_aside(disk: Disk, root: Path, delete: bool = True) -> None:
     """Undo a replacement that was interrupted between its two renames, and delete scratch folders of dead writers."""
     if not root.is_dir():
         return
     for entry in sorted(root.iterdir()):
         match = re.fullmatch(r"\.(.+?)\.(old|retired|[0-9a-f]{8}\.writing)", entry.name)
-        if not match:
-            continue
+        if not match or not (_NAME.fullmatch(match.group(1)) or _is_own(entry)):
+            continue  # somebody else's, such as .config.old
         final = root / match.group(1)
         if match.group(2) == "old" and not final.exists() and (entry / "COMMIT").is_file():
             disk.rename(entry, final)
-        else:
+        elif delete:
             disk.remove_tree(entry)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bigtrain.config.batch import Batch
 from bigtrain.config.generate import GenerateOptions, dump, generate, preset_options, presets
 from bigtrain.config.lint import check, lint
-from bigtrain.config.load import load
+from bigtrain.config.load import load, parse
 from bigtrain.config.problems import Problem, report
 from bigtrain.config.resolve import Decision, Resolved, batch_numbers, resolve, table
 from bigtrain.config.rules_run import left_open
@@ -32,6 +32,7 @@ __all__ = [
     "left_open",
     "lint",
     "load",
+    "parse",
     "preset_options",
     "presets",
     "report",

@@ -28,7 +28,12 @@ def load(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         return copy.deepcopy(dict(source))
     path = Path(source)
     if path.is_file():
-        return parse(path.read_text(encoding="utf-8"), str(path))
+        try:
+            return parse(path.read_text(encoding="utf-8-sig"), str(path))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not UTF-8 text: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     from bigtrain.config.generate import PRESETS, generate, preset_options
 
     name = path.name.removesuffix(".json")
@@ -46,12 +51,16 @@ def parse(text: str, name: str = "ds_config") -> dict[str, Any]:
     """A ds_config from text; `name` is what to call it in messages."""
     import hjson
 
+    if not text.strip():  # to hjson that is {}, and would train at stage 0 in fp32
+        raise ConfigError(f"{name}: is empty; a ds_config is an object {{...}}")
     try:
         data = hjson.loads(text, object_pairs_hook=_no_duplicates)
     except hjson.HjsonDecodeError as error:
         raise ConfigError(f"{name}: not readable as JSON: {error}") from None
     except _DuplicateKeyError as error:
         raise ConfigError(f"{name}: {error}") from None
+    except (OverflowError, RecursionError) as error:  # 1e999; brackets without end
+        raise ConfigError(f"{name}: not readable as JSON: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{name}: a ds_config is an object {{...}}, this is {type(data).__name__}")
     return data

@@ -32,6 +32,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "global_batch": (GLOBAL,),
 }
 """Run value -> the places in the file that say the same thing."""
+AT_LEAST = {"learning_rate": 0, "adam_epsilon": 0, "weight_decay": 0, "warmup_steps": 0, "max_grad_norm": 0, "total_steps": 1}
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,19 @@ def disagreements(ctx: Context) -> Iterator[Problem]:
         yield conflict.problem()
 
 
+def numbers(ctx: Context) -> Iterator[Problem]:
+    """Rates and counts of the run that no file can hold, nan and infinity among them; a clipping norm may be infinite."""
+    run = ctx.run or RunValues()
+    for name, least in AT_LEAST.items():
+        value = getattr(run, name)
+        if value is not None and not (value >= least and (value < float("inf") or name == "max_grad_norm")):
+            yield Problem(FLAGS[name], value, "error", "out of range", f"write a number of at least {least}")
+    for name in ("adam_beta1", "adam_beta2"):
+        value = getattr(run, name)
+        if value is not None and not 0 <= value < 1:
+            yield Problem(FLAGS[name], value, "error", "out of range", "write a number from 0 up to (not including) 1")
+
+
 def given_batch(ctx: Context) -> dict[str, Given | None]:
     """The batch numbers of file and run. Where both speak the file is taken; a difference is a conflict anyway."""
     found: dict[str, Given | None] = {}
@@ -171,4 +185,4 @@ def _batch_conflicts(ctx: Context) -> Iterator[Conflict]:
     return (c for c in conflicts(ctx) if c.path in BATCH_FIELDS)
 
 
-RULES = (batch, disagreements)
+RULES = (batch, disagreements, numbers)

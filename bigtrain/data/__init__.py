@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from bigtrain.data.isolation import Isolation, has_varlen, isolation_for, prepare_isolation, register_varlen
     from bigtrain.data.loader import EvalLoader, StepLoader
     from bigtrain.data.order import EvalPlan, SampleOrder, StepPlan, plan_eval, plan_steps
-    from bigtrain.data.pack import PackStats, Rows, build_rows
+    from bigtrain.data.pack import PackStats, Rows, build_rows, stats_dict
     from bigtrain.data.source import load_source, split_validation
     from bigtrain.data.tokenise import tokenise
 
@@ -32,6 +32,7 @@ _LAZY = {
     "PackStats": "pack",
     "Rows": "pack",
     "build_rows": "pack",
+    "stats_dict": "pack",
     "load_source": "source",
     "split_validation": "source",
     "tokenise": "tokenise",
@@ -54,6 +55,7 @@ __all__ = [
     "has_varlen",
     "register_varlen",
     "split_validation",
+    "stats_dict",
     "tokenise",
 ]
 

@@ -176,7 +176,7 @@ class StepLoader:
 
     def position(self, step: int) -> int:
         """Rows used by all ranks before `step`; the data position that ranks compare and checkpoints keep."""
-        return step * self.plan.global_batch
+        return self.plan.position(step)
 
     def __len__(self) -> int:
         return self.plan.steps - self.start_step

@@ -5,14 +5,15 @@ permutation. Step s of global batch G = micro_batch * accumulation * world_size 
 
     row j of micro step a on rank r  =  s*G + a*(micro_batch*world_size) + r*micro_batch + j
 
-So the rows of a step, and their order, do not depend on how G is split, and a run resumes from one integer.
+So the rows of a step, and their order, do not depend on how G is split, and a run resumes from one integer. A run that is
+resumed with another G goes on at the position it had reached: `StepPlan.offset` is added to every position then.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
@@ -97,6 +98,7 @@ class StepPlan:
         accumulation: micro batches per step on one rank.
         world_size: ranks.
         steps: optimizer updates of the whole run, at least 1.
+        offset: added to every position; not 0 where earlier steps had another global batch.
     """
 
     n_rows: int
@@ -104,6 +106,7 @@ class StepPlan:
     accumulation: int
     world_size: int
     steps: int
+    offset: int = 0
 
     @property
     def global_batch(self) -> int:
@@ -113,16 +116,19 @@ class StepPlan:
     @property
     def epochs(self) -> float:
         """Epochs that the planned steps make."""
-        return self.steps * self.global_batch / self.n_rows
+        return self.position(self.steps) / self.n_rows
 
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps in one pass over the rows; rarely whole, since epochs run on into each other."""
-        return self.n_rows / self.global_batch
+    def position(self, step: int) -> int:
+        """Rows used by all ranks before `step`."""
+        return self.offset + step * self.global_batch
+
+    def resumed(self, step: int, position: int) -> StepPlan:
+        """The same steps, of which `step` begins at `position`."""
+        return replace(self, offset=position - step * self.global_batch)
 
     def positions(self, step: int, rank: int, micro_step: int) -> range:
         """The `micro_batch` consecutive positions of one micro batch."""
-        first = step * self.global_batch + (micro_step * self.world_size + rank) * self.micro_batch
+        first = self.position(step) + (micro_step * self.world_size + rank) * self.micro_batch
         return range(first, first + self.micro_batch)
 
     def describe(self) -> str:
@@ -149,11 +155,13 @@ def plan_steps(
     max_steps: int | None = None,
     *,
     n_samples: int | None = None,
+    done: tuple[int, int] = (0, 0),
 ) -> StepPlan:
     """Agrees on the number of steps before the first one.
 
     Rule: a run of E epochs has ceil(E * n_rows / global batch) steps. Epochs run on into each other, so no row is
     dropped at the end of an epoch; the last step of the run is filled with the first rows of the next epoch's order.
+    Of a resumed run this holds for the rows that are left.
 
     Args:
         n_rows: rows of the packed training set.
@@ -163,9 +171,11 @@ def plan_steps(
         epochs: passes over the rows, fractions allowed.
         max_steps: when given (and not -1), the number of steps; `epochs` is then not used.
         n_samples: samples before packing, for the message.
+        done: (step, position) that a resumed run starts from.
 
     Raises:
-        DataError: a count is not a positive integer, or the rows do not fill one global batch.
+        DataError: a count is not a positive integer, the rows do not fill one global batch, or a resumed run is beyond its
+            last step.
     """
     _check_counts({"micro_batch": micro_batch, "accumulation": accumulation, "world_size": world_size})
     global_batch = micro_batch * accumulation * world_size
@@ -178,12 +188,16 @@ def plan_steps(
         )
     if max_steps is not None and max_steps != -1:
         _check_counts({"max_steps": max_steps})
-        return StepPlan(n_rows, micro_batch, accumulation, world_size, max_steps)
+        if done[0] > max_steps:
+            raise DataError(f"the run is resumed after step {done[0]}, but max_steps is {max_steps}: raise max_steps")
+        return StepPlan(n_rows, micro_batch, accumulation, world_size, max_steps).resumed(*done)
     if not (epochs > 0 and math.isfinite(epochs)):
         raise DataError(f"epochs={epochs!r} must be a finite number above 0 (or give max_steps)")
     # As a fraction: 1.1 epochs of 10 rows are 11 rows, where floating point says 11.000000000000002, one step more.
-    wanted_rows = Fraction(epochs).limit_denominator(10**6) * n_rows
-    return StepPlan(n_rows, micro_batch, accumulation, world_size, max(1, math.ceil(wanted_rows / global_batch)))
+    step, position = done
+    rows_left = Fraction(epochs).limit_denominator(10**6) * n_rows - position
+    steps = max(1, step + max(0, math.ceil(rows_left / global_batch)))
+    return StepPlan(n_rows, micro_batch, accumulation, world_size, steps).resumed(step, position)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -181,16 +182,35 @@ def load_source(
         if not any(file.stat().st_size for file in files):
             raise DataError(f"all {len(files)} files of {paths} are empty (0 bytes)")
         options: dict[str, Any] = {"sample_by": text_unit} if kind == "text" else {}
-        names = [str(file.resolve()) for file in files]
+        names = [glob.escape(str(file.resolve())) for file in files]  # `datasets` takes every name as a pattern
         try:
             dataset = load_dataset(
                 kind, data_files={"train": names}, split="train", cache_dir=cache_dir and str(cache_dir), **options
             )
         except Exception as error:
-            raise DataError(f"cannot read {paths} as {kind} ({len(files)} files): {_root_cause(error)}") from error
+            why = (kind == "json" and _bad_line(files)) or _root_cause(error)
+            raise DataError(f"cannot read {paths} as {kind} ({len(files)} files): {why}") from error
     if len(dataset) == 0:
         raise DataError(f"{path!r} holds 0 samples")
     return dataset
+
+
+def _bad_line(files: Sequence[Path]) -> str | None:
+    """The first line of JSON Lines files that is no JSON object; None where every line is one."""
+    for file in files:
+        if file.suffix not in (".jsonl", ".ndjson"):
+            continue
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    value = json.loads(line.decode("utf-8-sig")) if line.strip() else {}
+                    json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no character
+                    problem = None if isinstance(value, dict) else f"a {type(value).__name__}, not an object"
+                except (ValueError, RecursionError) as error:
+                    problem = f"{type(error).__name__}: {error}"
+                if problem:
+                    return f"{file} line {number}: {problem}: {line[:80]!r}"
+    return None
 
 
 def _root_cause(error: BaseException) -> str:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +126,10 @@ def chat_encoder(tokenizer: Any) -> Encoder:
 
     def encode_one(row: dict[str, Any], sample: int) -> Encoded:
         tools = row.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
+        try:
+            tools = json.loads(tools) if isinstance(tools, str) else tools
+        except ValueError as error:
+            raise DataError(f"sample {sample}: 'tools' is no JSON: {error}: {tools!r:.80}") from error
         return chat.encode(clean_messages(row["messages"], sample), sample, tools=tools or None)
 
     return _each(encode_one)
@@ -146,6 +149,10 @@ def completion_encoder(tokenizer: Any) -> Encoder:
                 labels[-1] = eos
                 return ids, labels
             return [*ids, eos], [*labels, eos]
+        if isinstance(prompt, str) or isinstance(completion, str):
+            raise DataError(
+                f"sample {sample}: prompt is {prompt!r:.80} and completion {completion!r:.80}; both must be text, or both messages"
+            )
         context, answer = clean_messages(prompt, sample), clean_messages(completion, sample)
         if not chat:
             chat.append(ChatEncoder(tokenizer))
@@ -223,6 +230,15 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps([state, extra], sort_keys=True).encode()).hexdigest()
 
 
+@contextmanager
+def _as_data_error() -> Iterator[None]:
+    """What Arrow and tokenizers raise about values, in the words of this package: bytes that are no UTF-8, for one."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"the samples cannot be tokenised: {type(error).__name__}: {error}") from error
+
+
 def tokenise(
     source: Dataset,
     tokenizer: Any,
@@ -256,7 +272,7 @@ def tokenise(
     folder = Path(cache_dir) if cache_dir is not None else Path(datasets.config.HF_DATASETS_CACHE) / "bigtrain"
     integers = datasets.Sequence(datasets.Value("int32"))
     features = {"input_ids": integers} | ({"labels": integers} if has_labels else {})
-    with main_first or nullcontext():
+    with main_first or nullcontext(), _as_data_error():
         folder.mkdir(parents=True, exist_ok=True)
         return source.map(
             encoder,

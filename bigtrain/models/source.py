@@ -169,7 +169,10 @@ def _constructor(config: Any, attn_implementation: str | None, trust_remote_code
     def construct() -> torch.nn.Module:
         with _ignoring_hf_deepspeed():
             # Drawn in torch's default dtype whatever the config says; the builder rounds once, at the end.
-            return cls._from_config(config, dtype=torch.get_default_dtype(), attn_implementation=attention)
+            try:
+                return cls._from_config(config, dtype=torch.get_default_dtype(), attn_implementation=attention)
+            except (ValueError, ImportError) as error:
+                raise ModelError(f"{cls.__name__} cannot be built from this config: {error}") from error
 
     return construct
 

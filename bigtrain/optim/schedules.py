@@ -83,9 +83,12 @@ def _check(
 ) -> None:
     if warmup_steps < 0:
         raise UsageError(f"warmup_steps is {warmup_steps}: it must be 0 or more.")
+    for name, value, kinds in (("min_ratio", min_ratio, int | float), ("decay_steps", decay_steps, int | None)):
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise UsageError(f"{name} is {value!r}: it must be a {'whole ' if name == 'decay_steps' else ''}number.")
     if not 0.0 <= min_ratio <= 1.0:
         raise UsageError(f"min_ratio is {min_ratio}: it is a part of the peak learning rate, between 0 and 1.")
-    if decay not in DECAYS:
+    if not isinstance(decay, str) or decay not in DECAYS:
         raise UsageError(f"decay is {decay!r}: it must be one of {', '.join(DECAYS)}.")
     if total_steps is None:
         if kind != "constant":

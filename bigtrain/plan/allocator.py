@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
+from bigtrain.errors import UsageError
 from bigtrain.plan.tape import ALLOC, EMPTY_CACHE, FREE, RETURN, Tape
 
 _MIB = 2**20
@@ -235,7 +236,7 @@ class _Expandable(_Segments):
                 start = start.before
             if _room_from(start, size):
                 return start
-        raise AssertionError("a pool ran out of addresses")
+        raise UsageError(f"the plan needs more than {_ADDRESSES:.0e} bytes: look at seq_len and micro_batch")
 
     def _map(self, block: _Block, size: int) -> _Block:
         """'map_block': whole pages of the beginning of an unmapped block; the free block that they are part of now."""

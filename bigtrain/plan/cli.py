@@ -94,24 +94,6 @@ def model_config(name: str) -> dict[str, Any]:
     return config
 
 
-def read_ds_config(path: str) -> dict[str, Any]:
-    """A ds_config for planning; comments and trailing commas are fine where hjson is installed."""
-    try:
-        import hjson
-    except ImportError:
-        config = read_json(path, "the ds_config")
-    else:
-        try:
-            config = hjson.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UsageError(f"cannot read the ds_config '{path}': {error.strerror}") from error
-        except ValueError as error:
-            raise UsageError(f"the ds_config '{path}' is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"the ds_config '{path}' is not a JSON object")
-    return json.loads(json.dumps(config))
-
-
 def _input(args: argparse.Namespace) -> PlanInput:
     """The command line as an input; --auto searches from it."""
     values: dict[str, Any] = {
@@ -123,7 +105,7 @@ def _input(args: argparse.Namespace) -> PlanInput:
     values = {k: v for k, v in values.items() if v is not None}
     config = model_config(args.model) if args.model else None
     pairs = read_json(args.shapes, "the list of shapes") if args.shapes else None
-    ds_config = read_ds_config(args.ds_config) if args.ds_config else _plain_config(args)
+    ds_config = args.reader(args) if args.ds_config is not None else _plain_config(args)
     base = plan_input(config, shapes=pairs, ds_config=ds_config, **values)
     return _with_global_batch(base, args) if args.global_batch and not args.auto else base
 
@@ -149,8 +131,9 @@ def _with_global_batch(base: PlanInput, args: argparse.Namespace) -> PlanInput:
 
 
 def _memories(args: argparse.Namespace) -> tuple[int | None, int | None]:
-    gpu = parse_bytes(args.gpu_memory, "--gpu_memory") if args.gpu_memory else min(gpu_memory(), default=None)
-    if args.host_memory:
+    said = args.gpu_memory is not None
+    gpu = parse_bytes(args.gpu_memory, "--gpu_memory") if said else min(gpu_memory(), default=None)
+    if args.host_memory is not None:
         return gpu, parse_bytes(args.host_memory, "--host_memory")
     found = host_memory()
     return gpu, found.usable_bytes if found else None
@@ -180,8 +163,7 @@ def _choice(args: argparse.Namespace, base: PlanInput, gpu: int | None, host: in
 
 def run(args: argparse.Namespace) -> int:
     """Plan or choose, print it, and say by the exit code whether it fits."""
-    if args.measure and not args.auto:
-        raise UsageError("--measure goes with --auto: it runs the best that --auto found")
+    _refuse_what_would_not_count(args)
     share = asked_share(args.offload_gradients)
     if args.auto and share is not None:
         raise UsageError(f"--auto chooses the share of the gradients that leaves: leave --offload_gradients {share:g} out")
@@ -209,12 +191,27 @@ def run(args: argparse.Namespace) -> int:
     return 0 if choice.best else DOES_NOT_FIT
 
 
+def _refuse_what_would_not_count(args: argparse.Namespace) -> None:
+    if args.measure is not None and not args.auto:
+        raise UsageError("--measure goes with --auto: it runs the best that --auto found")
+    if args.measure is not None and (not args.model or args.measure < 1):
+        raise UsageError(f"--measure {args.measure} runs candidates: give a --model, and a number of at least 1")
+    if args.global_batch is not None and args.global_batch < 1:
+        raise UsageError(f"--global_batch is {args.global_batch}: a whole number of at least 1 is needed")
+    for name in ("stage", "offload"):
+        if getattr(args, name) is not None and (args.auto or args.ds_config is not None):
+            decides = "--auto" if args.auto else "--ds_config"
+            raise UsageError(f"--{name} {getattr(args, name)}: {decides} decides that; leave one of them out")
+    if args.auto and args.global_batch and (args.micro_batch or args.accumulation):
+        raise UsageError(
+            "--auto --global_batch chooses micro batch and accumulation: leave --micro_batch and --accumulation out"
+        )
+
+
 def _measured(args: argparse.Namespace, choice: Choice) -> list[dict[str, Any]]:
     """Rows of the best candidates that ran here, fastest first; see `bigtrain.bench.measure`."""
     if not args.measure or not choice.fitting:
         return []
-    if not args.model or args.measure < 1:
-        raise UsageError(f"--measure {args.measure} runs candidates: give a --model, and a number of at least 1")
     return args.measurer(args.model, choice.fitting[: args.measure])
 
 

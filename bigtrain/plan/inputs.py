@@ -106,7 +106,7 @@ def settings_from_config(config: Mapping[str, Any], hidden: int) -> ZeroSettings
         config: the parsed JSON. hidden: hidden size of the model, for "auto".
 
     Raises:
-        UsageError: a value that the plan needs is wrong, or NVMe offload is asked for.
+        UsageError: a value that the plan needs is wrong, NVMe offload is asked for, or another precision than bf16.
     """
     zero = _section(config, "zero_optimization")
     stage = zero.get("stage", 0)
@@ -115,7 +115,11 @@ def settings_from_config(config: Mapping[str, Any], hidden: int) -> ZeroSettings
     overlap = zero.get("overlap_comm")
     optimizer, param = _offload(zero, "offload_optimizer"), _offload(zero, "offload_param")
     grad = _section(config, "data_types").get("grad_accum_dtype")
-    bf16 = _section(config, "bf16")
+    bf16 = _section(config, "bf16") or _section(config, "bfloat16")
+    if bf16.get("enabled") is False:
+        raise UsageError(
+            "bf16 is not enabled: the planner counts bf16 weights with their fp32 masters, not a run in fp32 or fp16"
+        )
     return ZeroSettings(
         stage=stage,
         offload_optimizer=optimizer is not None,

@@ -51,7 +51,13 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="DIR", help="folder with the model's config.json and tokenizer, where the checkpoint has none"
     )
     parser.add_argument("--tag", help="which checkpoint of the folder")
-    parser.add_argument("--max_shard_gb", type=float, default=5.0, metavar="GB", help="largest file, in 1e9 bytes")
+    parser.add_argument("--max_shard_gb", type=_positive, default=5.0, metavar="GB", help="largest file, in 1e9 bytes")
+
+
+def _positive(word: str) -> float:
+    if not 1e-9 <= float(word) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{word}: write a positive number")
+    return float(word)
 
 
 def run_export(arguments: argparse.Namespace) -> int:

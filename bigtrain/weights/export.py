@@ -143,12 +143,19 @@ def _refuse_foreign(out_dir: str) -> None:
     if not os.path.isdir(out_dir):
         raise UsageError(f"{out_dir} is a file; give the name of a folder to make.")
     names = os.listdir(out_dir)
-    exported = any(name.endswith(".safetensors") for name in names) and not any(n.startswith("checkpoint-") for n in names)
-    if names and not exported:
+    if names and not _is_export(out_dir, names):
         raise UsageError(
             f"{out_dir} holds {', '.join(sorted(names)[:5])} and is not an earlier export, which would be replaced. "
             "Give another folder."
         )
+
+
+def _is_export(folder: str, names: Sequence[str]) -> bool:
+    """Config and weights of one model and nothing that would be missed: no checkpoint, adapter, other weights or sub-folder."""
+    weights = [name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
+    folders = {name for name in names if os.path.isdir(os.path.join(folder, name))}
+    own = bool(weights) and all(name.startswith("model") and name.endswith(".safetensors") for name in weights)
+    return own and "config.json" in names and folders <= {"additional_chat_templates"}
 
 
 def _write_weights(layout: Layout, temporary: str, ranges: bool, writers: Sequence[int]) -> int:

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "bigtrain"
 # The rows, lowest first. A part imports parts of lower rows only; parts of one row do not know each other.
 ROWS: list[set[str]] = [
     {"errors"},
-    {"partition", "ports", "shapes"},
+    {"partition", "ports", "runfile", "shapes"},
     {"guards", "config", "plan", "whereabouts"},
     {"builds", "heap", "network", "pastcache", "ranks", "startup"},
     {"placement", "stopping", "watch", "zero"},

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
+from transformers import LlamaConfig
 
 from bigtrain import ranks
-from bigtrain.checkpoint import live, store
+from bigtrain.checkpoint import live, native, store
 from bigtrain.checkpoint.blocks import MOMENTS
 from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError
@@ -254,6 +255,58 @@ def test_changed_settings_are_told_one_by_one(rank_pool, tmp_path):
         "betas: [0.9, 0.999] in the checkpoint, [0.9, 0.95] in this run",
         "global_batch: 2 in the checkpoint, 4 in this run",
     ]
+
+
+def _other_config(root):
+    def make(theta):
+        shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+        model_config = LlamaConfig(**shape, rope_parameters={"rope_type": "default", "rope_theta": theta})
+        return Engine(build_model(model_config, ds_config=config(1)), ds_config=config(1), optimizer="adamw_torch", hang_s=None)
+
+    told = []
+    for theta in (1e4, 5e5):
+        engine = make(theta)
+        if theta == 1e4:
+            engine.save_checkpoint(root)
+        engine.load_checkpoint(root)
+        told.append(native.changed_config(store.find(Path(root)), engine.module, engine.dtype))
+        engine.close()
+    return told
+
+
+def test_a_changed_model_config_is_told_where_no_shape_shows_it(rank_pool, tmp_path):
+    same, (line,) = rank_pool(2).run(_other_config, str(tmp_path))[0]
+    assert same == [] and line.startswith("config.rope_parameters: ") and "10000.0" in line and "500000.0" in line
+    (tmp_path / "checkpoint-0" / "model" / "config.json").write_text("{}")
+    assert "config.json has 2 bytes" in rank_pool(2).run(_told_of, str(tmp_path))[0][0]
+
+
+def _told_of(root):
+    module = torch.nn.Module()
+    module.config = LlamaConfig()
+    return native.changed_config(store.find(Path(root)), module, torch.bfloat16)
+
+
+def _loaded_after_an_evaluation(root):
+    told = []
+    for seed in (1, 5):
+        cfg = config(3)
+        model = build_model(lambda: TinyLM(width=34), ds_config=cfg, seed=seed, freeze=("embed", "blocks.0"))
+        engine = Engine(model, ds_config=cfg, optimizer="adamw_torch", learning_rate=1e-2, hang_s=None)
+        _step(engine, 0)
+        if seed == 1:
+            engine.save_checkpoint(root)
+        else:
+            engine.evaluate([rows(9)[engine.rank]])
+            engine.load_checkpoint(root)
+        told.append((engine.evaluate([rows(9)[engine.rank]]).loss, _step(engine, 2).loss))
+        engine.close()
+    return told
+
+
+def test_whole_weights_that_an_evaluation_left_behind_do_not_outlive_a_load(rank_pool, tmp_path):
+    for saved, loaded in rank_pool(2).run(_loaded_after_an_evaluation, str(tmp_path)):
+        assert saved == loaded
 
 
 def _two_tags(root):

@@ -129,6 +129,8 @@ def test_a_missing_or_short_shard_stops_all_ranks(rank_pool, tmp_path):
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-100])
     assert all("damaged" in m and shard.name in m for m in rank_pool(2).run(_load, 3, str(tmp_path)))
+    shard.write_bytes(whole[:-200] + bytes(200))
+    assert all("damaged" in m and shard.name in m for m in rank_pool(2).run(_load, 3, str(tmp_path)))
     shard.unlink()
     assert all("missing" in m for m in rank_pool(2).run(_load, 3, str(tmp_path)))
 

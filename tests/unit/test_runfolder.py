@@ -1,6 +1,7 @@
 """The output folder: what may be written over, which checkpoint is next, files that are whole."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +32,26 @@ def test_a_run_is_not_written_over_by_accident(folder, tmp_path):
     RunFolder(tmp_path / "new" / "deep").check(resume=None, overwrite=False)
     with pytest.raises(UsageError, match="is a file"):
         RunFolder(tmp_path / "metrics.jsonl").check(resume=None, overwrite=True)
+    with pytest.raises(UsageError, match=r"metrics\.jsonl is a file"):
+        RunFolder(tmp_path / "metrics.jsonl" / "out").check(resume=None, overwrite=True)
+    with pytest.raises(UsageError, match="cannot be made: No such file"):
+        RunFolder("/proc/no/such").open(resume=None)
+
+
+def test_starting_over_does_not_remove_what_the_run_reads(folder, tmp_path):
+    for path in (tmp_path / "model", tmp_path / "checkpoint-9" / "model"):
+        with pytest.raises(UsageError, match=r"is read by this run, and starting over .* would remove it"):
+            folder.check(resume=None, overwrite=True, reads=[None, str(path)])
+        folder.check(resume="auto", overwrite=False, reads=[str(path)])
+    folder.check(resume=None, overwrite=True, reads=["preset:llama-tiny", str(tmp_path / "mine")])
+
+
+def test_another_trainers_checkpoints_stop_a_resumed_run_before_it_begins(folder, tmp_path):
+    (tmp_path / "checkpoint-500").mkdir()
+    folder.check(resume="auto", overwrite=False)
+    (tmp_path / "checkpoint-500" / "trainer_state.json").touch()
+    with pytest.raises(UsageError, match="holds checkpoint-500, not bigtrain's"):
+        folder.check(resume="auto", overwrite=False)
 
 
 def test_starting_over_removes_only_what_a_run_wrote(folder, tmp_path):
@@ -53,3 +74,12 @@ def test_run_json_is_updated_key_by_key(folder, tmp_path):
 
 def test_versions_name_what_decides_results():
     assert {"bigtrain", "python", "torch", "deepspeed", "transformers"} <= set(versions())
+
+
+def test_other_data_is_told_fact_by_fact():
+    from bigtrain.job import Job
+
+    mine = SimpleNamespace(data_told={"seq_len": 64, "rows": 10, "first_tokens": [1, 2]})
+    for told in (mine.data_told, {}, {"seq_len": 64}):
+        assert Job.changed_data(mine, told) == []
+    assert Job.changed_data(mine, {**mine.data_told, "rows": 12}) == ["rows: 12 in the checkpoint, 10 in this run"]

@@ -89,3 +89,18 @@ def test_batch_numbers_alone():
         batch_numbers(config, world_size=5)
     with pytest.raises(ConfigError, match="--per_device_train_batch_size says 2"):
         batch_numbers({"train_micro_batch_size_per_gpu": 1}, run=RunValues(micro_batch=2))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("learning_rate", float("nan")),
+        ("learning_rate", float("inf")),
+        ("weight_decay", -1.0),
+        ("adam_beta2", 1.0),
+        ("total_steps", 0),
+    ],
+)
+def test_flags_that_no_run_can_have_are_refused(field, value):
+    with pytest.raises(ConfigError, match="out of range"):
+        resolve({"zero_optimization": {"stage": 2}}, run=RunValues(**{field: value}))

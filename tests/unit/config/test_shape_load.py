@@ -82,10 +82,10 @@ def test_duplicate_keys_are_refused(tmp_path):
         load(file)
 
 
-@pytest.mark.parametrize("text", ['{"a": [1, 2}', '{"a": ', "[1, 2]"])
+@pytest.mark.parametrize("text", [b'{"a": [1, 2}', b'{"a": ', b"[1, 2]", b" \n", b'{"a": "caf\xe9"}', b'{"a": 1e999}'])
 def test_unreadable_files_are_named(tmp_path, text):
     file = tmp_path / "broken.json"
-    file.write_text(text)
+    file.write_bytes(text)
     with pytest.raises(ConfigError, match=r"broken\.json"):
         load(file)
 

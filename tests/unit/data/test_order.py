@@ -104,7 +104,19 @@ def test_max_steps_wins_over_epochs():
     assert plan_steps(10, 2, 1, 1, epochs=100, max_steps=7).steps == 7
     assert plan_steps(10, 2, 1, 1, epochs=2, max_steps=-1).steps == 10
     assert plan_steps(10, 2, 1, 1, max_steps=10).epochs == 2.0
-    assert plan_steps(10, 2, 2, 1).steps_per_epoch == 2.5
+
+
+def test_a_resumed_run_goes_on_at_its_row_with_another_global_batch():
+    """12 of 40 rows were used by 3 steps of 4; the rest of the epoch goes to steps of 6, no row twice, none passed over."""
+    plan = plan_steps(40, 3, 1, 2, epochs=1, done=(3, 12))
+    assert plan.steps == 3 + 5 and plan.position(3) == 12 and plan.epochs == 42 / 40
+    used = [p for step in range(3, plan.steps) for rank in range(2) for p in plan.positions(step, rank, 0)]
+    assert used == list(range(12, 42))
+    assert plan_steps(40, 2, 1, 2, epochs=1, done=(3, 12)) == plan_steps(40, 2, 1, 2, epochs=1)
+    assert plan_steps(40, 3, 1, 2, epochs=0.25, done=(3, 12)).steps == 3  # nothing is left of what was asked for
+    assert plan_steps(40, 3, 1, 2, max_steps=5, done=(3, 12)).steps == 5
+    with pytest.raises(DataError, match="resumed after step 3, but max_steps is 2"):
+        plan_steps(40, 3, 1, 2, max_steps=2, done=(3, 12))
 
 
 @pytest.mark.parametrize("rows", [0, 3])

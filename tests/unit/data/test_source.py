@@ -91,7 +91,9 @@ def test_a_dataset_is_taken_as_it_is():
         ({"a.txt": ""}, "a.txt", "are empty"),
         ({"a.txt": "a", "b.jsonl": "{}"}, "", "mixes kinds of files"),
         ({"a.bin": "a"}, "", "no file in .* has a known suffix"),
-        ({"a.jsonl": '{"text": "a"}\n{"text": oops}\n'}, "a.jsonl", "cannot read .* as json"),
+        ({"a.jsonl": '{"text": "a"}\n{"text": oops}\n'}, "a.jsonl", "cannot read .* as json .*a.jsonl line 2: JSONDecodeError"),
+        ({"a.jsonl": '{"text": "a"}\n\n[1, 2]\n'}, "a.jsonl", r"line 3: a list, not an object: b'\[1, 2\]"),
+        ({"a.jsonl": '{"text": "a"}\n{"text": "\\ud800"}\n'}, "a.jsonl", "line 2: UnicodeEncodeError"),
     ],
 )
 def test_what_cannot_be_read_says_why(tmp_path, files, path, message):
@@ -99,6 +101,13 @@ def test_what_cannot_be_read_says_why(tmp_path, files, path, message):
         (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
         load_source(tmp_path / path)
+
+
+def test_a_name_is_no_pattern(tmp_path):
+    for name in ("a[1].jsonl", "a1.jsonl", "b*.jsonl", "bc.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    assert load_source(tmp_path / "a[1].jsonl")["text"][:] == ["a[1].jsonl"]
+    assert load_source(tmp_path / "b*.jsonl")["text"][:] == ["b*.jsonl"]
 
 
 def test_text_that_is_no_utf8_is_refused(tmp_path):

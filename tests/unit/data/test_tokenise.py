@@ -6,6 +6,7 @@ import pytest
 from datasets import Dataset
 
 from bigtrain.data.pack import build_rows
+from bigtrain.data.source import load_source
 from bigtrain.data.tokenise import tokenise, tokenizer_fingerprint
 from bigtrain.errors import DataError
 
@@ -51,12 +52,20 @@ def test_pre_tokenised_padding_is_cut_by_mask_not_by_id():
         ({"input_ids": [[1.5, 2.0]]}, "sample 0: 'input_ids' must be a list of integers"),
         ({"input_ids": [[1], None]}, "sample 1: 'input_ids' must be a list of integers"),
         ({"text": ["a", None]}, "sample 1: 'text' is NoneType"),
+        ({"prompt": ["a", "b"], "completion": ["c", None]}, "sample 1: prompt is 'b' and completion None; both must be"),
+        ({"messages": [[{"role": "user", "content": "a"}]], "tools": ["{x"]}, "sample 0: 'tools' is no JSON"),
         ({"body": ["a"]}, "needed is one of"),
     ],
 )
 def test_bad_samples_are_named(tokenizer, columns, message):
     with pytest.raises(DataError, match=message):
         tokenise(Dataset.from_dict(columns), tokenizer)
+
+
+def test_bytes_that_are_no_utf8_are_refused(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
+    with pytest.raises(DataError, match="cannot be tokenised: UnicodeDecodeError"):
+        tokenise(load_source(tmp_path / "a.jsonl"), tokenizer)
 
 
 def test_text_needs_a_tokenizer():

@@ -32,6 +32,11 @@ def test_a_folder_with_only_a_config_a_dict_and_a_config_object_build_the_same(t
     assert models[0].config.dtype == torch.bfloat16 and models[0].bigtrain_info.stage == 0
 
 
+def test_attention_that_there_is_not_is_refused():
+    with pytest.raises(ModelError, match=r'LlamaForCausalLM cannot be built .*attn_implementation="nope"'):
+        build_model(dict(LLAMA), attn_implementation="nope")
+
+
 def test_a_preset_builds():
     model = build_model("preset:llama-tiny", num_hidden_layers=1)
     assert len(model.model.layers) == 1 and model.bigtrain_info.source == "preset:llama-tiny"

@@ -65,7 +65,10 @@ def test_a_warm_up_as_long_as_the_run():
         ("linear", {"total_steps": 3, "warmup_steps": 4}),
         ("linear", {"total_steps": 3, "warmup_steps": -1}),
         ("cosine", {"total_steps": 3, "min_ratio": 1.5}),
+        ("cosine", {"total_steps": 3, "min_ratio": "0.1"}),
         ("wsd", {"total_steps": 5, "decay_steps": 6}),
+        ("wsd", {"total_steps": 5, "decay_steps": 2.5}),
+        ("wsd", {"total_steps": 5, "decay": ["linear"]}),
         ("wsd", {"total_steps": 5, "decay": "square"}),
     ],
 )

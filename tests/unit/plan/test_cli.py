@@ -8,19 +8,18 @@ import time
 
 import pytest
 
+from bigtrain import cli as verbs
 from bigtrain import shapes
-from bigtrain.errors import UsageError
+from bigtrain.errors import ConfigError, UsageError
 from bigtrain.plan import cli
+from bigtrain.plan.inputs import settings_from_config
 from bigtrain.plan.machine import HostMemory, cgroup_limit, host_memory, parse_bytes, show_bytes
 
 GIB = 2**30
 
 
 def run(*words):
-    parser = argparse.ArgumentParser()
-    cli.add_parsers(parser.add_subparsers())
-    args = parser.parse_args(["plan", *map(str, words)])
-    return args.run(args)
+    return verbs._run(["plan", *map(str, words)])
 
 
 LIMITS = ("--gpu_memory", "80GB", "--host_memory", "1TB")
@@ -63,11 +62,27 @@ def test_model_can_be_a_folder_or_a_file(tmp_path, capsys):
         ({"offload_optimizer": "cpu"}, "offload_optimizer is 'cpu'"),
     ],
 )
-def test_values_that_mean_nothing_are_named(tmp_path, block, said):
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 2, **block}}))
+def test_values_that_mean_nothing_are_named(block, said):
     with pytest.raises(UsageError, match=said):
-        run("--model", "preset:llama-1b", "--ds_config", file, *LIMITS)
+        settings_from_config({"zero_optimization": {"stage": 2, **block}}, 2048)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ('{"zero_optimization": {"stage": 2, "offload_optimiser": {"device": "cpu"}}}', "offload_optimiser"),
+        ('{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}', "train_batch_size 7"),
+        ('{"zero_optimization": {"stage": 2}, "zero_optimization": {"stage": 3}}', "stands twice"),
+        ('{"zero_optimization": {"stage": 2}}', "bf16 is not enabled"),
+        ('{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}', "bf16 is not enabled"),
+    ],
+)
+def test_what_training_would_refuse_is_not_planned_nor_is_another_precision(tmp_path, text, said):
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(UsageError, match=said):
+        run("--model", "preset:llama-1b", "--ds_config", tmp_path / "ds.json", *LIMITS)
+    with pytest.raises(ConfigError, match="Did you mean zero2"):
+        run("--model", "preset:llama-1b", "--ds_config", "zeroo2", *LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +91,18 @@ def test_values_that_mean_nothing_are_named(tmp_path, block, said):
         (("--auto", "--offload_gradients", "0.5"), "--auto chooses the share"),
         (("--auto", "--offload_gradients", "most"), "got 'most'"),
         (("--checkpointing", "none", "--checkpoint_blocks", 3), "contradicts --checkpointing none"),
+        (("--auto", "--stage", 2), "--stage 2: --auto decides that"),
+        (("--ds_config", "zero2", "--offload", "all"), "--offload all: --ds_config decides that"),
+        (("--auto", "--global_batch", 8, "--micro_batch", 3), "leave --micro_batch and"),
+        (("--auto", "--measure", 0), "--measure 0"),
+        (("--global_batch", 0), "--global_batch is 0"),
+        (("--seq_len", 10**9), "more than 1e[+]15 bytes"),
+        (("--gpu_memory", ""), "--gpu_memory is ''"),
     ],
 )
 def test_what_would_be_ignored_is_refused(words, said):
     with pytest.raises(UsageError, match=said):
-        run("--model", "preset:llama-1b", *words, *LIMITS)
+        run("--model", "preset:llama-1b", *LIMITS, *words)
 
 
 def test_shapes_file(tmp_path, capsys):
@@ -94,7 +116,9 @@ def test_shapes_file(tmp_path, capsys):
 
 def test_ds_config_with_comments(tmp_path, capsys):
     file = tmp_path / "zero.json"
-    file.write_text('{"zero_optimization": {"stage": 2}, // two\n "gradient_accumulation_steps": 4,}')
+    file.write_text(
+        '{"zero_optimization": {"stage": 2}, // two\n "bf16": {"enabled": "auto"}, "gradient_accumulation_steps": 4,}'
+    )
     assert run("--model", "preset:llama-tiny", "--ds_config", file, "--json", *LIMITS) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["zero"]["stage"], plan["accumulation"]) == (2, 4)

@@ -1,0 +1,54 @@
+"""A run file or grid: a YAML or JSON mapping in which no key stands twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import UsageError
+
+
+def read_run_file(path: str) -> dict[str, Any]:
+    """A YAML or JSON run file as a mapping from argument name to value.
+
+    Raises:
+        UsageError: the file is missing, cannot be parsed, is no mapping, or has a key twice.
+    """
+    file = Path(path)
+    if file.suffix not in (".yaml", ".yml", ".json"):
+        raise UsageError(f"run file {path}: expected a name that ends in .yaml, .yml or .json")
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"run file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"run file {path} is no UTF-8 text: {error}") from error
+    try:
+        values = json.loads(text, object_pairs_hook=_once) if file.suffix == ".json" else _yaml(text)
+    except Exception as error:
+        raise UsageError(f"run file {path} cannot be parsed: {error}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"run file {path} must be a mapping of argument names to values, got {type(values).__name__}")
+    return values
+
+
+def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    values: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"key {key!r} stands twice ({values[key]!r}, {value!r}); keep one")
+        values[key] = value
+    return values
+
+
+def _yaml(text: str) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            if not any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):  # what is merged may be overridden
+                _once([(self.construct_object(key, deep=True), None) for key, _ in node.value])
+            return super().construct_mapping(node, deep)
+
+    return yaml.load(text, Loader)
