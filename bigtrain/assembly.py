@@ -51,9 +51,14 @@ def assemble(
     """Hand the model to DeepSpeed with our optimizer; buffers keep their dtype and values.
 
     Raises:
-        ModelError: if leaf_modules match nothing, or no parameter is trainable.
+        ModelError: if leaf_modules match nothing, no parameter is trainable, or the model was built for another stage.
     """
     s = settings
+    if s.stage < 3 and any(zero.is_partitioned(p) for p in model.parameters()):
+        raise ModelError(
+            f"the model is partitioned as for ZeRO stage 3, and the Engine's ds_config says stage {s.stage}: give build_model and "
+            "Engine the same ds_config."
+        )
     if leaf_modules and s.stage == 3 and not zero.set_leaf_modules(model, leaf_modules):
         raise ModelError(f"leaf_modules: the model has no module of {[c.__name__ for c in leaf_modules]}")
     if s.bf16:

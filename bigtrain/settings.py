@@ -196,6 +196,8 @@ def settle(
     clip = _number(config.get("gradient_clipping"))
     norm = _first("gradient clipping", notes, max_grad_norm, ("gradient_clipping", clip))
     norm = 1.0 if norm is None else float(norm)
+    if not norm >= 0.0:
+        raise UsageError(f"max_grad_norm is {norm}: the largest norm of the gradient, or 0 for no clipping.")
     private = _private(config, stage, bf16, micro, accum, world_size, norm, notes)
     _own_offload_only(name, zero)
     if offload_gradients != 0.0:
@@ -218,11 +220,17 @@ def settle(
         eps=float(eps if eps is not None else params.get("eps", 1e-8)),
         weight_decay=float(weight_decay if weight_decay is not None else params.get("weight_decay", 0.0)),
         scheduler=scheduler if steps is not None or scheduler == "constant" else _constant(scheduler, lr_scheduler, notes),
-        warmup_steps=int(warmup_steps if warmup_steps is not None else scheduled.get("warmup_num_steps", 0)),
-        total_steps=None if steps is None else int(steps),
+        warmup_steps=_whole("warmup_steps", scheduled.get("warmup_num_steps", 0) if warmup_steps is None else warmup_steps),
+        total_steps=None if steps is None else _whole("total_steps", steps),
         scheduler_kwargs=dict(lr_scheduler_kwargs or {}),
         notes=notes,
     )
+
+
+def _whole(name: str, value: float) -> int:
+    if int(value) != value:
+        raise UsageError(f"{name} is {value}: a number of updates, not a share of them.")
+    return int(value)
 
 
 def _on_host(block: Mapping[str, Any]) -> dict[str, Any]:

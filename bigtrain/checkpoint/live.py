@@ -19,6 +19,7 @@ from bigtrain.checkpoint.slices import DTYPE_NAMES, DTYPES, LocalSlice
 from bigtrain.errors import CheckpointError
 from bigtrain.flat import partition_layouts
 from bigtrain.optim import OPTIMIZERS
+from bigtrain.optim.split import first_codes
 
 READING_RANKS = 4  # up to so many CPU ranks, each reads all masters
 SCALAR_TYPES = (int, float)
@@ -263,7 +264,9 @@ def _make_state(flat: Flat, index: Index, leave: Collection[str]) -> None:
             continue
         first = saved[0][1]
         shape = flat.shape if param in held else first.shape
-        flat.state[kind] = torch.zeros(shape, dtype=DTYPES[first.dtype], device=flat.tensor.device)
+        made = flat.state[kind] = torch.zeros(shape, dtype=DTYPES[first.dtype], device=flat.tensor.device)
+        if made.dtype == torch.uint8:  # the padding is not in the checkpoint, and would be the smallest value with code 0
+            first_codes({kind: made})
 
 
 # ---------------------------------------------------------------- counters

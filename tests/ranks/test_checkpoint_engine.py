@@ -16,7 +16,7 @@ from bigtrain.errors import BigtrainError
 from bigtrain.models import build_model
 from bigtrain.optim import arithmetic
 from launch import bench_checkpoint_gpu
-from tests.ranks.tiny import TinyLM, config, rows
+from tests.ranks.tiny import Branched, TinyLM, config, rows
 
 SAMPLES = 6  # a multiple of 1, 2 and 3 ranks; four take twice as many
 
@@ -192,6 +192,37 @@ def test_B26_8bit_moments_move_half_a_code_step_at_most(rank_pool, tmp_path, opt
             allowed = half * scales * (1 + 1e-5) + 1e-6 * want.abs()  # rounding of the products to fp32
             assert ((values - want).abs() <= allowed).all(), (world, stage, kind, name)
     assert max(losses) - min(losses) < 0.01 * min(losses)
+
+
+def _padded(root, stage):
+    """All optimizer state of a model with odd numbers of elements, padding included, when saved and after loading."""
+
+    def fresh():
+        torch.manual_seed(0)
+        cfg = config(stage, micro=4)
+        return Engine(Branched(15), ds_config=cfg, optimizer="adamw_split_8bit", learning_rate=1e-2)
+
+    def state(engine):
+        inner = engine.deepspeed.optimizer.optimizer
+        return [(k, t.tolist()) for s in inner.state.values() for k, t in sorted(s.items()) if isinstance(t, torch.Tensor)]
+
+    engine = fresh()
+    engine.backward(engine(torch.randn(4, 15, generator=torch.Generator().manual_seed(engine.rank), dtype=engine.dtype)))
+    engine.step()
+    engine.save_checkpoint(root)
+    saved = state(engine)
+    engine.close()
+    engine = fresh()
+    engine.load_checkpoint(root)
+    loaded = state(engine)
+    engine.close()
+    return len(saved) > 0 and saved == loaded
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_padding_of_8bit_moments_comes_back_as_zero(rank_pool, tmp_path, stage):
+    """It shares its block's scale with the last elements that are not padding."""
+    assert rank_pool(2).run(_padded, str(tmp_path), stage) == [True, True]
 
 
 def test_other_optimizer_is_explained(rank_pool, tmp_path):

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError
+from bigtrain.models import build_model
 from tests.ranks.tiny import Branched, config, whole_weights
 
 STAGES = [0, 1, 2, 3]
@@ -247,3 +248,16 @@ def _failing(where):
 def test_a_step_that_failed_counts_nothing_twice(rank_pool):
     assert rank_pool(2).run(_failing, "forward") == [(16, True)] * 2
     assert all("cannot be taken back" in message for message in rank_pool(2).run(_failing, "backward"))
+
+
+def _built_for(stage, other):
+    model = build_model(_module, ds_config=config(stage, bf16=False), dtype=torch.float32)
+    try:
+        _engine(other, model)
+    except BigtrainError as error:
+        return str(error)
+
+
+def test_a_model_partitioned_for_stage_3_is_refused_at_others(rank_pool):
+    for stage in (0, 2):
+        assert all("the same ds_config" in message for message in rank_pool(2).run(_built_for, 3, stage))

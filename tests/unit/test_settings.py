@@ -39,6 +39,21 @@ def test_a_share_of_gradients_is_a_number_from_0_to_1(share):
         settle(base(), offload_gradients=share)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm is nan"),
+        ({"warmup_steps": 0.1, "total_steps": 100}, "warmup_steps is 0.1"),
+        ({"total_steps": 10.7}, "total_steps is 10.7"),
+    ],
+)
+def test_values_that_would_be_read_as_others_are_refused(given, said):
+    with pytest.raises(UsageError, match=said):
+        settle(base(), **given)
+    assert settle(base(), warmup_steps=2.0, total_steps=10).warmup_steps == 2
+
+
 def test_clipping_defaults_to_one_and_auto_is_not_a_value():
     assert settle(base()).max_grad_norm == 1.0
     assert settle(base(gradient_clipping="auto")).max_grad_norm == 1.0
