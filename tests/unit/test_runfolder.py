@@ -76,10 +76,12 @@ def test_versions_name_what_decides_results():
     assert {"bigtrain", "python", "torch", "deepspeed", "transformers"} <= set(versions())
 
 
-def test_other_data_is_told_fact_by_fact():
+def test_other_data_is_told_fact_by_fact(caplog):
     from bigtrain.job import Job
 
     mine = SimpleNamespace(data_told={"seq_len": 64, "rows": 10, "first_tokens": [1, 2]})
     for told in (mine.data_told, {}, {"seq_len": 64}):
-        assert Job.changed_data(mine, told) == []
-    assert Job.changed_data(mine, {**mine.data_told, "rows": 12}) == ["rows: 12 in the checkpoint, 10 in this run"]
+        Job.tell_changed_data(mine, told)
+    assert caplog.messages == []
+    Job.tell_changed_data(mine, {**mine.data_told, "rows": 12})
+    assert len(caplog.messages) == 1 and caplog.messages[0].endswith(":\n  rows: 12 in the checkpoint, 10 in this run")
