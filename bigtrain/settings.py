@@ -291,6 +291,7 @@ def _regime(config: dict[str, Any]) -> tuple[int, bool, bool]:
         )
     groups = {"tensor_parallel.autotp_size": (config.get("tensor_parallel") or {}).get("autotp_size")}
     groups["sequence_parallel_size"] = config.get("sequence_parallel_size")
+    groups["pipeline.stages"] = (config.get("pipeline") or {}).get("stages")
     for path, size in groups.items():
         if isinstance(size, int) and size > 1:
             raise ConfigError(

@@ -27,7 +27,7 @@ from bigtrain.bench.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPARED = ("step", "epoch", "loss", "lr", "grad_norm", "tokens", "target_tokens", "skipped")
-LIMIT_S = 240.0
+LIMIT_S = 700.0
 
 
 @dataclass(frozen=True)

@@ -256,5 +256,5 @@ def sample_kind(columns: Sequence[str] | Mapping[str, Any], text_column: str = "
             return kind
     raise DataError(
         f"the samples have the columns {list(columns)}; needed is one of: {text_column!r} (plain text), 'messages' (chat), "
-        "'prompt' and 'completion', 'input_ids' (pre-tokenised). Rename the column or pass text_column"
+        "'prompt' and 'completion', 'input_ids' (pre-tokenised). Rename the column (from Python: text_column=)"
     )

@@ -36,8 +36,8 @@ Encoder = Callable[[Columns, list[int]], Columns]
 def _end_id(tokenizer: Any) -> int:
     if tokenizer is None or tokenizer.eos_token_id is None:
         raise DataError(
-            "the tokenizer has no end token (eos_token), so a model trained on this would never stop: set "
-            "tokenizer.eos_token, or pass append_eos=False to train without one on purpose"
+            "the tokenizer has no end token (eos_token), so a model trained on this would never stop: name it "
+            "as eos_token in tokenizer_config.json (from Python, build_rows(..., append_eos=False) trains without one on purpose)"
         )
     return tokenizer.eos_token_id
 

@@ -37,7 +37,7 @@ class Script:
         """The exit code, or None while it runs; killed by a signal: its number, negative."""
         return self._process.exitcode
 
-    def wait(self, limit_s: float = 280.0) -> int:
+    def wait(self, limit_s: float = 800.0) -> int:
         """The exit code; whatever runs longer than `limit_s` is killed, and that is an error."""
         self._process.join(limit_s)
         if self._process.exitcode is None:
@@ -73,7 +73,7 @@ class Ranks:
         codes = [rank.poll() for rank in self.ranks]
         return None if None in codes else next(filter(None, codes), 0)
 
-    def wait(self, limit_s: float = 280.0) -> int:
+    def wait(self, limit_s: float = 800.0) -> int:
         """Until all have ended; see `poll`."""
         end = time.monotonic() + limit_s
         try:

@@ -16,7 +16,7 @@ from bigtrain.bench.processes import MARK
 ROOT = Path(__file__).resolve().parents[2]
 GRID = {
     "model": "preset:llama-tiny", "ds_config": "zero2", "seq_len": 32, "micro_batch": 2, "steps": 5, "warmup": 2,
-    "max_cell_s": 300,
+    "max_cell_s": 900,
     "cells": [
         {"num_gpus": 2, "runner": ["bigtrain", "raw_deepspeed", "hf_trainer"]},
         {"model": "preset:llama-70b"},  # no such host holds its states: exit 3
@@ -25,7 +25,7 @@ GRID = {
     ],
 }  # fmt: skip
 
-pytestmark = pytest.mark.timeout(600)  # a sweep of seven cells, each a start of its own: minutes beside other tests
+pytestmark = pytest.mark.timeout(2400)  # a sweep of seven cells, each a start of its own: minutes beside other tests
 
 
 def start(grid, out):
@@ -53,7 +53,7 @@ def sweep(tmp_path_factory):
     """(output folder, rows by what became of them, in order)."""
     out = tmp_path_factory.mktemp("sweep") / "out"
     process = start(GRID, out)
-    said, _ = process.communicate(timeout=560)
+    said, _ = process.communicate(timeout=2300)
     assert process.returncode == 0, said
     return out, lines(out / "rows.jsonl")
 
@@ -64,7 +64,7 @@ def test_failures_are_rows_and_not_the_end(sweep):
     assert found == [("bigtrain", "ok"), ("raw_deepspeed", "ok"), ("hf_trainer", "ok"), ("bigtrain", "refused"),
                      ("bigtrain", "crash"), ("bigtrain", "timeout")], [r["error"] for r in rows]  # fmt: skip
     assert "DOES NOT FIT" in rows[3]["error"] and rows[3]["exit_codes"] == [3] and rows[3]["predicted"]["fits"] is False
-    assert "nonsense" in rows[4]["error"] and rows[5]["exit_codes"] == [None] and rows[5]["wall_s"] < 20
+    assert "nonsense" in rows[4]["error"] and rows[5]["exit_codes"] == [None] and rows[5]["wall_s"] < 60
 
 
 def test_the_same_work_for_every_runner(sweep):
@@ -138,7 +138,7 @@ def test_measure_runs_the_best_candidates_and_puts_the_fastest_first(tmp_path):
         "plan --model preset:llama-tiny --device cpu --seq_len 32 --micro_batch 1 --accumulation 2 --auto --measure 2 --json"
     )
     command = [sys.executable, "-m", "bigtrain", *words.split()]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     measured = said["measured"]

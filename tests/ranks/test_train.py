@@ -26,7 +26,7 @@ from tests.ranks import smollm2 as smollm2_run
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-LIMIT_S = 280
+LIMIT_S = 800
 
 
 @pytest.fixture(scope="module")

@@ -99,8 +99,8 @@ def test_accumulation_is_fp32_unless_the_config_says_otherwise():
 def test_fp16_is_refused_and_a_config_is_never_changed_in_place():
     with pytest.raises(ConfigError, match="bf16"):
         settle({"fp16": {"enabled": True}})
-    for groups in ({"tensor_parallel": {"autotp_size": 2}}, {"sequence_parallel_size": 2}):
-        with pytest.raises(ConfigError, match=r"_size is 2: bigtrain gives every rank rows of its own"):
+    for groups in ({"tensor_parallel": {"autotp_size": 2}}, {"sequence_parallel_size": 2}, {"pipeline": {"stages": 2}}):
+        with pytest.raises(ConfigError, match=r"(_size|stages) is 2: bigtrain gives every rank rows of its own"):
             settle(base(**groups))
     given = base(optimizer={"type": "AdamW"})
     before = copy.deepcopy(given)
