@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-HANG_S = float(os.environ.get("BIGTRAIN_TEST_HANG_S", "120"))
+HANG_S = float(os.environ.get("BIGTRAIN_TEST_HANG_S", "300"))
 
 
 class RankFailure(AssertionError):
