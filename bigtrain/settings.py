@@ -193,11 +193,7 @@ def settle(
     rates = [("optimizer.params.lr", params.get("lr")), ("scheduler.params.warmup_max_lr", scheduled.get("warmup_max_lr"))]
     lr = _first("learning rate", notes, learning_rate, *rates)
     micro, accum = _batch(config, world_size, micro_batch, accumulation, notes)
-    clip = _number(config.get("gradient_clipping"))
-    norm = _first("gradient clipping", notes, max_grad_norm, ("gradient_clipping", clip))
-    norm = 1.0 if norm is None else float(norm)
-    if not norm >= 0.0:
-        raise UsageError(f"max_grad_norm is {norm}: the largest norm of the gradient, or 0 for no clipping.")
+    norm = _clipping(config, max_grad_norm, notes)
     private = _private(config, stage, bf16, micro, accum, world_size, norm, notes)
     _own_offload_only(name, zero)
     if offload_gradients != 0.0:
@@ -225,6 +221,15 @@ def settle(
         scheduler_kwargs=dict(lr_scheduler_kwargs or {}),
         notes=notes,
     )
+
+
+def _clipping(config: dict[str, Any], given: float | None, notes: list[str]) -> float:
+    clip = _number(config.get("gradient_clipping"))
+    norm = _first("gradient clipping", notes, given, ("gradient_clipping", clip))
+    norm = 1.0 if norm is None else float(norm)
+    if not norm >= 0.0:
+        raise UsageError(f"max_grad_norm is {norm}: the largest norm of the gradient, or 0 for no clipping.")
+    return norm
 
 
 def _whole(name: str, value: float) -> int:
