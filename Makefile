@@ -55,7 +55,10 @@ lint: $(VENV)/.installed-dev
 bench: $(VENV)/.installed
 	$(BIN)/python launch/benchmark.py launch/grids/$(if $(filter 0,$(GPUS)),cpu_smoke,memory_vs_throughput).yaml --output_dir out/bench
 
-# Python compiles a module when it is first imported; pip would compile thousands that nobody imports, for minutes.
+# Python compiles a module when it is first imported, and keeps the result unless it is told not to, as in many containers: then each
+# process would compile all of torch. pip would compile thousands of modules that nobody imports, for minutes.
+unexport PYTHONDONTWRITEBYTECODE
+
 $(VENV)/.installed: setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --no-compile -c constraints.txt -e .
