@@ -1,8 +1,7 @@
 """`python -m bigtrain` is the `bigtrain` command."""
 
-import sys
-
 from bigtrain.cli import main
+from bigtrain.stopping import end_process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -7,10 +7,9 @@
 All of it is in bigtrain/train.py; `--help` lists the flags.
 """
 
-import sys
-
+from bigtrain.stopping import end_process
 from bigtrain.train import main
 
 # SuperOffload starts worker processes that import this file again: without the guard they would train too.
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

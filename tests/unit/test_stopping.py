@@ -29,3 +29,34 @@ def test_a_stop_is_heard_though_nobody_reads_what_is_said(tmp_path):
     assert process.wait(30) == 0
     process.stdout.close()
     assert said.read_text() == "SIGTERM"
+
+
+END = """
+import atexit, concurrent.futures, gc, sys, threading, time
+from bigtrain.stopping import end_process
+
+class Late:
+    def __del__(self):  # what an interpreter does that is taken apart
+        open(sys.argv[1], "a").write("late ")
+
+def note(word):
+    time.sleep(0.2)
+    open(sys.argv[1], "a").write(word)
+
+late = Late()
+atexit.register(note, "atexit ")
+threading.Thread(target=note, args=("thread ",)).start()
+concurrent.futures.ThreadPoolExecutor().submit(note, "executor ")
+print("said")
+end_process(7)
+"""
+
+
+def test_a_process_ends_when_its_threads_and_exit_functions_are_done(tmp_path):
+    said = tmp_path / "said"
+    ended = subprocess.run(
+        [sys.executable, "-c", END, str(said)], cwd=ROOT, env={"PYTHONPATH": python_path()}, capture_output=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (7, b"said\n", b"")
+    words = said.read_text().split()
+    assert sorted(words) == ["atexit", "executor", "thread"] and words[-1] == "atexit"

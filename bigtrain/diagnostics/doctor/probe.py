@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import BuildError
+from bigtrain.stopping import end_process
 
 _MIB = 2**20
 ADAM_ELEMS = 8_000_000
@@ -205,4 +206,4 @@ def _write(path: str, value: Any) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_process(main())

@@ -17,6 +17,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from bigtrain.stopping import end_process
+
 STAGES = (
     "start",
     "meet",
@@ -170,4 +172,4 @@ def _train(device: Any) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_process(main())
