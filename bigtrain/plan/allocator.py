@@ -20,7 +20,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from bigtrain.errors import UsageError
-from bigtrain.plan.tape import ALLOC, EMPTY_CACHE, FREE, RETURN, Tape
+from bigtrain.plan.tape import ALLOC, EMPTY_CACHE, FREE, RETURN, TOUCH, Tape
 
 _MIB = 2**20
 _SMALL, _SMALL_PAGE, _LARGE_PAGE = _MIB, 2 * _MIB, 20 * _MIB
@@ -137,6 +137,13 @@ class _Segments:
             pool.add(block.cut(size))
         block.free = False
         self.slots[slot] = block
+
+    def touch(self, slot: int, size: int, stream: int) -> None:
+        """Allocate and free at once: a free block that is large enough is cut, and merged to what it was again."""
+        pool = self.pools.get((stream, size <= _SMALL))
+        if pool is None or self._best(pool, size) is None:
+            self.allocate(slot, size, stream)
+            self.free(slot, late=False)
 
     def _make_room(self, asked: int) -> None:
         if self.limit is None or self.reserved + asked <= self.limit:
@@ -297,6 +304,8 @@ def replay(tape: Tape, limit_bytes: int | None = None, *, expandable: bool = Tru
             memory.allocate(slot, size, tape.streams[slot])
         elif kind == FREE:
             memory.free(slot, slot in tape.late)
+        elif kind == TOUCH:
+            memory.touch(slot, size, tape.streams[slot])
         elif kind == RETURN:
             memory.give_back(slot)
         elif kind == EMPTY_CACHE:

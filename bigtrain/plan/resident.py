@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bigtrain.plan.constants import MALLOC_MMAP_BYTES
-from bigtrain.plan.tape import ALLOC, FREE, PHASE, Tape
+from bigtrain.plan.tape import ALLOC, FREE, PHASE, TOUCH, Tape
 
 Event = tuple[int, int, int, str]
 
@@ -55,15 +55,14 @@ class _Heap:
         self.kept = 0
 
     def play(self, events: Iterable[Event]) -> None:
-        for event in events:
-            kind, _, size, _ = event
+        for kind, slot, size, row in events:
             small = size < MALLOC_MMAP_BYTES
-            if kind == ALLOC:
+            if kind in (ALLOC, TOUCH):
                 if small:
                     self._keep(-min(size, self.kept))
-                self.events.append(event)
-            elif kind == FREE:
-                self.events.append(event)
+                self.events.append((ALLOC, slot, size, row))
+            if kind in (FREE, TOUCH):
+                self.events.append((FREE, slot, size, row))
                 if small:
                     self._keep(size)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 # PyTorch's allocators hand out multiples of 512 B on the GPU (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 ROUND_BYTES = 512
 
-ALLOC, FREE, PHASE, EMPTY_CACHE, RETURN = 0, 1, 2, 3, 4
+ALLOC, FREE, PHASE, EMPTY_CACHE, RETURN, TOUCH = 0, 1, 2, 3, 4, 5
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,15 @@ class Tape:
             raise AssertionError(f"'{key}' is held already")
         if size <= 0:
             return
-        rounded = -(-int(size) // self.unit) * self.unit
-        slot = len(self._sizes)
-        self._open[key] = slot
+        self._open[key] = self._add(ALLOC, size, row, stream)
+
+    def _add(self, kind: int, size: float, row: str, stream: int) -> int:
+        slot, rounded = len(self._sizes), -(-int(size) // self.unit) * self.unit
         self._sizes.append(rounded)
         self._rows.append(row)
         self.streams.append(stream)
-        self.events.append((ALLOC, slot, rounded, row))
+        self.events.append((kind, slot, rounded, row))
+        return slot
 
     def drop(self, *keys: Hashable) -> None:
         """Free what is held under these keys; unknown keys (size 0) are fine."""
@@ -97,8 +99,8 @@ class Tape:
 
     def touch(self, size: float, row: str, stream: int = 0) -> None:
         """Allocate and free at once: a temporary."""
-        self.hold("touch", size, row, stream)
-        self.drop("touch")
+        if size > 0:
+            self._add(TOUCH, size, row, stream)
 
     def empty_cache(self) -> None:
         """`torch.cuda.empty_cache()`: matters to what is reserved only."""
@@ -113,18 +115,20 @@ class Tape:
         peak_at, phase, peak_phase = 0, "", ""
         by_phase: dict[str, int] = {}
         for at, (kind, _, size, name) in enumerate(self.events):
-            if kind == ALLOC:
+            if kind in (ALLOC, TOUCH):
                 held += size
                 if held > by_phase.get(phase, -1):
                     by_phase[phase] = held
                     if held > peak:
                         peak, peak_at, peak_phase = held, at + 1, phase
+                if kind == TOUCH:
+                    held -= size
             elif kind == FREE:
                 held -= size
             elif kind == PHASE:
                 phase = name
                 by_phase[phase] = max(held, by_phase.get(phase, 0))
-        return Ledger(peak, peak_phase, self._held_rows(peak_at), by_phase, held)
+        return Ledger(peak, peak_phase, self._held_rows(peak_at, in_passing=True), by_phase, held)
 
     def segments(self) -> list[tuple[str, list[tuple[int, int, int, str]]]]:
         """(phase, its events) in order; a phase that comes again is a segment of its own."""
@@ -136,11 +140,12 @@ class Tape:
                 found[-1][1].append(event)
         return found
 
-    def _held_rows(self, until: int) -> dict[str, int]:
+    def _held_rows(self, until: int, in_passing: bool = False) -> dict[str, int]:
+        """What is held after so many events; `in_passing`: and a temporary, if the last of them is one."""
         rows: dict[str, int] = {}
-        for kind, _, size, row in self.events[:until]:
-            if kind == ALLOC:
-                rows[row] = rows.get(row, 0) + size
+        for at, (kind, _, size, row) in enumerate(self.events[:until], 1):
+            if kind in (ALLOC, TOUCH):
+                rows[row] = rows.get(row, 0) + (size if kind == ALLOC or (in_passing and at == until) else 0)
             elif kind == FREE:
                 rows[row] -= size
         return {row: size for row, size in rows.items() if size}
