@@ -20,6 +20,8 @@ from bigtrain.plan.states import LAYOUTS
 DEFAULT_OPTIMIZERS = ("adamw", "adamw_8bit", "adamw_split", "adamw_split_8bit")
 _MOST_RANKS = 4096
 _MOST_SEQUENCES = 2**31
+# Rows that buckets, the dtype of gradients and where these lie have a part in.
+_SPARED = ("reduce ", "gradient", "optimizer state, on its way", "weights before flattening", "collective's own copy")
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Ra
     asked = judge(plan, gpu, host, rates)
     if asked.fits or asked.plan is None:  # weights and states alone are too large: these do not help
         return asked
+    if gpu is not None and asked.plan.gpu_least_bytes(_SPARED) > gpu:  # at its peak, what these leave alone is
+        return asked
     buckets = [plan, plan.but(reduce_bucket_elems=min(SMALL_BUCKET_ELEMS, plan.settings.reduce_bucket_elems))]
     sums = [x.but(grad_bytes=2) for x in buckets] if plan.settings.grad_bytes == 4 else []
     for other in (*buckets[1:], *sums):
@@ -163,7 +167,7 @@ def choose(
             if not candidate.fits and candidate.gpu_short_bytes:
                 break  # a larger micro batch holds more
     if base.checkpoint_blocks is None and base.blocks_are_all:
-        fitting += with_fewer_blocks(fitting, gpu_memory_bytes, host_memory_bytes, rates)
+        fitting += with_fewer_blocks(fitting, rejected, gpu_memory_bytes, host_memory_bytes, rates)
     order = {name: at for at, name in enumerate(optimizers)}
     fitting.sort(key=lambda c: (round(c.time.total_s, 3), order[c.input.optimizer], c.input.settings.stage))
     rejected.sort(key=lambda c: c.gpu_short_bytes * world + c.host_short_bytes)

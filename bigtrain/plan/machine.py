@@ -41,9 +41,7 @@ def parse_bytes(text: str | int | float, what: str = "size") -> int:
     if size >= _NO_LIMIT:
         raise UsageError(f"{what} is '{text}': no memory is that large")
     if size < 2**20:
-        raise UsageError(
-            f"{what} is '{text}', that is {size:.0f} bytes: give a size with a unit, for example {match.group(1)}GiB"
-        )
+        raise UsageError(f"{what} is '{text}', that is {size:.0f} bytes: give a size with a unit, for example 80GiB")
     return int(size)
 
 
@@ -139,7 +137,7 @@ def _limits(base: Path, path: str, name: str) -> list[tuple[Path, int]]:
             text = (folder / name).read_text().strip()
         except OSError:
             text = "max"
-        if text.isdigit() and int(text) < _NO_LIMIT:
+        if text.isdigit() and 0 < int(text) < _NO_LIMIT:
             found.append((folder, int(text)))
         if folder == base or base not in folder.parents:
             return found
