@@ -197,11 +197,10 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
 
 
 def ranks_per_host() -> int:
-    """Ranks that share this host, as the launcher said."""
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return ranks.world_size()
+    """Ranks that share the fullest host, as the launchers said: hosts may differ, plans must not. Collective."""
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+    mine = next((int(said) for name in names if (said := os.environ.get(name, "")).isdigit()), ranks.world_size())
+    return max(ranks.all_gather_object(mine, "how many ranks each host has"))
 
 
 def cap_gpu_memory(cap_gib: float | None) -> None:

@@ -62,9 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _checked_config(args: argparse.Namespace) -> dict[str, Any]:
     """The ds_config to plan, with every fault that training would refuse refused here; without bf16 it means fp32."""
     from bigtrain import config as ds
+    from bigtrain.config.batch import ACCUMULATION, MICRO
 
     config = ds.load(args.ds_config)
     ds.check(config, world_size=max(1, args.gpus), device=args.device, name=args.ds_config)
+    said = {
+        name: value for name in ("micro_batch", "accumulation", "global_batch") if (value := getattr(args, name)) and value > 0
+    }
+    batch = ds.batch_numbers(config, run=ds.RunValues(**said), world_size=max(1, args.gpus))
+    config = {**config, MICRO: batch.micro, ACCUMULATION: batch.accumulation}
     return config if {"bf16", "bfloat16"} & config.keys() else {**config, "bf16": {"enabled": False}}
 
 

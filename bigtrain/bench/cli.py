@@ -22,13 +22,24 @@ def add_parsers(subparsers: Any) -> None:
     p.add_argument("grid", nargs="*", metavar="GRID", help="YAML or JSON files; none: only make the report again")
     p.add_argument("--output_dir", required=True, metavar="OUT")
     p.add_argument(
-        "--max_cell_s", type=float, metavar="S", help="kill a cell after this many seconds (default: the grid's, 900)"
+        "--max_cell_s", type=_positive, metavar="S", help="kill a cell after this many seconds (default: the grid's, 900)"
     )
-    p.add_argument("--total_s", type=float, metavar="S", help="start no cell after this many seconds; the same command goes on")
-    p.add_argument("--gpu_memory_cap", type=float, metavar="GiB", help="what a cell may take of each GPU, unless the grid says")
+    p.add_argument(
+        "--total_s", type=_positive, metavar="S", help="start no cell after this many seconds; the same command goes on"
+    )
+    p.add_argument(
+        "--gpu_memory_cap", type=_positive, metavar="GiB", help="what a cell may take of each GPU, unless the grid says"
+    )
     p.add_argument("--retry", action="store_true", help="run cells again that crashed, were killed, refused or timed out")
     p.add_argument("--dry_run", action="store_true", help="list the cells and what the planner says; run nothing")
     p.set_defaults(run=run)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"a positive number is needed, not {text}")
+    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
         return _dry_run(cells, machine)
     out = Path(args.output_dir)
     job = sweep.Sweep(out=out, machine=machine, code=sweep.code_version(), retry=args.retry, total_s=args.total_s)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for stop in _STOPS:
+        if signal.getsignal(stop) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(stop, _interrupt)
     print(f"{len(cells)} cells on {machine.card}, code {job.code}", flush=True)
     stopped = False
     try:
@@ -58,7 +71,12 @@ def run(args: argparse.Namespace) -> int:
     return StoppedError.exit_code if stopped else 0
 
 
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 def _interrupt(number: int, frame: Any) -> None:
+    for stop in _STOPS:  # a second one would end this before the ranks are gone
+        signal.signal(stop, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -68,6 +86,7 @@ def _report(out: Path) -> None:
 
     rows = sweep.latest_rows(out)
     if not rows:
+        print(f"no rows in {out}: there is nothing to report", file=sys.stderr)
         return
     try:
         print(write(out, rows))

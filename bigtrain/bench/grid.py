@@ -160,7 +160,10 @@ def _cell(values: Mapping[str, Any], folder: Path) -> Cell:
     if "model_name_or_path" not in left or "ds_config" not in left:
         raise UsageError("grid: `model` (preset:NAME or a folder) and `ds_config` (preset, file or mapping) are needed")
     config, name = _ds_config(left.pop("ds_config"), overrides, folder)
-    own["env"] = {str(k): str(v) for k, v in (own.get("env") or {}).items()}
+    env = own.get("env") or {}
+    if not isinstance(env, dict):
+        raise UsageError(f"grid: env is {env!r}; it must be a mapping of variables, {{NAME: value}}")
+    own["env"] = {str(k): str(v) for k, v in env.items()}
     left.setdefault("seq_len", DEFAULT_SEQ_LEN)
     cell = Cell(**own, ds_config=config, ds_name=name, arguments=left)
     _check(cell)
@@ -207,10 +210,12 @@ def _check(cell: Cell) -> None:
         value = getattr(cell, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UsageError(f"grid: {name} is {value!r}; it must be a whole number of at least 1")
-    if not 0 <= cell.warmup < cell.steps:
-        raise UsageError(f"grid: warmup {cell.warmup} leaves none of {cell.steps} steps to measure; give more steps")
-    if not cell.max_cell_s > 0:
-        raise UsageError(f"grid: max_cell_s is {cell.max_cell_s}; it must be a positive number of seconds")
+    if isinstance(cell.warmup, bool) or not isinstance(cell.warmup, int) or not 0 <= cell.warmup < cell.steps:
+        raise UsageError(
+            f"grid: warmup {cell.warmup!r} leaves none of {cell.steps} steps to measure: give a whole number below steps"
+        )
+    if isinstance(cell.max_cell_s, bool) or not isinstance(cell.max_cell_s, int | float) or not cell.max_cell_s > 0:
+        raise UsageError(f"grid: max_cell_s is {cell.max_cell_s!r}; it must be a positive number of seconds")
 
 
 def _check_recomputing(arguments: Mapping[str, Any]) -> None:

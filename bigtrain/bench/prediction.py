@@ -128,6 +128,8 @@ def prediction(cell: Cell, machine: Machine) -> dict[str, Any]:
         return {"none": str(error)}
     except DoesNotFitError as error:  # ds_config auto
         return {"none": str(error).splitlines()[-1], "fits": False}
+    except Exception as error:  # values of a type that the program will refuse: the cell says so
+        return {"none": f"no plan: {error!r}"}
     gpu, host = limits(cell, machine)
     time, allocated = step_time(found.input, stored_rates(machine.device)), found.gpu.steps_bytes
     return {

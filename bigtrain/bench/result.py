@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ _OOM = re.compile(
 )
 _ERROR = re.compile(r"^(?:\[rank ?\d+\]:? ?)*((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
 _SIGKILL = -9
+_LOG_BYTES = 4 << 20
 
 
 def classify(ended: Ended, text: str, steps_done: int, steps: int) -> str:
@@ -139,7 +141,7 @@ def read_cell(out: Path, ended: Ended, steps: int) -> tuple[str, str, list[list[
     """(status, error line, rows of each file) from a cell's folder: logs of ranks, metrics of one or all of them."""
     files = [out / "metrics.jsonl", *sorted(out.glob("metrics-rank*.jsonl"))]
     rows = [read_rows(file) for file in files]
-    logs = [(out.parent / f"rank{r}.log").read_text(errors="replace") for r in range(len(ended.exit_codes))]
+    logs = [_end_of(out.parent / f"rank{r}.log") for r in range(len(ended.exit_codes))]
     failed = [log for log, code in zip(logs, ended.exit_codes) if code != 0]
     status = classify(ended, "\n".join(failed), len(rows[0]), steps)
     if status == "ok":
@@ -148,6 +150,13 @@ def read_cell(out: Path, ended: Ended, steps: int) -> tuple[str, str, list[list[
         last = error_line(failed[0]) if failed else ""
         return status, f"not done after {ended.seconds:.0f} s and {len(rows[0])} of {steps} steps; last words: {last}", rows
     return status, error_line(_most_telling(logs, ended, status)), rows
+
+
+def _end_of(log: Path) -> str:
+    """What a rank said last: a log may be larger than the memory here."""
+    with open(log, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+        return file.read().decode(errors="replace")
 
 
 def _most_telling(logs: Sequence[str], ended: Ended, status: str) -> str:

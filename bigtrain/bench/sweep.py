@@ -8,9 +8,12 @@ OUT/inputs/             the data
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -26,10 +29,12 @@ from bigtrain.bench import inputs, prediction, result
 from bigtrain.bench.grid import Cell, labels
 from bigtrain.bench.prediction import Machine
 from bigtrain.bench.processes import Ended, python_path, run_ranks
-from bigtrain.errors import DoesNotFitError, UsageError
+from bigtrain.errors import UsageError
 from bigtrain.plan.cli import model_config
 from bigtrain.plan.machine import gpu_memory, host_memory
 from bigtrain.runfolder import versions
+
+logger = logging.getLogger(__name__)
 
 CLONE = Path(__file__).resolve().parents[2]
 PROGRAMS = {
@@ -59,22 +64,29 @@ class Sweep:
     total_s: float | None = None
 
     def run(self, cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
-        """All cells; yields each row as it is written. Cells that have a row already are passed over."""
+        """All cells; yields each row as it is written. Cells that have a row already are passed over.
+
+        Raises:
+            UsageError: programs of the cells are missing, or another sweep is at work in the folder.
+        """
         missing = {name for cell in cells if not (CLONE / (name := PROGRAMS[cell.runner])).is_file()}
         if missing:
             raise UsageError(f"sweeps run from a clone of the project; not found in {CLONE}: {', '.join(sorted(missing))}")
+        if not cells:  # the report of a sweep that may still be at work
+            return
         self.out.mkdir(parents=True, exist_ok=True)
         begin = time.monotonic()
-        for cell, label in zip(cells, labels(cells)):
-            if not self.waits(cell):
-                continue
-            left = float("inf") if self.total_s is None else begin + self.total_s - time.monotonic()
-            if left < LEAST_CELL_S:
-                return
-            key = cell.key(self.code, self.machine.card)
-            row = self._run_cell(replace(cell, max_cell_s=min(cell.max_cell_s, left)), key, label)
-            append_jsonl(self.out / "rows.jsonl", row)
-            yield row
+        with alone_in(self.out):
+            for cell, label in zip(cells, labels(cells)):
+                if not self.waits(cell):
+                    continue
+                left = float("inf") if self.total_s is None else begin + self.total_s - time.monotonic()
+                if left < LEAST_CELL_S:
+                    return
+                key = cell.key(self.code, self.machine.card)
+                row = self._run_cell(replace(cell, max_cell_s=min(cell.max_cell_s, left)), key, label)
+                append_jsonl(self.out / "rows.jsonl", row)
+                yield row
 
     def waits(self, cell: Cell) -> bool:
         """Whether the cell has no row yet, or one that is worth another try."""
@@ -100,6 +112,9 @@ class Sweep:
             body = self._measure(cell, key, said)
         except (OSError, UsageError) as error:  # the cell could not even be started: a row like any other
             body = {"status": "usage", "error": str(error)[:400]}
+        except Exception as error:  # what it wrote is not what a run writes: not the end of the sweep either
+            logger.exception("cell %s", key)
+            body = {"status": "crash", "error": f"its result cannot be read: {error!r}"[:400]}
         times = {"predicted_at": predicted_at, "started": started, "ended": utc_now()}
         return {**head, **times, "predicted": said, **body, "versions": versions()}
 
@@ -123,7 +138,7 @@ class Sweep:
         numbers["tokens_per_step"] = tokens = rows[0][-1]["tokens"]
         try:
             formula = prediction.flops_formula(prediction.planned(cell, self.machine).input)
-        except (UsageError, DoesNotFitError):
+        except Exception:  # `predicted` says why
             formula = None
         card = self.machine.card if self.machine.device == "cuda" else None
         return numbers | result.speed(numbers["step_time_s"]["median"], tokens, cell.num_gpus, formula, card)
@@ -250,22 +265,40 @@ def write_json(path: Path, values: Any) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Two sweeps in one folder would run the same cells in the same places; the lock ends with the process that holds it.
+
+    Raises:
+        UsageError: another sweep has it.
+    """
+    with open(folder / "lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(f"another sweep is at work in {folder}: wait for it, or give another --output_dir") from error
+        yield
+
+
 def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
-    """One line, on the disk before this returns."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row, default=str) + "\n")
+    """One line, on the disk before this returns; what is torn at the end of the file does not swallow it."""
+    with open(path, "a+b") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        torn = file.read(1) not in (b"", b"\n")
+        file.write(b"\n" * torn + json.dumps(row, default=str).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All whole lines, in order; a torn one is left out."""
+    """All whole rows, in order; a torn line, or one that is no row, is left out."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             continue
+        rows += [row] if isinstance(row, dict) and "cell" in row else []
     return rows
 
 

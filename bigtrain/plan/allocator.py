@@ -20,7 +20,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from bigtrain.errors import UsageError
-from bigtrain.plan.tape import ALLOC, EMPTY_CACHE, FREE, RETURN, Tape
+from bigtrain.plan.tape import ALLOC, EMPTY_CACHE, FREE, RETURN, TOUCH, Tape
 
 _MIB = 2**20
 _SMALL, _SMALL_PAGE, _LARGE_PAGE = _MIB, 2 * _MIB, 20 * _MIB
@@ -37,7 +37,7 @@ class Reserved:
         peak_bytes: most that was reserved.
         short_bytes: most that was lacking at the limit, after all that is free was given back; 0: the tape fits.
         returns: how often the limit was met and memory given back.
-        after: reserved bytes after each event of the tape.
+        after: reserved bytes after each event of the tape, if they were asked for.
     """
 
     peak_bytes: int
@@ -137,6 +137,13 @@ class _Segments:
             pool.add(block.cut(size))
         block.free = False
         self.slots[slot] = block
+
+    def touch(self, slot: int, size: int, stream: int) -> None:
+        """Allocate and free at once: a free block that is large enough is cut, and merged to what it was again."""
+        pool = self.pools.get((stream, size <= _SMALL))
+        if pool is None or self._best(pool, size) is None:
+            self.allocate(slot, size, stream)
+            self.free(slot, late=False)
 
     def _make_room(self, asked: int) -> None:
         if self.limit is None or self.reserved + asked <= self.limit:
@@ -282,26 +289,30 @@ def _could_become(block: _Block) -> int:
     return block.size + (after.size if after is not None and not after.mapped else 0)
 
 
-def replay(tape: Tape, limit_bytes: int | None = None, *, expandable: bool = True) -> Reserved:
+def replay(tape: Tape, limit_bytes: int | None = None, *, expandable: bool = True, trace: bool = False) -> Reserved:
     """Play a tape to the allocator.
 
     Args:
         tape: GPU events.
         limit_bytes: what the process may reserve (`torch.cuda.set_per_process_memory_fraction`, or the card); None: no limit.
         expandable: which rules: `expandable_segments` True or False.
+        trace: what is reserved after each event is told too.
     """
     memory = (_Expandable if expandable else _Segments)(limit_bytes)
     after: list[int] = []
-    for kind, slot, size, _ in tape.events:
+    for kind, slot, size, stream in zip(tape.kinds, tape.slots, tape.sizes, tape.streams):
         if kind == ALLOC:
-            memory.allocate(slot, size, tape.streams[slot])
+            memory.allocate(slot, size, stream)
         elif kind == FREE:
             memory.free(slot, slot in tape.late)
+        elif kind == TOUCH:
+            memory.touch(slot, size, stream)
         elif kind == RETURN:
             memory.give_back(slot)
         elif kind == EMPTY_CACHE:
             memory.empty_cache()
-        after.append(memory.reserved)
+        if trace:
+            after.append(memory.reserved)
     return Reserved(memory.peak, memory.short, memory.returns, tuple(after))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bigtrain.plan.activations import block_bytes
 from bigtrain.plan.constants import GPU_MARGIN
 from bigtrain.plan.inputs import PlanInput
@@ -9,19 +11,23 @@ from bigtrain.plan.judge import Candidate, judge
 from bigtrain.plan.roofline import Rates, step_time
 
 
-def least_blocks(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None = None) -> Candidate | None:
+def least_blocks(
+    plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None = None, known: Sequence[Candidate] = ()
+) -> Candidate | None:
     """The plan with the fewest recomputed blocks that fits, 0 included; None if not even all of them suffice.
 
     Args:
         plan: the configuration; its policy is kept ("full" where it has none), its number of blocks is what is looked for.
         gpu, host: bytes of one card and of one host; None: no limit.
+        known: candidates that were judged by these limits already.
     """
     # More blocks never hold more, except on the host of inputs that are kept there: that is looked at in the end.
     limit = None if _policy(plan) == "offload" and plan.device == "cuda" else host
-    none = judge(plan.but(checkpointing="none"), gpu, limit, rates)
+    known = known if limit == host else ()
+    none = _judged(plan.but(checkpointing="none"), gpu, limit, rates, known)
     if none.fits:
         return none if limit == host else judge(none.input, gpu, host, rates)
-    found = _search(none, plan, gpu, limit, rates)
+    found = _search(none, plan, gpu, limit, rates, known)
     if found is not None and limit != host:
         found = judge(found.input, gpu, host, rates)
     return found if found is not None and found.fits else None
@@ -31,9 +37,15 @@ def _policy(plan: PlanInput) -> str:
     return "full" if plan.checkpointing == "none" else plan.checkpointing
 
 
-def _search(none: Candidate, plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> Candidate | None:
+def _judged(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None, known: Sequence[Candidate]) -> Candidate:
+    return next((c for c in known if c.input == plan), None) or judge(plan, gpu, host, rates)
+
+
+def _search(
+    none: Candidate, plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None, known: Sequence[Candidate]
+) -> Candidate | None:
     def tried(blocks: int) -> Candidate:
-        return judge(plan.but(checkpointing=_policy(plan), checkpoint_blocks=blocks), gpu, host, rates)
+        return _judged(plan.but(checkpointing=_policy(plan), checkpoint_blocks=blocks), gpu, host, rates, known)
 
     high = plan.block_count
     best = tried(high)
@@ -68,12 +80,15 @@ def blocks_needed(none: Candidate, policy: str) -> int:
 _ROUNDING = 16 * 512
 
 
-def with_fewer_blocks(fitting: list[Candidate], gpu: int | None, host: int | None, rates: Rates | None) -> list[Candidate]:
+def with_fewer_blocks(
+    fitting: list[Candidate], rejected: list[Candidate], gpu: int | None, host: int | None, rates: Rates | None
+) -> list[Candidate]:
     """Of the candidates that recompute all blocks and do not fit without, those with as few as fit; only such as may win.
 
     What may win is what would be the fastest at its micro batch with as few blocks as could suffice.
     """
     found: list[Candidate] = []
+    known = [*fitting, *rejected]
     plain = [c.input for c in fitting if c.input.checkpointing == "none"]
     for candidate in sorted(fitting, key=lambda c: c.time.total_s):
         plan = candidate.input
@@ -83,10 +98,10 @@ def with_fewer_blocks(fitting: list[Candidate], gpu: int | None, host: int | Non
         best = min(c.time.total_s for c in (*fitting, *found) if c.input.micro_batch == plan.micro_batch)
         if step_time(bare, rates).total_s > best:
             continue
-        at_least = blocks_needed(judge(bare, gpu, host, rates), plan.checkpointing)
+        at_least = blocks_needed(_judged(bare, gpu, host, rates, known), plan.checkpointing)
         if step_time(plan.but(checkpoint_blocks=at_least), rates).total_s > best:
             continue
-        fewer = least_blocks(plan, gpu, host, rates)
+        fewer = least_blocks(plan, gpu, host, rates, known)
         if fewer is not None and 0 < fewer.input.recomputed_blocks < plan.recomputed_blocks:
             found.append(fewer)
     return found

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.errors import UsageError
 from bigtrain.plan.blocks import with_fewer_blocks
-from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.inputs import PlanInput, ZeroSettings
 from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge
 from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.roofline import Rates
@@ -18,6 +19,9 @@ from bigtrain.plan.states import LAYOUTS
 # Optimizers that compute the same update as AdamW with an fp32 master, or nearly (8-bit moments).
 DEFAULT_OPTIMIZERS = ("adamw", "adamw_8bit", "adamw_split", "adamw_split_8bit")
 _MOST_RANKS = 4096
+_MOST_SEQUENCES = 2**31
+# Rows that buckets, the dtype of gradients and where these lie have a part in.
+_SPARED = ("reduce ", "gradient", "optimizer state, on its way", "weights before flattening", "collective's own copy")
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ def _placements(world: int) -> list[dict[str, Any]]:
 
 def _micro_batches(per_rank: int) -> list[int]:
     """Divisors of the sequences a rank has in a step, smallest first."""
-    return [m for m in range(1, per_rank + 1) if per_rank % m == 0]
+    low = [m for m in range(1, math.isqrt(per_rank) + 1) if per_rank % m == 0]
+    return sorted({*low, *(per_rank // m for m in low)})
 
 
 def _families(base: PlanInput, optimizers: tuple[str, ...]) -> Iterator[PlanInput]:
@@ -100,6 +105,7 @@ def _families(base: PlanInput, optimizers: tuple[str, ...]) -> Iterator[PlanInpu
                 blocks = base.checkpoint_blocks if checkpointing == policy else None
                 yield base.but(
                     optimizer=optimizer, checkpointing=checkpointing, checkpoint_blocks=blocks, bf16_states=False, overlap_comm=True,
+                    offload_gradients=0.0, buffers=ZeroSettings.buffers,
                     **{"ratio": 1.0, **place},
                 )  # fmt: skip
 
@@ -108,6 +114,8 @@ def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Ra
     """The plan as it is, with smaller buckets, gradients in bf16, or some of these leaving: the first that fits, else as it is."""
     asked = judge(plan, gpu, host, rates)
     if asked.fits or asked.plan is None:  # weights and states alone are too large: these do not help
+        return asked
+    if gpu is not None and asked.plan.gpu_least_bytes(_SPARED) > gpu:  # at its peak, what these leave alone is
         return asked
     buckets = [plan, plan.but(reduce_bucket_elems=min(SMALL_BUCKET_ELEMS, plan.settings.reduce_bucket_elems))]
     sums = [x.but(grad_bytes=2) for x in buckets] if plan.settings.grad_bytes == 4 else []
@@ -141,12 +149,14 @@ def choose(
         optimizers: which ones may be chosen, best liked first (ties in speed go to the earlier one).
 
     Raises:
-        UsageError: the global batch cannot be divided by the ranks.
+        UsageError: the global batch cannot be divided by the ranks, or is beyond any run.
     """
     world = base.world_size
     batch = global_batch or world * base.micro_batch * base.accumulation
     if batch % world:
         raise UsageError(f"a global batch of {batch} sequences cannot be divided by {world} ranks")
+    if batch // world > _MOST_SEQUENCES:
+        raise UsageError(f"a global batch of {batch} sequences is more than {_MOST_SEQUENCES:,} for each of {world} ranks")
     fitting: list[Candidate] = []
     rejected: list[Candidate] = []
     for family in _families(base, optimizers):
@@ -157,7 +167,7 @@ def choose(
             if not candidate.fits and candidate.gpu_short_bytes:
                 break  # a larger micro batch holds more
     if base.checkpoint_blocks is None and base.blocks_are_all:
-        fitting += with_fewer_blocks(fitting, gpu_memory_bytes, host_memory_bytes, rates)
+        fitting += with_fewer_blocks(fitting, rejected, gpu_memory_bytes, host_memory_bytes, rates)
     order = {name: at for at, name in enumerate(optimizers)}
     fitting.sort(key=lambda c: (round(c.time.total_s, 3), order[c.input.optimizer], c.input.settings.stage))
     rejected.sort(key=lambda c: c.gpu_short_bytes * world + c.host_short_bytes)

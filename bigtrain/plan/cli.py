@@ -14,7 +14,7 @@ from bigtrain.plan.families import read_json
 from bigtrain.plan.inputs import PlanInput, plan_input
 from bigtrain.plan.machine import expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
-from bigtrain.plan.roofline import Rates, rates_from, stored_rates
+from bigtrain.plan.roofline import Rates, rates_from, step_time, stored_rates
 from bigtrain.plan.show import choice_text, measured_text, plan_text
 from bigtrain.plan.spilled import AUTO, asked_share, least_share
 from bigtrain.plan.states import LAYOUTS, layout_name
@@ -198,6 +198,8 @@ def _refuse_what_would_not_count(args: argparse.Namespace) -> None:
         raise UsageError(f"--measure {args.measure} runs candidates: give a --model, and a number of at least 1")
     if args.global_batch is not None and args.global_batch < 1:
         raise UsageError(f"--global_batch is {args.global_batch}: a whole number of at least 1 is needed")
+    if args.optimizers and (args.optim or not args.auto):
+        raise UsageError("--optimizers says what --auto may choose; --optim names the one to plan: give one of them")
     for name in ("stage", "offload"):
         if getattr(args, name) is not None and (args.auto or args.ds_config is not None):
             decides = "--auto" if args.auto else "--ds_config"
@@ -233,8 +235,10 @@ def _warn_about_locks(plan: Plan) -> None:
 def _print_plan(args: argparse.Namespace, plan: Plan, gpu: int | None, host: int | None, rates: Rates) -> int:
     fits = plan.fits(gpu, host)
     if args.json:
+        time = step_time(plan.input, rates)
+        speed = {"seconds_per_step": time.total_s, "tokens_per_s": time.tokens_per_s, "mfu": time.mfu}
         limits = {"gpu_memory_bytes": gpu, "host_memory_bytes": host, "fits": fits}
-        print(json.dumps({**plan.to_json(), **limits}, indent=2))
+        print(json.dumps({**plan.to_json(), **speed, **limits}, indent=2))
     else:
         print(plan_text(plan, gpu, host, rates))
         _warn_about_locks(plan)

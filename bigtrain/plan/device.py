@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bigtrain.plan.activations import BlockBytes, block_bytes, fused_loss_rows, norm_kept
+from bigtrain.plan.families import ModelParameters
 from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.tape import Tape
@@ -41,22 +42,55 @@ CHUNK_LOGITS = {"cuda": 2**27, "cpu": 2**22}
 SCALED_AT_A_TIME = 2**22
 
 
+class _Parts(NamedTuple):
+    """Indices of the parameters by where they stand in a step.
+
+    Attributes:
+        before, after: outside of the blocks, in model order.
+        head: the matrix that makes the logits: the largest outside of the blocks, the last of two equals.
+        of_block: feed-forward, attention and other parameters of each block.
+    """
+
+    before: list[int]
+    after: list[int]
+    head: list[int]
+    of_block: dict[int, tuple[list[int], list[int], list[int]]]
+
+
+def _parts(parameters: ModelParameters) -> _Parts:
+    items, blocks = parameters.items, parameters.blocks
+    outside = [i for i, p in enumerate(items) if p.block is None]
+    last_block = max((i for members in blocks.values() for i in members), default=-1)
+    matrices = [i for i in outside if len(items[i].shape) == 2]
+    head = [max(matrices, key=lambda i: (items[i].elems, i))] if matrices else []
+    of_block = {block: _parts_of_block(parameters, members) for block, members in blocks.items()}
+    return _Parts([i for i in outside if i < last_block], [i for i in outside if i >= last_block], head, of_block)
+
+
+def _parts_of_block(parameters: ModelParameters, members: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """By the names that all families use."""
+    feed: list[int] = []
+    attention: list[int] = []
+    rest: list[int] = []
+    for i in members:
+        name = parameters.items[i].name.lower()
+        if "norm" in name or ".ln_" in name:
+            rest.append(i)
+        else:
+            (attention if "attn" in name or "attention" in name else feed).append(i)
+    return feed, attention, rest
+
+
 class _Run:
     """Forward and backward over the blocks; everything that is not about parameters and gradients."""
 
     def __init__(self, plan: PlanInput, tape: Tape, shards: Sharding):
         self.plan, self.tape, self.shards = plan, tape, shards
         self.g, self.t = plan.geometry, plan.tokens
-        items = plan.parameters.items
-        self.blocks: dict[int, list[int]] = {}
-        for i, p in enumerate(items):
-            if p.block is not None:
-                self.blocks.setdefault(p.block, []).append(i)
-        outside = [i for i, p in enumerate(items) if p.block is None]
-        last_block = max((i for m in self.blocks.values() for i in m), default=-1)
-        self.before = [i for i in outside if i < last_block]
-        self.after = [i for i in outside if i >= last_block]
-        self.head = self._head()
+        self.blocks = plan.parameters.blocks
+        self.parts = plan.parameters.fact("parts", lambda: _parts(plan.parameters))
+        self.before, self.after = self.parts.before, self.parts.after
+        self.head = self.parts.head if self.g.vocab else []
         self.tied = bool(plan.parameters.tied)
         self.costs = {b: block_bytes(self.g, self.t, plan.kernels, b, plan.seq_len) for b in self._distinct_blocks()}
         self.recomputed = set(list(self.blocks)[: plan.recomputed_blocks])
@@ -70,13 +104,6 @@ class _Run:
         forward = [(f"f{block}", members) for block, members in self.blocks.items()]
         backward = [(f"b{block}", members) for block, members in reversed(self.blocks.items())]
         return [("embedding", self.before), *forward, ("head", self.head), *backward, ("embedding", self.before)]
-
-    def _head(self) -> list[int]:
-        """The matrix that makes the logits: the largest outside of the blocks, the last of two equals."""
-        outside = [i for i in (*self.before, *self.after) if len(self.plan.parameters.items[i].shape) == 2]
-        if not outside or not self.g.vocab:
-            return []
-        return [max(outside, key=lambda i: (self.plan.parameters.items[i].elems, i))]
 
     def _distinct_blocks(self) -> list[int]:
         return list(self.blocks) if self.g.dense_layers else [0]
@@ -263,7 +290,7 @@ class _Run:
             tape.drop(("results", block))  # the same bytes are among what follows
             self._keep_block(block)
             tape.touch(self._beside_kept(cost), "activations, in passing")
-        feed, attention, rest = self._parts(members)
+        feed, attention, rest = self.parts.of_block[block]
         self._feed_forward_backward(block, feed)
         tape.touch(cost.norm_extra, "backward, norm temporaries")
         tape.drop(("norm2", block))
@@ -297,19 +324,6 @@ class _Run:
         for i in reversed(others):
             self._grad(i)
         tape.drop("dmiddle", "dgate", "dinput", ("middle", block), ("gate", block), ("routing", block))
-
-    def _parts(self, members: list[int]) -> tuple[list[int], list[int], list[int]]:
-        """Feed-forward, attention and other parameters of a block, by the names that all families use."""
-        feed: list[int] = []
-        attention: list[int] = []
-        rest: list[int] = []
-        for i in members:
-            name = self.plan.parameters.items[i].name.lower()
-            if "norm" in name or ".ln_" in name:
-                rest.append(i)
-            else:
-                (attention if "attn" in name or "attention" in name else feed).append(i)
-        return feed, attention, rest
 
     def micro_step(self, micro: int, last: bool, steady: bool) -> None:
         self.micro, self.last = micro, last

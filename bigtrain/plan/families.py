@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bigtrain.errors import UsageError
 from bigtrain.plan.family_decoders import DECODERS, decoder_model
 from bigtrain.plan.family_defaults import DEFAULTS
-from bigtrain.plan.family_others import HEADS, MODELS, VISION_LANGUAGE, values, vision_language
-from bigtrain.plan.parameters import Parameter
+from bigtrain.plan.family_others import HEADS, MODELS, ROBERTA, T5, VISION_LANGUAGE, text_is_tied, values, vision_language
+from bigtrain.plan.parameters import Parameter, not_counted
 
+T = TypeVar("T")
 _TIED_BY_DEFAULT = {"gemma3": True}
+# How the class ends that is counted; for all others ForCausalLM.
+_COUNTED = {
+    "gpt2": ("LMHeadModel",),
+    "bert": ("ForMaskedLM", "LMHeadModel"),
+    "vit": ("ForImageClassification",),
+    **dict.fromkeys(ROBERTA, ("ForMaskedLM", "ForCausalLM")),
+    **dict.fromkeys((*T5, *VISION_LANGUAGE), ("ForConditionalGeneration",)),
+}
 
 
 @dataclass(frozen=True)
@@ -32,13 +42,32 @@ class ModelParameters:
     tied: tuple[tuple[str, str], ...]
     kind: str
 
-    @property
+    @cached_property
     def elems(self) -> int:
         return sum(p.elems for p in self.items)
 
-    @property
+    @cached_property
     def largest_elems(self) -> int:
         return max(p.elems for p in self.items)
+
+    @cached_property
+    def blocks(self) -> dict[int, list[int]]:
+        """Indices of the parameters of each repeated block, in model order."""
+        found: dict[int, list[int]] = {}
+        for i, p in enumerate(self.items):
+            if p.block is not None:
+                found.setdefault(p.block, []).append(i)
+        return found
+
+    @cached_property
+    def _facts(self) -> dict[Hashable, Any]:
+        return {}
+
+    def fact(self, key: Hashable, find: Callable[[], T]) -> T:
+        """What `find` finds out about this model, once for each key: a search makes hundreds of plans of one model."""
+        if key not in self._facts:
+            self._facts[key] = find()
+        return self._facts[key]
 
 
 def supported() -> tuple[str, ...]:
@@ -49,19 +78,20 @@ def supported() -> tuple[str, ...]:
 def is_tied(config: Mapping[str, Any]) -> bool:
     """Whether input embedding and output head are one matrix, with the family's default if the config is silent."""
     kind = str(config.get("model_type"))
-    if kind == "t5":  # the class ties whatever the config says; T5Config reads the key as "scale the decoder's output"
+    if kind in T5:  # the classes tie whatever the config says; T5Config reads the key as "scale the decoder's output"
         return True
     default = _TIED_BY_DEFAULT.get(kind, DEFAULTS.get(kind, {}).get("tie_word_embeddings", False))
-    return bool(config.get("tie_word_embeddings", default))
+    return bool(config.get("tie_word_embeddings", default)) or (kind in VISION_LANGUAGE and text_is_tied(config))
 
 
 def model_parameters(config: Mapping[str, Any]) -> ModelParameters:
     """Names and shapes of all parameters, from the config alone.
 
     Raises:
-        UsageError: unknown `model_type` (with the nearest known ones and the way out), or a size is missing or wrong.
+        UsageError: unknown `model_type` (with the nearest known ones and the way out) or class, or a size is missing or wrong.
     """
     kind = str(config.get("model_type"))
+    _refuse_other_classes(kind, config)
     if kind in DECODERS:
         items = decoder_model(DECODERS[kind], values(config))
     elif kind in VISION_LANGUAGE:
@@ -70,12 +100,20 @@ def model_parameters(config: Mapping[str, Any]) -> ModelParameters:
         items = MODELS[kind](values(config))
     else:
         near = difflib.get_close_matches(kind, supported(), n=3, cutoff=0.5)
-        raise UsageError(
-            f"model_type '{kind}' is not known to the planner{'; the nearest are ' + ', '.join(near) if near else ''}. "
-            "Give a list of shapes instead: --shapes FILE.json with [[name, [sizes...]], ...], as "
-            "[[n, list(p.shape)] for n, p in model.named_parameters()] prints it."
+        raise not_counted(
+            f"model_type '{kind}' is not known to the planner{'; the nearest are ' + ', '.join(near) if near else ''}."
         )
     return _tie(items, kind, is_tied(config))
+
+
+def _refuse_other_classes(kind: str, config: Mapping[str, Any]) -> None:
+    """models/source.py builds the class that `architectures` names: with another head, or without one, the count would be wrong."""
+    name = next(iter(config.get("architectures") or ()), None)
+    ends = _COUNTED.get(kind, ("ForCausalLM",))
+    if config.get("add_cross_attention"):
+        raise not_counted(f"add_cross_attention is true: the planner counts '{kind}' without it.")
+    if isinstance(name, str) and kind in supported() and not name.endswith(ends):
+        raise not_counted(f"architectures names {name}, but of '{kind}' the planner counts ...{ends[0]}.")
 
 
 def _tie(items: list[Parameter], kind: str, tied: bool) -> ModelParameters:
@@ -88,7 +126,8 @@ def _tie(items: list[Parameter], kind: str, tied: bool) -> ModelParameters:
         for p in items
         if p.name.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight"))
     )
-    return ModelParameters(tuple(p for p in items if p.name != head), ((head, first),), kind)
+    kept, other = (p.name for p in items if p.name in (head, first))
+    return ModelParameters(tuple(p for p in items if p.name != other), ((other, kept),), kind)
 
 
 def parameters_from_shapes(pairs: Any) -> ModelParameters:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from bigtrain.plan.parameters import Parameter, Values, head_dim, kv_heads, linear, norm, plain, under
 
@@ -91,6 +92,22 @@ def _qwen3(c: Values, i: int) -> list[Parameter]:
     return [*_attn(_attention(c, bias, bias) + _qk_norm_per_head(c)), *_mlp(_swiglu(c)), *_two_norms(c)]
 
 
+def _seed_oss(c: Values, i: int) -> list[Parameter]:
+    attention = _attention(c, c.flag("attention_bias", True), c.flag("attention_out_bias"))
+    return [*_attn(attention), *_mlp(_swiglu(c, bias=c.flag("mlp_bias"))), *_two_norms(c)]
+
+
+def _ernie4_5(c: Values, i: int) -> list[Parameter]:
+    bias = c.flag("use_bias")
+    return [*_attn(_attention(c, bias, bias)), *_mlp(_swiglu(c, bias=bias)), *_two_norms(c)]
+
+
+def _hunyuan(c: Values, i: int) -> list[Parameter]:
+    bias, head = c.flag("attention_bias"), head_dim(c)
+    attention = _attention(c, bias, bias) + norm("query_layernorm", head) + norm("key_layernorm", head)
+    return [*_attn(attention), *_mlp(_swiglu(c)), *_two_norms(c)]
+
+
 def _mixtral(c: Values, i: int) -> list[Parameter]:
     experts = c["num_local_experts"]
     mlp = linear("gate", experts, c["hidden_size"]) + _experts(c, experts, c["intermediate_size"])
@@ -115,23 +132,23 @@ def _qwen2_moe(c: Values, i: int) -> list[Parameter]:
     return [*_attn(_attention(c, qkv=c.flag("qkv_bias", True))), *_mlp(mlp), *_two_norms(c)]
 
 
-def qwen3_experts(c: Values) -> int:
-    """Qwen3-MoE's config calls the number of experts `num_experts` in files, `num_local_experts` in the class."""
-    return c["num_experts"] if c.get("num_experts") else c["num_local_experts"]
-
-
 def _qwen3_moe(c: Values, i: int) -> list[Parameter]:
-    bias, experts = c.flag("attention_bias"), qwen3_experts(c)
+    bias, experts = c.flag("attention_bias"), c["num_local_experts"]
     mlp = _swiglu(c)
     if is_sparse(c, i):
         mlp = _experts(c, experts, c["moe_intermediate_size"]) + linear("gate", experts, c["hidden_size"])
     return [*_attn(_attention(c, bias, bias) + _qk_norm_per_head(c)), *_mlp(mlp), *_two_norms(c)]
 
 
+def _olmo_experts(c: Values) -> list[Parameter]:
+    experts = c["num_experts"]
+    return _mlp(linear("gate", experts, c["hidden_size"]) + _experts(c, experts, c["intermediate_size"]))
+
+
 def _olmoe(c: Values, i: int) -> list[Parameter]:
-    bias, experts = c.flag("attention_bias"), c["num_experts"]
-    mlp = linear("gate", experts, c["hidden_size"]) + _experts(c, experts, c["intermediate_size"])
-    return [*_attn(_attention(c, bias, bias) + _qk_norm_whole(c)), *_mlp(mlp), *_two_norms(c)]
+    bias, d = c.flag("attention_bias"), c["hidden_size"]
+    norms = norm("q_norm", d) + norm("k_norm", d // c["num_attention_heads"] * kv_heads(c))  # whatever head_dim says
+    return [*_attn(_attention(c, bias, bias) + norms), *_olmo_experts(c), *_two_norms(c)]
 
 
 def _granitemoe(c: Values, i: int) -> list[Parameter]:
@@ -169,10 +186,22 @@ def _phi(c: Values, i: int) -> list[Parameter]:
     return [*_attn(attention), *_mlp(mlp), *norm("input_layernorm", c["hidden_size"], bias=True)]
 
 
+def _later_norms(c: Values) -> list[Parameter]:
+    return [*norm("post_attention_layernorm", c["hidden_size"]), *norm("post_feedforward_layernorm", c["hidden_size"])]
+
+
 def _olmo2(c: Values, i: int) -> list[Parameter]:
-    bias, d = c.flag("attention_bias"), c["hidden_size"]
-    norms = norm("post_attention_layernorm", d) + norm("post_feedforward_layernorm", d)
-    return [*_attn(_attention(c, bias, bias) + _qk_norm_whole(c)), *_mlp(_swiglu(c)), *norms]
+    bias = c.flag("attention_bias")
+    return [*_attn(_attention(c, bias, bias) + _qk_norm_whole(c)), *_mlp(_swiglu(c)), *_later_norms(c)]
+
+
+def _flex_olmo(c: Values, i: int) -> list[Parameter]:
+    bias = c.flag("attention_bias")
+    return [*_attn(_attention(c, bias, bias) + _qk_norm_whole(c)), *_olmo_experts(c), *_later_norms(c)]
+
+
+def _exaone4(c: Values, i: int) -> list[Parameter]:
+    return [*_attn(_attention(c) + _qk_norm_per_head(c)), *_mlp(_swiglu(c)), *_later_norms(c)]
 
 
 def _olmo(c: Values, i: int) -> list[Parameter]:
@@ -180,9 +209,9 @@ def _olmo(c: Values, i: int) -> list[Parameter]:
     return [*_attn(_attention(c, bias, bias)), *_mlp(_swiglu(c))]
 
 
-def _cohere(c: Values, i: int) -> list[Parameter]:
+def _cohere(c: Values, i: int, may_norm: bool = True) -> list[Parameter]:
     bias, attention = c.flag("attention_bias"), []
-    if c.flag("use_qk_norm"):
+    if may_norm and c.flag("use_qk_norm"):
         attention = norm("q_norm", c["num_attention_heads"], head_dim(c)) + norm("k_norm", kv_heads(c), head_dim(c))
     attention = _attention(c, bias, bias) + attention
     return [*_attn(attention), *_mlp(_swiglu(c)), *norm("input_layernorm", c["hidden_size"])]
@@ -205,16 +234,19 @@ def _stablelm(c: Values, i: int) -> list[Parameter]:
     return [*_attn(attention), *_mlp(_swiglu(c)), *norms]
 
 
+def _glm(c: Values, i: int) -> list[Parameter]:
+    return [*_attn(_attention(c, qkv=c.flag("attention_bias", True))), *_mlp(_fused_swiglu(c)), *_two_norms(c)]
+
+
 def _glm4(c: Values, i: int) -> list[Parameter]:
     d = c["hidden_size"]
-    norms = _two_norms(c) + norm("post_self_attn_layernorm", d) + norm("post_mlp_layernorm", d)
-    return [*_attn(_attention(c, qkv=c.flag("attention_bias", True))), *_mlp(_fused_swiglu(c)), *norms]
+    return [*_glm(c, i), *norm("post_self_attn_layernorm", d), *norm("post_mlp_layernorm", d)]
 
 
-def _nemotron(c: Values, i: int) -> list[Parameter]:
+def _nemotron(c: Values, i: int, norm_bias: bool = True) -> list[Parameter]:
     bias = c.flag("attention_bias")
     mlp = _two_linears(c, "up_proj", "down_proj", c["intermediate_size"], c.flag("mlp_bias"))
-    return [*_attn(_attention(c, bias, bias)), *_mlp(mlp), *_two_norms(c, bias=True)]
+    return [*_attn(_attention(c, bias, bias)), *_mlp(mlp), *_two_norms(c, bias=norm_bias)]
 
 
 def _latent_attention(c: Values) -> list[Parameter]:
@@ -234,16 +266,29 @@ def _latent_attention(c: Values) -> list[Parameter]:
     ]
 
 
-def _deepseek(c: Values, i: int) -> list[Parameter]:
-    d, mlp = c["hidden_size"], _swiglu(c)
+def _deepseek_mlp(c: Values, i: int, bias: bool = False) -> list[Parameter]:
+    d, mlp = c["hidden_size"], _swiglu(c, bias=bias)
     if i >= int(c.get("first_k_dense_replace", 0)):
         width = c["moe_intermediate_size"]
         mlp = [
             *_experts(c, c["n_routed_experts"], width),
             *linear("gate", c["n_routed_experts"], d),
-            *under("shared_experts", _swiglu(c, width * c["n_shared_experts"])),
+            *under("shared_experts", _swiglu(c, width * c["n_shared_experts"], bias)),
         ]
-    return [*_attn(_latent_attention(c)), *_mlp(mlp), *_two_norms(c)]
+    return _mlp(mlp)
+
+
+def _deepseek_v2(c: Values, i: int) -> list[Parameter]:
+    return [*_attn(_latent_attention(c)), *_deepseek_mlp(c, i, c.flag("mlp_bias")), *_two_norms(c)]
+
+
+def _deepseek_v3(c: Values, i: int) -> list[Parameter]:
+    return [*_attn(_latent_attention(c)), *_deepseek_mlp(c, i), *_two_norms(c)]
+
+
+def _dots1(c: Values, i: int) -> list[Parameter]:
+    bias = c.flag("attention_bias")
+    return [*_attn(_attention(c, bias, bias) + _qk_norm_per_head(c)), *_deepseek_mlp(c, i), *_two_norms(c)]
 
 
 def _gpt_oss(c: Values, i: int) -> list[Parameter]:
@@ -274,12 +319,23 @@ class Decoder:
     head_bias: bool = False
 
 
+def _without_head_dim(block: Block) -> Block:
+    """The class takes hidden size over heads, whatever the config says."""
+    return lambda c, i: block(c.without("head_dim"), i)
+
+
 DECODERS: dict[str, Decoder] = {
     "llama": Decoder(_llama),
     "mistral": Decoder(_plain_llama),
+    "ministral": Decoder(_plain_llama),
+    "seed_oss": Decoder(_seed_oss),
+    "ernie4_5": Decoder(_ernie4_5),
+    "hunyuan_v1_dense": Decoder(_hunyuan),
+    "exaone4": Decoder(_exaone4),
+    "arcee": Decoder(partial(_nemotron, norm_bias=False)),
     "qwen2": Decoder(_qwen2),
-    "qwen2_vl_text": Decoder(_qwen2),
-    "qwen2_5_vl_text": Decoder(_qwen2),
+    "qwen2_vl_text": Decoder(_without_head_dim(_qwen2)),
+    "qwen2_5_vl_text": Decoder(_without_head_dim(_qwen2)),
     "qwen3": Decoder(_qwen3),
     "mixtral": Decoder(_mixtral),
     "qwen2_moe": Decoder(_qwen2_moe),
@@ -293,15 +349,20 @@ DECODERS: dict[str, Decoder] = {
     "phi": Decoder(_phi, final_norm="final_layernorm", final_bias=True, head_bias=True),
     "olmo": Decoder(_olmo, final_norm=None),
     "olmo2": Decoder(_olmo2),
+    "olmo3": Decoder(_olmo2),
+    "flex_olmo": Decoder(_flex_olmo),
     "granite": Decoder(_llama),
     "smollm3": Decoder(_llama),
     "cohere": Decoder(_cohere),
-    "cohere2": Decoder(_cohere),
+    "cohere2": Decoder(partial(_cohere, may_norm=False)),
     "starcoder2": Decoder(_starcoder2, final_bias=True),
-    "stablelm": Decoder(_stablelm, final_bias=True),
+    "stablelm": Decoder(_without_head_dim(_stablelm), final_bias=True),
+    "glm": Decoder(_glm),
     "glm4": Decoder(_glm4),
     "nemotron": Decoder(_nemotron, final_bias=True),
-    "deepseek_v3": Decoder(_deepseek),
+    "deepseek_v2": Decoder(_deepseek_v2),
+    "deepseek_v3": Decoder(_deepseek_v3),
+    "dots1": Decoder(_dots1),
     "gpt_oss": Decoder(_gpt_oss),
 }
 

@@ -6,18 +6,22 @@ Checked against the classes of transformers 5.24 on the meta device, name by nam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from bigtrain.plan.family_decoders import DECODERS, decoder_body
-from bigtrain.plan.family_defaults import DEFAULTS
-from bigtrain.plan.parameters import Parameter, Values, linear, norm, plain, under
+from bigtrain.plan.family_defaults import DEFAULTS, LLAVA_TOWER, OTHER_NAMES
+from bigtrain.plan.parameters import Parameter, Values, head_dim, linear, norm, not_counted, plain, under
 
 Model = Callable[[Values], list[Parameter]]
 
 
 def values(config: Mapping[str, Any], kind: str | None = None) -> Values:
-    """A (sub-)config with its family's defaults."""
-    return Values(config, DEFAULTS.get(kind or str(config.get("model_type")), {}))
+    """A (sub-)config by its class's own keys, with its family's defaults."""
+    kind = kind or str(config.get("model_type"))
+    names = OTHER_NAMES.get(kind, {})
+    given = {names[k]: v for k, v in config.items() if k in names and v is not None}
+    return Values({**{k: v for k, v in config.items() if k not in names}, **given}, DEFAULTS.get(kind, {}))
 
 
 def _conv1d(name: str, inputs: int, outputs: int) -> list[Parameter]:
@@ -67,7 +71,8 @@ _OPT_POSITION_OFFSET = 2
 
 
 def _opt(c: Values) -> list[Parameter]:
-    d, f, word, bias = c["hidden_size"], c["ffn_dim"], c["word_embed_proj_dim"], c.flag("enable_bias", True)
+    d, f, bias = c["hidden_size"], c["ffn_dim"], c.flag("enable_bias", True)
+    word = c["word_embed_proj_dim"] if c.get("word_embed_proj_dim") else d
     affine, before = c.flag("layer_norm_elementwise_affine", True), c.flag("do_layer_norm_before", True)
     ln = _ln if affine else (lambda name, width: [])
     items = linear("embed_tokens", c["vocab_size"], word)
@@ -140,15 +145,17 @@ def _bert_body(c: Values, embedding_order: tuple[str, ...]) -> list[Parameter]:
 def _bert(c: Values) -> list[Parameter]:
     d, v = c["hidden_size"], c["vocab_size"]
     head = plain("bias", v) + linear("transform.dense", d, d, True) + _ln("transform.LayerNorm", d)
-    head += linear("decoder", v, d)
+    head += linear("decoder", v, d, not c.flag("tie_word_embeddings"))  # a tied one takes `bias`
     body = _bert_body(c, ("word", "position", "token_type", "LayerNorm"))
     return under("bert", body) + under("cls.predictions", head)
 
 
-def _roberta(c: Values) -> list[Parameter]:
+def _roberta(c: Values, head_first: bool = False) -> list[Parameter]:
     d, v = c["hidden_size"], c["vocab_size"]
-    head = plain("bias", v) + linear("dense", d, d, True) + _ln("layer_norm", d) + linear("decoder", v, d)
-    return under("roberta", _bert_body(c, ("word", "token_type", "LayerNorm", "position"))) + under("lm_head", head)
+    head = plain("bias", v) + linear("dense", d, d, True) + _ln("layer_norm", d)
+    head += linear("decoder", v, d, not c.flag("tie_word_embeddings"))  # a tied one takes `bias`
+    head, body = under("lm_head", head), under("roberta", _bert_body(c, ("word", "token_type", "LayerNorm", "position")))
+    return head + body if head_first else body + head
 
 
 def _t5_attention(c: Values, name: str, with_bias: bool) -> list[Parameter]:
@@ -159,11 +166,11 @@ def _t5_attention(c: Values, name: str, with_bias: bool) -> list[Parameter]:
     return under(name, items) + norm("layer_norm", d)
 
 
-def _t5_stack(c: Values, layers: int, decoder: bool, first_block: int) -> list[Parameter]:
+def _t5_stack(c: Values, layers: int, decoder: bool, first_block: int, every: bool) -> list[Parameter]:
     d, f, items = c["d_model"], c["d_ff"], []
     inputs = ("wi_0", "wi_1") if str(c.get("feed_forward_proj", "relu")).startswith("gated") else ("wi",)
     for i in range(layers):
-        parts = [_t5_attention(c, "SelfAttention", with_bias=i == 0)]
+        parts = [_t5_attention(c, "SelfAttention", with_bias=every or i == 0)]
         if decoder:
             parts.append(_t5_attention(c, "EncDecAttention", with_bias=False))
         feed = [p for n in inputs for p in linear(n, f, d)] + linear("wo", d, f)
@@ -173,23 +180,27 @@ def _t5_stack(c: Values, layers: int, decoder: bool, first_block: int) -> list[P
     return items + norm("final_layer_norm", d)
 
 
-def _t5(c: Values) -> list[Parameter]:
+def _t5(c: Values, every: bool = False) -> list[Parameter]:
+    """`every`: each block has its own relative positions, not the first one for all."""
     layers = c["num_layers"]
     decoders = c.get("num_decoder_layers") if c.get("num_decoder_layers") is not None else layers
     items = linear("shared", c["vocab_size"], c["d_model"])
-    items += under("encoder", _t5_stack(c, layers, False, 0)) + under("decoder", _t5_stack(c, decoders, True, layers))
+    items += under("encoder", _t5_stack(c, layers, False, 0, every)) + under(
+        "decoder", _t5_stack(c, decoders, True, layers, every)
+    )
     return items + linear("lm_head", c["vocab_size"], c["d_model"])
 
 
 def _vit(c: Values) -> list[Parameter]:
     d, f, patch, channels = c["hidden_size"], c["intermediate_size"], c["patch_size"], c["num_channels"]
+    wide = c["num_attention_heads"] * head_dim(c)
     items = plain("embeddings.cls_token", 1, 1, d)
     items += plain("embeddings.position_embeddings", 1, (c["image_size"] // patch) ** 2 + 1, d)
     items += plain("embeddings.patch_embeddings.projection.weight", d, channels, patch, patch)
     items += plain("embeddings.patch_embeddings.projection.bias", d)
     for i in range(c["num_hidden_layers"]):
-        block = [p for n in ("q", "k", "v") for p in linear(f"attention.{n}_proj", d, d, c.flag("qkv_bias", True))]
-        block += linear("attention.o_proj", d, d, True) + _ln("layernorm_before", d) + _ln("layernorm_after", d)
+        block = [p for n in ("q", "k", "v") for p in linear(f"attention.{n}_proj", wide, d, c.flag("qkv_bias", True))]
+        block += linear("attention.o_proj", d, wide, True) + _ln("layernorm_before", d) + _ln("layernorm_after", d)
         block += linear("mlp.fc1", f, d, True) + linear("mlp.fc2", d, f, True)
         items += under(f"layers.{i}", block, block=i)
     labels = c.get("num_labels") or len(c.get("id2label") or {}) or 2
@@ -255,36 +266,59 @@ def _qwen_vision(c: Values, second: bool) -> list[Parameter]:
     return items + linear("merger.mlp.0", merged, merged, True) + linear("merger.mlp.2", out, merged, True)
 
 
+_TEXT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "gemma3": "gemma3_text"}
+
+
 def text_values(config: Mapping[str, Any]) -> Values:
     """The language model's values of a vision-language config, nested or (older files) flat."""
-    kind = str(config.get("model_type"))
-    default = {"llava": "llama", "gemma3": "gemma3_text"}.get(kind, f"{kind}_text")
-    text = config.get("text_config") or {k: v for k, v in config.items() if k != "vision_config"}
-    text_kind = str(text.get("model_type", default)) if config.get("text_config") else default
-    return values({**text, "model_type": text_kind}, text_kind)
+    nested = config.get("text_config") or {}
+    text = nested or {k: v for k, v in config.items() if k != "vision_config"}
+    # LLaVA takes any language model; the others have their own, whatever the nested config calls it.
+    kind = _TEXT.get(str(config.get("model_type"))) or str(nested.get("model_type") or "llama")
+    return values({**text, "model_type": kind}, kind)
+
+
+def text_is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether a vision-language config's language model says that it is tied, which then holds for the whole."""
+    return config.get("model_type") != "gemma3" and text_values(config).flag("tie_word_embeddings")
 
 
 def vision_language(config: Mapping[str, Any]) -> list[Parameter]:
-    """LLaVA, Gemma 3, Qwen2-VL and Qwen2.5-VL; the caller drops a tied head."""
+    """LLaVA, Gemma 3, Qwen2-VL and Qwen2.5-VL; the caller drops a tied head.
+
+    Raises:
+        UsageError: LLaVA is made of parts that are not counted.
+    """
     kind, c = str(config["model_type"]), text_values(config)
-    vision, d = dict(config.get("vision_config") or {}), c["hidden_size"]
+    text_kind, vision = str(c.get("model_type")), dict(config.get("vision_config") or {})
+    if text_kind not in DECODERS:
+        raise not_counted(f"model_type '{kind}' with a language model '{text_kind}' is not known to the planner.")
+    d = c["hidden_size"]
     if kind in ("qwen2_vl", "qwen2_5_vl"):
         tower = under("visual", _qwen_vision(values(vision, f"{kind}_vision"), kind == "qwen2_5_vl"))
     else:
-        tower_kind = str(vision.get("model_type", "clip_vision_model" if kind == "llava" else "siglip_vision_model"))
-        v = values(vision, tower_kind)
-        tower = under("vision_tower", _TOWERS[tower_kind](v))
-        if kind == "llava":
-            bias = bool(config.get("multimodal_projector_bias", True))
-            join = linear("linear_1", d, v["hidden_size"], bias) + linear("linear_2", d, d, bias)
-        else:
-            join = plain("mm_input_projection_weight", v["hidden_size"], d) + norm("mm_soft_emb_norm", v["hidden_size"])
-        tower += under("multi_modal_projector", join)
-    text_kind = str(c.get("model_type"))
+        tower = _tower_and_projector(kind, config, vision, d)
     body = under("language_model", decoder_body(DECODERS[text_kind], c))
     return under("model", tower + body) + linear("lm_head", c["vocab_size"], d)
 
 
+def _tower_and_projector(kind: str, config: Mapping[str, Any], vision: Mapping[str, Any], d: int) -> list[Parameter]:
+    usual = "clip_vision_model" if kind == "llava" else "siglip_vision_model"
+    tower_kind = str(vision.get("model_type") or usual)
+    if tower_kind not in _TOWERS:
+        raise not_counted(f"model_type '{kind}' with a vision tower '{tower_kind}' is not known to the planner.")
+    v = values(vision or (LLAVA_TOWER if kind == "llava" else {}), tower_kind)
+    if kind == "llava":
+        layers, bias = config.get("vision_feature_layer"), bool(config.get("multimodal_projector_bias", True))
+        seen = v["hidden_size"] * (len(layers) if isinstance(layers, list | tuple) else 1)
+        join = linear("linear_1", d, seen, bias) + linear("linear_2", d, d, bias)
+    else:
+        join = plain("mm_input_projection_weight", v["hidden_size"], d) + norm("mm_soft_emb_norm", v["hidden_size"])
+    return under("vision_tower", _TOWERS[tower_kind](v)) + under("multi_modal_projector", join)
+
+
+ROBERTA = ("roberta", "xlm-roberta", "camembert")
+T5 = ("t5", "mt5", "umt5")
 VISION_LANGUAGE = ("llava", "qwen2_vl", "qwen2_5_vl", "gemma3")
 
 MODELS: dict[str, Model] = {
@@ -296,8 +330,12 @@ MODELS: dict[str, Model] = {
     "bloom": _bloom,
     "bert": _bert,
     "roberta": _roberta,
+    "xlm-roberta": partial(_roberta, head_first=True),
+    "camembert": partial(_roberta, head_first=True),
     "t5": _t5,
+    "mt5": _t5,
+    "umt5": partial(_t5, every=True),
     "vit": _vit,
 }
 # The matrix that a tied model shares with its input embedding.
-HEADS = {"bert": "cls.predictions.decoder.weight", "roberta": "lm_head.decoder.weight"}
+HEADS = {"bert": "cls.predictions.decoder.weight", **dict.fromkeys(ROBERTA, "lm_head.decoder.weight")}

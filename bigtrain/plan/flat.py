@@ -61,11 +61,6 @@ def flat_group(items: Sequence[Parameter], members: tuple[int, ...], world: int)
     return FlatGroup(members, tuple(offsets), padded, padded // world)
 
 
-def touched_elems(items: Sequence[Parameter], group: FlatGroup, rank: int) -> int:
-    """Elements of all parameters that the rank's partition touches, whole (DeepSpeed keeps their whole gradients)."""
-    return sum(items[i].elems for at, i in enumerate(group.members) if rank in group.owners(at, items[i].elems))
-
-
 def heaviest_rank(items: Sequence[Parameter], groups: Sequence[FlatGroup], world: int) -> int:
     """The rank whose partition touches most elements: the one that a plan must be made for."""
     load = [0] * world

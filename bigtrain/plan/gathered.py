@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from bigtrain.plan.inputs import ZeroSettings
 from bigtrain.plan.parameters import Parameter
@@ -122,3 +123,34 @@ class Gathered:
         self.here -= going
         self.count -= sum(self.items[i].elems for i in going)
         return sorted(going)
+
+
+class Stop(NamedTuple):
+    """One visit.
+
+    Attributes:
+        gathered: in groups, in order. released: afterwards. stays: of the visit's own, what is there still.
+    """
+
+    gathered: list[list[int]]
+    released: list[int]
+    stays: list[int]
+
+
+class Recording:
+    """What `Gathered` does in the micro steps of a run, played once for all plans that share it."""
+
+    def __init__(self, trace: Gathered):
+        self._trace = trace
+        self._played: list[list[Stop]] = []
+
+    def micro_step(self, number: int) -> list[Stop]:
+        """Its visits, in order."""
+        while len(self._played) <= number:
+            self._played.append([self._visit(members) for _, members in self._trace.visits])
+            self._trace.start()
+        return self._played[number]
+
+    def _visit(self, members: list[int]) -> Stop:
+        gathered, released = self._trace.fetch(), self._trace.release()
+        return Stop(gathered, released, [i for i in members if i in self._trace.here])

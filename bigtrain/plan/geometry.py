@@ -6,25 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bigtrain.plan.family_others import VISION_LANGUAGE, text_values, values
+from bigtrain.plan.family_others import ROBERTA, T5, VISION_LANGUAGE, text_values, values
 from bigtrain.plan.parameters import Values
 
 _LAYER_NORM = {
-    "gpt2", "gptj", "gpt_neox", "opt", "falcon", "bloom", "bert", "roberta", "vit", "phi", "starcoder2", "stablelm",
+    "gpt2", "gptj", "gpt_neox", "opt", "falcon", "bloom", "bert", *ROBERTA, "vit", "phi", "starcoder2", "stablelm",
     "nemotron",
 }  # fmt: skip
 _PLAIN_MLP = {
-    "gpt2", "gptj", "gpt_neox", "opt", "falcon", "bloom", "bert", "roberta", "vit", "t5", "phi", "starcoder2",
+    "gpt2", "gptj", "gpt_neox", "opt", "falcon", "bloom", "bert", *ROBERTA, "vit", *T5, "arcee", "phi", "starcoder2",
     "nemotron",
 }  # fmt: skip
 _FOUR_NORMS = {"gemma2", "gemma3_text", "glm4"}
 _ONE_NORM = {"cohere", "cohere2", "phi", "gptj"}
-_QK_NORM = {"qwen3", "qwen3_moe", "olmoe", "olmo2", "gemma3_text"}
+_QK_NORM = {
+    "qwen3", "qwen3_moe", "olmoe", "olmo2", "olmo3", "flex_olmo", "gemma3_text", "hunyuan_v1_dense", "exaone4", "dots1",
+}  # fmt: skip
 # Bytes that a block keeps for backward with transformers' own modules and sdpa, per token: (per hidden, per query,
 # per key/value, per feed-forward element). Counted with torch's saved_tensors_hooks on transformers 5.24
 # (tests/unit/plan/test_activations.py counts again).
 KEPT: dict[str, tuple[int, int, int, int]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "smollm3", "granite"), (16, 4, 4, 8)),
+    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "smollm3", "granite"), (16, 4, 4, 8)),
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), (16, 4, 4, 8)),
     "qwen3": (16, 10, 10, 8),
     "gemma": (20, 4, 4, 8),
@@ -47,7 +49,7 @@ KEPT: dict[str, tuple[int, int, int, int]] = {
 _EAGER_ATTENTION = {"gemma2", "gpt_oss", "bloom"}
 # Families whose classes drop activations by default (config keys differ; 0.1 in each default).
 _DROPOUT_KEYS = ("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "dropout_rate", "dropout")
-_DROPOUT_BY_DEFAULT = {"gpt2", "bert", "roberta", "t5", "opt"}
+_DROPOUT_BY_DEFAULT = {"gpt2", "bert", *ROBERTA, *T5, "opt"}
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def geometry(config: Mapping[str, Any]) -> Geometry:
     hidden = _first(c, "hidden_size", "n_embd", "d_model")
     heads = _first(c, "num_attention_heads", "n_head", "num_heads")
     layers = _first(c, "num_hidden_layers", "n_layer", "num_layers")
-    if kind == "t5":
+    if kind in T5:
         layers += _first(c, "num_decoder_layers", default=layers)
     ffn = _first(c, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size", default=4 * hidden)
     query, key, value = _attention_widths(c, heads, hidden)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from bigtrain.errors import UsageError
 from bigtrain.partition import last_share
 from bigtrain.plan.families import ModelParameters, model_parameters, parameters_from_shapes
-from bigtrain.plan.family_others import VISION_LANGUAGE
+from bigtrain.plan.family_others import ROBERTA, T5, VISION_LANGUAGE
 from bigtrain.plan.geometry import Geometry, geometry, geometry_of_shapes
 from bigtrain.plan.states import LAYOUTS, StateLayout, layout_name
 
@@ -19,7 +19,9 @@ Loss = Literal["full", "chunked", "fused"]
 Checkpointing = Literal["none", "full", "selective", "offload"]
 
 # Families whose forward does more with its logits than to hand them to the causal loss (kernels/attach.py `why_not_chunked`).
-_OWN_LOSS = {"granite", "granitemoe", "cohere", "cohere2", "t5", "bert", *VISION_LANGUAGE}
+_OWN_LOSS = {"granite", "granitemoe", "cohere", "cohere2", "bert", *ROBERTA, *T5, *VISION_LANGUAGE}
+# Beyond any run; without a bound a slip of the keyboard would keep the search busy for hours.
+_MOST = {"world_size": 2**17, "micro_batch": 2**31, "seq_len": 2**31, "accumulation": 2**31}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,10 +185,10 @@ class PlanInput:
     expandable: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "micro_batch", "seq_len", "accumulation"):
+        for name, most in _MOST.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"{name} is {value!r}: a whole number of at least 1 is needed")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise UsageError(f"{name} is {value!r}: a whole number from 1 to {most:,} is needed")
         if self.gpus_per_node is not None and self.gpus_per_node < 1:
             raise UsageError(f"gpus_per_node is {self.gpus_per_node}: at least 1 is needed")
         object.__setattr__(self, "optimizer", layout_name(self.optimizer))
@@ -232,10 +234,10 @@ class PlanInput:
         if self.checkpointing == "none" or asked >= there:
             object.__setattr__(self, "checkpoint_blocks", None)
 
-    @cached_property
+    @property
     def block_count(self) -> int:
         """Repeated blocks of the model."""
-        return len({p.block for p in self.parameters.items if p.block is not None})
+        return len(self.parameters.blocks)
 
     @property
     def blocks_are_all(self) -> bool:
@@ -296,25 +298,27 @@ class PlanInput:
                        matrix_moments=kept * layout.matrix_moments)  # fmt: skip
 
     @cached_property
+    def _trained(self) -> _Trained:
+        return self.parameters.fact(("trained", self.frozen), lambda: _trained(self.parameters, self.frozen))
+
+    @property
     def trains(self) -> tuple[bool, ...]:
         """For every parameter, whether it trains."""
-        return tuple(not any(_under(p.name, name) for name in self.frozen) for p in self.parameters.items)
+        return self._trained.each
 
-    @cached_property
+    @property
     def trained_elems(self) -> int:
         """Elements that have gradients and optimizer states."""
-        return sum(p.elems for p, trains in zip(self.parameters.items, self.trains) if trains)
+        return self._trained.elems
 
-    @cached_property
+    @property
     def largest_trained_elems(self) -> int:
-        return max(p.elems for p, trains in zip(self.parameters.items, self.trains) if trains)
+        return self._trained.largest_elems
 
     @cached_property
     def moment_bytes(self) -> float:
         """Bytes of moments of an average trained element: Muon keeps one momentum for the matrices of blocks."""
-        layout = self.device_layout
-        pairs = zip(self.parameters.items, self.trains)
-        matrices = sum(p.elems for p, trains in pairs if trains and p.block is not None and len(p.shape) > 1)
+        layout, matrices = self.device_layout, self._trained.matrix_elems
         rest = self.trained_elems - matrices
         return (layout.matrix_moments * matrices + layout.moments * rest) / self.trained_elems
 
@@ -343,6 +347,20 @@ class PlanInput:
         outer = {k: v for k, v in changes.items() if k not in inner}
         settings = replace(outer.pop("settings", self.settings), **zero)
         return replace(self, settings=settings, **outer)
+
+
+class _Trained(NamedTuple):
+    each: tuple[bool, ...]
+    elems: int
+    largest_elems: int
+    matrix_elems: int
+
+
+def _trained(parameters: ModelParameters, frozen: tuple[str, ...]) -> _Trained:
+    each = tuple(not any(_under(p.name, name) for name in frozen) for p in parameters.items)
+    sizes = [(p.elems, p.block is not None and len(p.shape) > 1) for p, trains in zip(parameters.items, each) if trains]
+    elems = [size for size, _ in sizes]
+    return _Trained(each, sum(elems), max(elems, default=0), sum(size for size, matrix in sizes if matrix))
 
 
 def _under(parameter: str, name: str) -> bool:

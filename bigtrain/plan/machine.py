@@ -35,12 +35,14 @@ def parse_bytes(text: str | int | float, what: str = "size") -> int:
     if match is None or unit not in _UNITS:
         raise UsageError(f"{what} is '{text}': write a number with a unit, for example 47.4GiB or 80GB")
     try:
-        size = int(float(match.group(1)) * _UNITS[unit])
+        size = float(match.group(1)) * _UNITS[unit]
     except ValueError as error:
         raise UsageError(f"{what} is '{text}': '{match.group(1)}' is not a number") from error
+    if size >= _NO_LIMIT:
+        raise UsageError(f"{what} is '{text}': no memory is that large")
     if size < 2**20:
-        raise UsageError(f"{what} is '{text}', that is {size} bytes: add a unit, for example {text}GiB")
-    return size
+        raise UsageError(f"{what} is '{text}', that is {size:.0f} bytes: give a size with a unit, for example 80GiB")
+    return int(size)
 
 
 def show_bytes(size: float) -> str:
@@ -135,7 +137,7 @@ def _limits(base: Path, path: str, name: str) -> list[tuple[Path, int]]:
             text = (folder / name).read_text().strip()
         except OSError:
             text = "max"
-        if text.isdigit() and int(text) < _NO_LIMIT:
+        if text.isdigit() and 0 < int(text) < _NO_LIMIT:
             found.append((folder, int(text)))
         if folder == base or base not in folder.parents:
             return found

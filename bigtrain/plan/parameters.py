@@ -50,6 +50,10 @@ class Values:
             raise UsageError(f"the model config has {key} = {value!r}: a positive whole number is needed")
         return value
 
+    def without(self, key: str) -> Values:
+        """The same values, but for one key."""
+        return Values({k: v for k, v in self._given.items() if k != key}, self._defaults)
+
     def flag(self, key: str, default: bool = False) -> bool:
         return bool(self.get(key, default))
 
@@ -84,3 +88,11 @@ def head_dim(c: Values) -> int:
 def kv_heads(c: Values) -> int:
     """Number of key/value heads; without the key, as many as query heads."""
     return c["num_key_value_heads"] if c.get("num_key_value_heads") else c["num_attention_heads"]
+
+
+def not_counted(what: str) -> UsageError:
+    """The error for a model that no family table counts, with the way out."""
+    return UsageError(
+        f"{what} Give a list of shapes instead: --shapes FILE.json with [[name, [sizes...]], ...], as "
+        "[[n, list(p.shape)] for n, p in model.named_parameters()] prints it."
+    )

@@ -112,9 +112,13 @@ class Plan:
         """A card on which so much can be reserved, with the margin."""
         return int((reserved + CUDA_CONTEXT_BYTES + nccl_bytes(self.input.world_size)) * (1 + GPU_MARGIN))
 
-    def gpu_least_bytes(self) -> int:
-        """What a card must have for what is allocated alone; quick to tell, and less can never do."""
-        return self._card(self.gpu.bytes + CUBLAS_WORKSPACE_BYTES)
+    def gpu_least_bytes(self, spared: tuple[str, ...] = ()) -> int:
+        """What a card must have for what is allocated alone; quick to tell, and less can never do.
+
+        `spared`: beginnings of rows that are left out, for a bound on plans that differ in them only.
+        """
+        held = sum(row.bytes for row in self.gpu.rows if not row.name.startswith(spared)) if spared else self.gpu.bytes
+        return self._card(held + CUBLAS_WORKSPACE_BYTES)
 
     def gpu_need_bytes(self) -> int:
         """What a card must have: the least with which the allocator gets by, and what lives outside of it, with the margin."""

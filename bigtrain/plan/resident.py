@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bigtrain.plan.constants import MALLOC_MMAP_BYTES
-from bigtrain.plan.tape import ALLOC, FREE, PHASE, Tape
-
-Event = tuple[int, int, int, str]
+from bigtrain.plan.tape import ALLOC, FREE, TOUCH, Event, Tape
 
 KEPT_ROW = "heap that malloc keeps"
 # Phases of the device's tape that begin with what the host does in the phase of that name.
@@ -30,15 +28,14 @@ def one_memory(device: Tape, host: Tape) -> Tape:
     waiting: dict[str, list[list[Event]]] = {}
     for name, events in host.segments():
         waiting.setdefault(name, []).append(events)
-    heap = _Heap()
+    tape = Tape()
+    heap = _Heap(tape)
     for name, events in device.segments():
-        heap.events.append((PHASE, -1, 0, name))
+        tape.phase(name)
         for part in (_next(waiting, _BEFORE.get(name)), events, _next(waiting, _AFTER.get(name))):
             heap.play(part)
         if name in _TRIMMED:
             heap.trim()
-    tape = Tape()
-    tape.events = heap.events
     return tape
 
 
@@ -50,20 +47,19 @@ def _next(waiting: dict[str, list[list[Event]]], name: str | None) -> list[Event
 class _Heap:
     """Small blocks that are freed stay, until other small blocks take their place."""
 
-    def __init__(self) -> None:
-        self.events: list[Event] = []
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
         self.kept = 0
 
     def play(self, events: Iterable[Event]) -> None:
-        for event in events:
-            kind, _, size, _ = event
+        for kind, slot, size, row in events:
             small = size < MALLOC_MMAP_BYTES
-            if kind == ALLOC:
+            if kind in (ALLOC, TOUCH):
                 if small:
                     self._keep(-min(size, self.kept))
-                self.events.append(event)
-            elif kind == FREE:
-                self.events.append(event)
+                self.tape.add(ALLOC, slot, size, row)
+            if kind in (FREE, TOUCH):
+                self.tape.add(FREE, slot, size, row)
                 if small:
                     self._keep(size)
 
@@ -73,4 +69,4 @@ class _Heap:
     def _keep(self, more: int) -> None:
         if more:
             self.kept += more
-            self.events.append((ALLOC if more > 0 else FREE, -1, abs(more), KEPT_ROW))
+            self.tape.add(ALLOC if more > 0 else FREE, -1, abs(more), KEPT_ROW)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 # PyTorch's allocators hand out multiples of 512 B on the GPU (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 ROUND_BYTES = 512
 
-ALLOC, FREE, PHASE, EMPTY_CACHE, RETURN = 0, 1, 2, 3, 4
+ALLOC, FREE, PHASE, EMPTY_CACHE, RETURN, TOUCH = 0, 1, 2, 3, 4, 5
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,44 @@ class Ledger:
     final_bytes: int
 
 
+# kind, slot, bytes, row or phase.
+Event = tuple[int, int, int, str]
+
+
 class Tape:
-    """Events in order. Bytes are rounded up to the allocator's unit when they are written."""
+    """Events in order. Bytes are rounded up to the allocator's unit when they are written.
+
+    A column of each kind of value, all as long as there are events: a search writes millions of them, and as tuples they would keep
+    Python's garbage collector busy. A slot is what was allocated, by the number of the event that did it.
+    """
 
     def __init__(self, unit: int = ROUND_BYTES):
         self.unit = unit
-        self.events: list[tuple[int, int, int, str]] = []  # kind, slot, bytes, row or phase
+        self.kinds: list[int] = []
+        self.slots: list[int] = []
+        self.sizes: list[int] = []
+        self.names: list[str] = []
+        self.streams: list[int] = []
         self._open: dict[Hashable, int] = {}
-        self._sizes: list[int] = []
-        self._rows: list[str] = []
-        self.streams: list[int] = []  # by slot: the stream that allocated it
         self.late: set[int] = set()  # slots whose memory comes back after they are freed, with `returned`
         self._away: dict[Hashable, int] = {}
 
+    @property
+    def events(self) -> list[Event]:
+        """All of them, as tuples."""
+        return list(zip(self.kinds, self.slots, self.sizes, self.names))
+
+    def add(self, kind: int, slot: int, size: int, name: str, stream: int = 0) -> None:
+        """Write one event."""
+        self.kinds.append(kind)
+        self.slots.append(slot)
+        self.sizes.append(size)
+        self.names.append(name)
+        self.streams.append(stream)
+
     def phase(self, name: str) -> None:
         """Everything from here on belongs to `name`."""
-        self.events.append((PHASE, -1, 0, name))
+        self.add(PHASE, -1, 0, name)
 
     def hold(self, key: Hashable, size: float, row: str, stream: int = 0) -> None:
         """Allocate `size` bytes under `key` until `drop(key)`; nothing happens for size 0.
@@ -60,20 +82,23 @@ class Tape:
             raise AssertionError(f"'{key}' is held already")
         if size <= 0:
             return
-        rounded = -(-int(size) // self.unit) * self.unit
-        slot = len(self._sizes)
-        self._open[key] = slot
-        self._sizes.append(rounded)
-        self._rows.append(row)
+        self._open[key] = slot = len(self.kinds)
+        self.kinds.append(ALLOC)
+        self.slots.append(slot)
+        self.sizes.append(-(-int(size) // self.unit) * self.unit)
+        self.names.append(row)
         self.streams.append(stream)
-        self.events.append((ALLOC, slot, rounded, row))
 
     def drop(self, *keys: Hashable) -> None:
         """Free what is held under these keys; unknown keys (size 0) are fine."""
         for key in keys:
             slot = self._open.pop(key, None)
-            if slot is not None:
-                self.events.append((FREE, slot, self._sizes[slot], self._rows[slot]))
+            if slot is not None:  # as `add`, written out: most of a search passes here and through `hold`
+                self.kinds.append(FREE)
+                self.slots.append(slot)
+                self.sizes.append(self.sizes[slot])
+                self.names.append(self.names[slot])
+                self.streams.append(0)
 
     def lend(self, *keys: Hashable) -> None:
         """Free what another stream still uses (`record_stream`): it counts as free, but nothing else gets it before `returned`.
@@ -93,16 +118,16 @@ class Tape:
         for key in keys:
             slot = self._away.pop(key, None)
             if slot is not None:
-                self.events.append((RETURN, slot, self._sizes[slot], self._rows[slot]))
+                self.add(RETURN, slot, self.sizes[slot], self.names[slot])
 
     def touch(self, size: float, row: str, stream: int = 0) -> None:
         """Allocate and free at once: a temporary."""
-        self.hold("touch", size, row, stream)
-        self.drop("touch")
+        if size > 0:
+            self.add(TOUCH, len(self.kinds), -(-int(size) // self.unit) * self.unit, row, stream)
 
     def empty_cache(self) -> None:
         """`torch.cuda.empty_cache()`: matters to what is reserved only."""
-        self.events.append((EMPTY_CACHE, -1, 0, ""))
+        self.add(EMPTY_CACHE, -1, 0, "")
 
     def holds(self, key: Hashable) -> bool:
         return key in self._open
@@ -112,23 +137,25 @@ class Tape:
         held = peak = 0
         peak_at, phase, peak_phase = 0, "", ""
         by_phase: dict[str, int] = {}
-        for at, (kind, _, size, name) in enumerate(self.events):
-            if kind == ALLOC:
+        for at, (kind, size, name) in enumerate(zip(self.kinds, self.sizes, self.names)):
+            if kind in (ALLOC, TOUCH):
                 held += size
                 if held > by_phase.get(phase, -1):
                     by_phase[phase] = held
                     if held > peak:
                         peak, peak_at, peak_phase = held, at + 1, phase
+                if kind == TOUCH:
+                    held -= size
             elif kind == FREE:
                 held -= size
             elif kind == PHASE:
                 phase = name
                 by_phase[phase] = max(held, by_phase.get(phase, 0))
-        return Ledger(peak, peak_phase, self._held_rows(peak_at), by_phase, held)
+        return Ledger(peak, peak_phase, self._held_rows(peak_at, in_passing=True), by_phase, held)
 
-    def segments(self) -> list[tuple[str, list[tuple[int, int, int, str]]]]:
+    def segments(self) -> list[tuple[str, list[Event]]]:
         """(phase, its events) in order; a phase that comes again is a segment of its own."""
-        found: list[tuple[str, list[tuple[int, int, int, str]]]] = []
+        found: list[tuple[str, list[Event]]] = []
         for event in self.events:
             if event[0] == PHASE:
                 found.append((event[3], []))
@@ -136,11 +163,12 @@ class Tape:
                 found[-1][1].append(event)
         return found
 
-    def _held_rows(self, until: int) -> dict[str, int]:
+    def _held_rows(self, until: int, in_passing: bool = False) -> dict[str, int]:
+        """What is held after so many events; `in_passing`: and a temporary, if the last of them is one."""
         rows: dict[str, int] = {}
-        for kind, _, size, row in self.events[:until]:
-            if kind == ALLOC:
-                rows[row] = rows.get(row, 0) + size
+        for at, (kind, size, row) in enumerate(zip(self.kinds[:until], self.sizes, self.names), 1):
+            if kind in (ALLOC, TOUCH):
+                rows[row] = rows.get(row, 0) + (size if kind == ALLOC or (in_passing and at == until) else 0)
             elif kind == FREE:
                 rows[row] -= size
         return {row: size for row, size in rows.items() if size}

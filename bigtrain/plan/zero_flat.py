@@ -6,7 +6,7 @@ comments are its functions and attributes.
 
 from __future__ import annotations
 
-from bigtrain.plan.flat import FlatGroup, flat_group, heaviest_rank, split_groups, touched_elems
+from bigtrain.plan.flat import flat_group, heaviest_rank, split_groups
 from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
@@ -50,9 +50,33 @@ def hold_moments(tape: Tape, group: int, size: float) -> None:
         tape.hold(("moments", group, moment), size / 2, "moments")
 
 
-def _groups(plan: PlanInput) -> list[FlatGroup]:
-    members = split_groups(plan.parameters.items, plan.decay_groups, plan.trains)
-    return [flat_group(plan.parameters.items, m, plan.world_size) for m in members]
+class _Owners:
+    """Who owns what at stages 1 and 2: the same for every plan of a model on so many ranks.
+
+    Attributes:
+        groups: flat, one for each optimizer group. ranks: of each parameter that trains, the ranks that own a part of it.
+        heaviest: the rank whose partition touches most elements.
+    """
+
+    def __init__(self, plan: PlanInput):
+        items, world = plan.parameters.items, plan.world_size
+        members = split_groups(items, plan.decay_groups, plan.trains)
+        self.groups = [flat_group(items, m, world) for m in members]
+        places = [(group, at, i) for group in self.groups for at, i in enumerate(group.members)]
+        self.ranks = {i: group.owners(at, items[i].elems) for group, at, i in places}
+        self.heaviest = heaviest_rank(items, self.groups, world)
+        self._places, self._items = places, items
+        self._owned: dict[int, dict[int, int]] = {}
+
+    def owned(self, rank: int) -> dict[int, int]:
+        """Elements of each parameter that `rank` owns."""
+        if rank not in self._owned:
+            self._owned[rank] = {i: group.owned(at, self._items[i].elems, rank) for group, at, i in self._places}
+        return self._owned[rank]
+
+
+def _owners(plan: PlanInput) -> _Owners:
+    return plan.parameters.fact(("owners", plan.decay_groups, plan.frozen, plan.world_size), lambda: _Owners(plan))
 
 
 def ranks_to_plan(plan: PlanInput) -> list[int]:
@@ -63,8 +87,7 @@ def ranks_to_plan(plan: PlanInput) -> list[int]:
     """
     if plan.settings.stage not in (1, 2) or plan.world_size == 1:
         return [0]
-    heaviest = heaviest_rank(plan.parameters.items, _groups(plan), plan.world_size)
-    return list(dict.fromkeys((heaviest, plan.world_size - 1)))
+    return list(dict.fromkeys((_owners(plan).heaviest, plan.world_size - 1)))
 
 
 class FlatSharding:
@@ -73,11 +96,11 @@ class FlatSharding:
     def __init__(self, plan: PlanInput, tape: Tape, rank: int | None = None):
         self.plan, self.tape, self.zero = plan, tape, plan.told
         self.items, self.layout = plan.parameters.items, plan.device_layout
-        world = plan.world_size
-        self.groups = _groups(plan)
-        self.rank = heaviest_rank(self.items, self.groups, world) if rank is None else rank
-        self.place = {i: (g, at) for g, group in enumerate(self.groups) for at, i in enumerate(group.members)}
-        self.touched = sum(touched_elems(self.items, g, self.rank) for g in self.groups)
+        world, owners = plan.world_size, _owners(plan)
+        self.groups, self.owners = owners.groups, owners.ranks
+        self.rank = owners.heaviest if rank is None else rank
+        self.owned = owners.owned(self.rank)
+        self.touched = sum(self.items[i].elems for i, elems in self.owned.items() if elems)
         self.compact = self.zero.grad_bytes == 4
         self.own = LAYOUTS[plan.optimizer].own_offload  # the weights are its masters (bigtrain/startup.py)
         # One rank at stage 2 leaves bf16 gradients where autograd puts them (bigtrain/reduction.py `_nobody_to_reduce_with`).
@@ -193,7 +216,7 @@ class FlatSharding:
         """'reduce_ipg_grads': reduce what the bucket holds, keep what this rank owns."""
         if not self.bucket:
             return
-        if self.compact and not self.tape.holds("compact") and any(self.rank in self._owners(i) for i in self.bucket):
+        if self.compact and not self.tape.holds("compact") and any(self.owned[i] for i in self.bucket):
             # fp32 accumulation: one flat buffer until the step, with offload too; made before the reduction
             # ('average_tensor' asks 'get_compact_grad_partition_slice' first) and added to without a copy (hostgradients.add_to).
             self.tape.hold("compact", 4 * sum(x.partition for x in self.groups), "gradients, kept", self.side)
@@ -205,16 +228,12 @@ class FlatSharding:
 
     def _needs_copy(self) -> bool:
         # 'allreduce_bucket' flattens its slices; a single slice (one owner for all of it) is used as it is.
-        owners = {rank for i in self.bucket for rank in self._owners(i)}
-        return self.plan.world_size > 1 and (len(owners) > 1 or (self.compact and len(self.bucket) > 1))
-
-    def _owners(self, i: int) -> range:
-        g, at = self.place[i]
-        return self.groups[g].owners(at, self.items[i].elems)
+        if self.plan.world_size == 1:
+            return False
+        return (self.compact and len(self.bucket) > 1) or len({rank for i in self.bucket for rank in self.owners[i]}) > 1
 
     def _keep(self, i: int) -> None:
-        g, at = self.place[i]
-        owned = self.groups[g].owned(at, self.items[i].elems, self.rank)
+        owned = self.owned[i]
         if self.zero.offload_optimizer and owned and self.last and self.plan.device == "cuda":
             # On a CPU neither copy is made (bigtrain/hostgradients.py).
             self.tape.touch(8 * owned, "gradient norm in fp64", self.side)
@@ -254,8 +273,7 @@ class FlatSharding:
             return
         self.tape.phase("norm")
         if self.plan.device == "cpu":  # on a GPU each gradient is summed up without a copy (bigtrain/reduction.py)
-            largest = max(g.owned(at, self.items[i].elems, self.rank) for g in self.groups for at, i in enumerate(g.members))
-            self.tape.touch(8 * largest, "gradient norm in fp64")
+            self.tape.touch(8 * max(self.owned.values()), "gradient norm in fp64")
         self.tape.phase("optimizer step")
         if self.streamed is not None:
             self._stream()
@@ -302,7 +320,7 @@ class FlatSharding:
         group, layout = self.groups[g], self.layout
         if layout.matrix_moments == layout.moments:
             return layout.moments * partition
-        owned = [(self.items[i], group.owned(at, self.items[i].elems, self.rank)) for at, i in enumerate(group.members)]
+        owned = [(self.items[i], self.owned[i]) for i in group.members]
         matrix = sum(n for p, n in owned if len(p.shape) > 1 and p.block is not None)
         return layout.matrix_moments * matrix + layout.moments * (partition - matrix)
 

@@ -9,7 +9,7 @@ from collections import deque
 
 from bigtrain.plan.constants import MALLOC_MMAP_BYTES, WINDOW_BYTES
 from bigtrain.plan.flat import slice_elems, split_groups, sub_groups
-from bigtrain.plan.gathered import Gathered, Visit
+from bigtrain.plan.gathered import Gathered, Recording, Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.streamed import Update
 from bigtrain.plan.tape import Tape
@@ -41,14 +41,20 @@ class SlicedSharding:
         self.filled = 0
         self.streamed = Update(plan, tape) if plan.streams else None
         self.steady = False
+        self.steps = self.visit = 0  # steady micro steps so far, and visits of this one
         self.lent: deque[list[int]] = deque()
+        self.lent_elems = 0
         self.unused: list[list[int]] = []  # gathered together ahead, none of them used so far
         # 'reduce_and_partition_stream' and the coordinator's '__allgather_stream'.
         self.side, self.gather = (1, 2) if self.zero.overlap_comm else (0, 0)
 
     def learn(self, visits: list[Visit], recomputed: frozenset[str]) -> None:
         """The order in which a step comes to blocks and other parts."""
-        self.trace = Gathered(self.items, visits, recomputed, self.zero)
+        zero, head = self.zero, any(key == "head" and members for key, members in visits)
+        limits = zero.persistence_elems, zero.prefetch_elems, zero.max_live_elems, zero.max_reuse_elems
+        self.trace = self.plan.parameters.fact(
+            ("gathered", recomputed, head, limits), lambda: Recording(Gathered(self.items, visits, recomputed, zero))
+        )
 
     # Start-up.
 
@@ -128,24 +134,29 @@ class SlicedSharding:
         return "weights, gathered" if self.world > 1 else "weights, copied to the GPU"
 
     def _fetch_by_trace(self, key: str, members: list[int]) -> None:
-        self.tape.drop(*(("hole", i) for i in members))  # what forward left in place is what backward needs
-        for group in self.trace.fetch():
+        if self.plan.device == "cpu":
+            self.tape.drop(*(("hole", i) for i in members))  # what forward left in place is what backward needs
+        row = self._row()
+        for group in self.trace.micro_step(self.steps)[self.visit].gathered:
             for i in group:
-                self.tape.hold(("whole", i), 2 * self.local[i] * self.world, self._row(), self.gather)
+                self.tape.hold(("whole", i), 2 * self.local[i] * self.world, row, self.gather)
             self._gloo(max(self.items[i].elems for i in group))
             if len(group) > 1 and self.world > 1:
                 self.unused.append(group)
         for group in [g for g in self.unused if any(i in members for i in g)]:
             # Gathered flat, and copied apart when the first of them is needed ('AllGatherCoalescedHandle.wait').
-            self.tape.touch(2 * sum(self.local[i] * self.world for i in group), self._row(), self.gather)
+            self.tape.touch(2 * sum(self.local[i] * self.world for i in group), row, self.gather)
             self.unused.remove(group)
 
     def _lend(self, params: list[int]) -> None:
         """Compute still reads what the host releases ('free_param': record_stream); it is some blocks behind."""
         self.tape.lend(*(("whole", i) for i in params))
         self.lent.append(params)
-        while len(self.lent) > BLOCKS_BEHIND or sum(self.items[i].elems for lent in self.lent for i in lent) > ELEMS_BEHIND:
-            self.tape.returned(*(("whole", i) for i in self.lent.popleft()))
+        self.lent_elems += sum(self.items[i].elems for i in params)
+        while len(self.lent) > BLOCKS_BEHIND or self.lent_elems > ELEMS_BEHIND:
+            back = self.lent.popleft()
+            self.lent_elems -= sum(self.items[i].elems for i in back)
+            self.tape.returned(*(("whole", i) for i in back))
 
     def _hole(self, i: int) -> None:
         """On CPUs weights are gathered flat and copied apart one after the other in malloc's heap: where the flat buffer was,
@@ -164,12 +175,12 @@ class SlicedSharding:
             return
         if not self.steady:
             return self.tape.drop(("window", key))
-        members = self.trace.visits[self.trace.visit - 1][1]
-        self._lend(self.trace.release())
+        stop = self.trace.micro_step(self.steps)[self.visit]
+        self.visit += 1
+        self._lend(stop.released)
         if key[0] == "f":
-            for i in members:
-                if i in self.trace.here:
-                    self._hole(i)
+            for i in stop.stays:
+                self._hole(i)
 
     # Backward.
 
@@ -214,9 +225,10 @@ class SlicedSharding:
     def end_backward(self) -> None:
         self._flush()
         if self.steady:
-            self.trace.start()
+            self.steps, self.visit = self.steps + 1, 0
             self.tape.returned(*(("whole", i) for lent in self.lent for i in lent))  # the reduction is waited for
             self.lent.clear()
+            self.lent_elems = 0
 
     # Step.
 

@@ -5,9 +5,11 @@ import os
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from bigtrain import capacity, ranks
 from bigtrain.bench import inputs
 from bigtrain.errors import DoesNotFitError
 from tests import python_path
@@ -31,6 +33,15 @@ def container(root, limit, used):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(str(text))
     return root
+
+
+def _per_host():
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(8 - 4 * ranks.rank())):
+        return capacity.ranks_per_host()
+
+
+def test_hosts_with_different_numbers_of_ranks_make_one_plan(rank_pool):
+    assert rank_pool(2).run(_per_host) == [8, 8]
 
 
 def train(folder, root, steps):

@@ -43,6 +43,12 @@ def test_nearest_keep_the_batch_fit_and_differ_little():
     assert found[0].input.settings.stage == 2 and found[0].input.optimizer == "adamw"
 
 
+def test_nearest_of_a_run_whose_gradients_leave_the_gpu():
+    zero = plan.ZeroSettings(stage=2, offload_optimizer=True, offload_gradients=0.5, buffers=30)
+    now = plan.plan_input(shapes.config_dict("llama-3b"), settings=zero, optimizer="adamw_split_8bit", micro_batch=4)
+    assert len(nearest(now, 40 * GIB, 126 * GIB)) == 3
+
+
 def test_an_out_of_memory_error_prints_the_table_and_goes_on(capsys):
     with pytest.raises(torch.OutOfMemoryError), Explained(planned(), 80 * GIB, 126 * GIB):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -25,7 +25,7 @@ def hold(key, mib, stream=0):
 
 def after(*events, limit=None, expandable=True):
     """Reserved MiB after each event."""
-    return [size / MIB for size in replay(play(*events), limit, expandable=expandable).after]
+    return [size / MIB for size in replay(play(*events), limit, expandable=expandable, trace=True).after]
 
 
 # What both kinds of memory have in common.
@@ -180,7 +180,7 @@ def wild(seed, count=400):
 def test_reserved_is_never_less_than_allocated(seed, expandable):
     tape = wild(seed)
     ledger = tape.ledger()
-    found = replay(tape, expandable=expandable)
+    found = replay(tape, expandable=expandable, trace=True)
     assert found.peak_bytes >= ledger.peak_bytes and max(found.after) == found.peak_bytes
     assert sum(ledger.rows.values()) == ledger.peak_bytes
     limit = least_limit(tape, ledger.peak_bytes, expandable=expandable)
@@ -209,3 +209,27 @@ def test_ledger_names_the_phase_of_the_peak():
 def test_holding_a_key_twice_is_a_fault_of_the_simulation():
     with pytest.raises(AssertionError, match="held already"):
         play(("hold", "a", 1, "x"), ("hold", "a", 1, "x"))
+
+
+@pytest.mark.parametrize("expandable", RULES)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_temporary_is_an_allocation_that_is_freed_at_once(seed, expandable):
+    rng = random.Random(seed)
+    touched, apart = wild(seed), wild(seed)
+    for tape in (touched, apart):
+        rng.seed(seed)
+        for i in range(200):
+            size, stream = rng.choice([300, 10**6, 3 * 10**7]) * rng.randint(1, 5), rng.randint(0, 1)
+            if tape is touched:
+                tape.touch(size, "t", stream)
+            else:
+                tape.hold("t", size, "t", stream)
+                tape.drop("t")
+            if i % 3 == 0:
+                tape.hold(("more", i), size // 2, "x", stream)
+                tape.drop(("more", i - 30))
+    one, other = touched.ledger(), apart.ledger()
+    assert (one.peak_bytes, one.rows, one.final_bytes) == (other.peak_bytes, other.rows, other.final_bytes)
+    for limit in (None, one.peak_bytes, 2 * one.peak_bytes):
+        found, wanted = (replay(tape, limit, expandable=expandable) for tape in (touched, apart))
+        assert (found.peak_bytes, found.short_bytes) == (wanted.peak_bytes, wanted.short_bytes)

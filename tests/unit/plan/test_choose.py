@@ -8,6 +8,7 @@ import pytest
 from bigtrain import shapes
 from bigtrain.errors import UsageError
 from bigtrain.plan import ZeroSettings, choose, plan_input, predict, rates_from, step_time
+from bigtrain.plan.choose import _SPARED, _families
 from bigtrain.plan.judge import judge, state_bytes
 from bigtrain.plan.states import LAYOUTS
 
@@ -159,3 +160,16 @@ def test_sparse_models_count_active_parameters_only():
     from bigtrain.plan.roofline import active_elems
 
     assert 12e9 < active_elems(plan) < 14e9 < plan.parameters.elems
+
+
+@pytest.mark.parametrize("name", ["llama-50m", "mixtral-tiny"])
+def test_what_other_buckets_and_gradients_could_spare_is_a_bound(name):
+    """`_first_fitting` looks at none of them where the rest of the plan alone is too large."""
+    start = base(name, settings=ZeroSettings(grad_bytes=4, overlap_comm=True), seq_len=256)
+    for family in _families(start, ("adamw", "adamw_split_8bit")):
+        for plan in (family.but(micro_batch=1, accumulation=2), family.but(micro_batch=8), family.but(world_size=2)):
+            bound = predict(plan, reserve=False).gpu_least_bytes(_SPARED)
+            changes = [{"reduce_bucket_elems": 10**5}, {"reduce_bucket_elems": 10**5, "grad_bytes": 2}, {"grad_bytes": 2}]
+            changes += [{"grad_bytes": 2, "offload_gradients": s} for s in (0.3, 1.0) if plan.but(grad_bytes=2).alone]
+            for change in changes:
+                assert bound <= predict(plan.but(**change), reserve=False).gpu_least_bytes(), change

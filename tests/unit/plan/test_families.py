@@ -12,6 +12,7 @@ import transformers
 from bigtrain import shapes
 from bigtrain.errors import UsageError
 from bigtrain.plan.families import model_parameters, parameters_from_shapes, supported
+from bigtrain.plan.family_others import ROBERTA, T5
 from tests.unit.plan.family_configs import CAUSAL, OTHER
 
 CASES = {name: ("AutoModelForCausalLM", config) for name, config in CAUSAL.items()} | OTHER
@@ -41,9 +42,9 @@ def test_at_least_twenty_families():
 
 
 # Text families whose class defaults are a real model: a config.json that leaves every size out.
-# (nemotron's class cannot be built from its own defaults: it has no number of key/value heads.)
-DECODER_KINDS = sorted({c["model_type"] for c in CAUSAL.values()} - {"nemotron"})
-DEFAULT_SIZED = [*DECODER_KINDS, "bert", "roberta", "t5", "vit", "gemma3"]
+# (These classes cannot be built from their own defaults: no number of key/value heads, no size of a head, or no experts.)
+DECODER_KINDS = sorted({c["model_type"] for c in CAUSAL.values()} - {"nemotron", "ministral", "hunyuan_v1_dense", "dots1"})
+DEFAULT_SIZED = [*DECODER_KINDS, "bert", *ROBERTA, *T5, "vit", "gemma3", "llava"]
 
 
 @pytest.mark.parametrize("kind", DEFAULT_SIZED)
@@ -86,6 +87,70 @@ def test_saved_config_json_is_enough(name, tmp_path):
     model = build(auto_class, config)
     model.config.save_pretrained(tmp_path)
     check_equal(model, model_parameters(json.loads((tmp_path / "config.json").read_text())))
+
+
+LLAVA, QWEN_VL = (CASES[name][1] for name in ("llava", "qwen2_vl"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(
+            {k: v for k, v in c.items() if k != "num_key_value_heads"}
+            for name, c in CAUSAL.items()
+            if "num_key_value_heads" in c and name != "nemotron"
+        ),
+        {**CAUSAL["gpt2"], "hidden_size": 96},
+        {**CAUSAL["bloom"], "n_embed": 96},
+        {**CAUSAL["falcon"], "n_embed": 96},
+        {**CAUSAL["mixtral"], "num_experts": 3},
+        {**CAUSAL["gpt_oss"], "num_experts": 3},
+        {**CAUSAL["olmoe"], "num_local_experts": 3},
+        {**CAUSAL["deepseek_v3"], "num_local_experts": 8},
+        {**CASES["t5"][1], "hidden_size": 96},
+        {**CAUSAL["olmoe"], "head_dim": 10},
+        {**CAUSAL["stablelm"], "head_dim": 10},
+        {**CAUSAL["cohere2"], "use_qk_norm": True},
+        {**CAUSAL["deepseek_v3"], "mlp_bias": True},
+        {**CASES["vit"][1], "head_dim": 10},
+        {**CASES["bert"][1], "tie_word_embeddings": False},
+        {**CASES["xlm-roberta"][1], "tie_word_embeddings": False},
+        {**QWEN_VL, "text_config": {**QWEN_VL["text_config"], "head_dim": 10}},
+        {**CAUSAL["opt"], "hidden_size": 96, "word_embed_proj_dim": None},
+        {k: v for k, v in LLAVA.items() if k != "vision_config"},
+        {**LLAVA, "vision_feature_layer": [-2, -1]},
+        {**LLAVA, "text_config": {**LLAVA["text_config"], "tie_word_embeddings": True}},
+        {**LLAVA, "text_config": CAUSAL["gemma"]},
+        {**QWEN_VL, "text_config": {**QWEN_VL["text_config"], "tie_word_embeddings": True}},
+    ],
+    ids=lambda c: f"{c['model_type']} {len(repr(c))}",
+)
+def test_what_a_config_leaves_out_or_calls_otherwise_is_what_the_class_makes_of_it(config):
+    kind = config["model_type"]
+    auto_class = next(a for a, c in CASES.values() if c["model_type"] == kind)
+    check_equal(build(auto_class, config), model_parameters(config))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**CAUSAL["llama"], "architectures": ["LlamaForSequenceClassification"]}, "names LlamaForSequenceClassification"),
+        ({**CAUSAL["qwen3"], "architectures": ["Qwen3Model"]}, r"of 'qwen3' the planner counts \.\.\.ForCausalLM"),
+        ({**CASES["bert"][1], "architectures": ["BertForPreTraining"]}, "names BertForPreTraining"),
+        ({**CAUSAL["gpt2"], "add_cross_attention": True}, "add_cross_attention"),
+        ({**LLAVA, "text_config": CAUSAL["gpt2"]}, "language model 'gpt2'"),
+        ({**LLAVA, "vision_config": {"model_type": "pixtral"}}, "vision tower 'pixtral'"),
+    ],
+)
+def test_what_is_not_counted_is_said_to_be(config, said):
+    with pytest.raises(UsageError, match=f"{said}.*--shapes"):
+        model_parameters(config)
+
+
+def test_every_other_family_of_transformers_is_refused():
+    for kind in {*transformers.CONFIG_MAPPING} - {*supported()}:
+        with pytest.raises(UsageError, match="is not known to the planner"):
+            model_parameters({"model_type": kind})
 
 
 def test_unknown_family_is_refused_with_the_way_out():

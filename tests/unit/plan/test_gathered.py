@@ -4,7 +4,7 @@ import pytest
 
 from bigtrain import shapes
 from bigtrain.plan import ZeroSettings, plan_input, predict
-from bigtrain.plan.gathered import Gathered, calls_of
+from bigtrain.plan.gathered import Gathered, Recording, calls_of
 from bigtrain.plan.parameters import Parameter
 
 # Two blocks of 300 elements (100 and 200) between an embedding and a head of 500 each.
@@ -73,3 +73,15 @@ def test_nearly_max_live_elements_are_there_at_the_loss(kernels, loss):
                       loss=loss, optimizer="adamw_split_8bit")  # fmt: skip
     rows = {row.name: row.bytes for row in predict(plan).gpu.rows}
     assert 2 * 1e9 <= rows["weights, gathered"] <= 2 * (1e9 + 4096 * 14336)
+
+
+def test_a_recording_is_what_is_played():
+    live, recording = trace(prefetch=50, live=900, reuse=1201), Recording(trace(prefetch=50, live=900, reuse=1201))
+    wanted = []
+    for _ in range(3):
+        wanted.append([])
+        for _, members in VISITS:
+            gathered, released = live.fetch(), live.release()
+            wanted[-1].append((gathered, released, [i for i in members if i in live.here]))
+        live.start()
+    assert [recording.micro_step(n) for n in (2, 0, 1)] == [wanted[2], wanted[0], wanted[1]]

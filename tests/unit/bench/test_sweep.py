@@ -1,0 +1,100 @@
+"""A sweep whose cells do what cells do: print garbage, write what is no row, die, hang; and a folder that was left half-written."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from bigtrain.bench import cli, report, sweep
+from bigtrain.bench.grid import expand
+from bigtrain.bench.prediction import Machine
+from bigtrain.errors import UsageError
+
+MACHINE = Machine(device="cpu", card="CPU", gpu_bytes=None, host_bytes=64 << 30)
+ROW = '{"step": 1, "loss": 1.0, "step_time_s": 0.1, "tokens": 8}'
+# What a cell does in place of training, by its seed.
+DEEDS = {
+    1: "import os; os.write(1, bytes(range(256)) * 20000)",
+    2: "open('out/metrics.jsonl', 'w').write('5\\n[]\\n')",
+    3: "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    4: "import time; time.sleep(60)",
+    5: f"open('out/metrics.jsonl', 'w').write({ROW!r} + '\\n' + {ROW!r}.replace('loss', 'lost'))",
+    6: f"open('out/metrics.jsonl', 'w').write(2 * ({ROW!r} + '\\n'))",
+    7: "open('out/metrics.jsonl', 'wb').write(bytes(range(128, 256)))",
+}
+
+
+class Deeds(sweep.Sweep):
+    def _command(self, cell, folder):
+        return [sys.executable, "-c", DEEDS[cell.arguments["seed"]]]
+
+
+def cells(**more):
+    grid = {"model": "preset:llama-tiny", "ds_config": "zero2", "seq_len": 8, "steps": 2, "warmup": 1, **more}
+    return expand(grid)
+
+
+def deeds(out, **more):
+    return Deeds(out=out, machine=MACHINE, code="c", **more)
+
+
+def test_whatever_a_cell_does_it_becomes_a_row(tmp_path):
+    grid = cells(seed=list(DEEDS), max_cell_s=15)
+    grid = [*grid[:3], *cells(seed=4, max_cell_s=0.5), *grid[4:], *cells(seed=6, gpu_memory_cap="much", micro_batch="x")]
+    rows = list(deeds(tmp_path).run(grid))
+    said = [row["status"] for row in rows]
+    assert said == ["crash", "crash", "killed", "timeout", "crash", "ok", "crash", "ok"], rows
+    assert "no plan: " in rows[-1]["predicted"]["none"]
+    assert [row["status"] for row in sweep.latest_rows(tmp_path)] == said
+    assert report.write(tmp_path, sweep.latest_rows(tmp_path)).exists()
+    assert list(deeds(tmp_path).run(grid)) == []
+
+
+def test_a_torn_last_line_swallows_no_row(tmp_path):
+    out, grid = tmp_path, cells(seed=[6, 3])
+    list(deeds(out).run(grid))
+    file = out / "rows.jsonl"
+    first, second = file.read_bytes().splitlines(keepends=True)
+    for torn in (second[:40], b"\0\0\0\0", second.rstrip(b"\n")):
+        file.write_bytes(first + torn)
+        ran = [row["status"] for row in deeds(out).run(grid)]
+        assert ran == ([] if torn.startswith(second[:41]) else ["killed"])
+        assert [row["status"] for row in sweep.latest_rows(out)] == ["ok", "killed"]
+        assert list(deeds(out).run(grid)) == []
+    file.write_bytes(b"12\nnull\n{}\n" + first)
+    assert len(sweep.latest_rows(out)) == 1
+
+
+def test_two_sweeps_do_not_share_a_folder(tmp_path):
+    holder = (
+        "import sys; from pathlib import Path; from bigtrain.bench.sweep import alone_in\n"
+        "with alone_in(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", holder, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UsageError, match=f"another sweep is at work in {tmp_path}"):
+            list(deeds(tmp_path).run(cells(seed=6)))
+        assert list(deeds(tmp_path).run([])) == []  # the report alone
+        other.kill()
+    assert len(list(deeds(tmp_path).run(cells(seed=6)))) == 1  # whoever is gone holds nothing
+
+
+@pytest.mark.parametrize("flag", ["--max_cell_s", "--total_s", "--gpu_memory_cap"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "x"])
+def test_limits_that_are_none_are_refused(flag, value, capsys):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    cli.add_parsers(parser.add_subparsers())
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["bench", "--output_dir", "x", f"{flag}={value}"])
+    assert ended.value.code == 2 and flag in capsys.readouterr().err
+
+
+def test_a_report_of_one_row_and_of_none_that_ran(tmp_path):
+    (row,) = deeds(tmp_path).run(cells(seed=6))
+    for rows in ([row], [{**row, "status": "oom", "predicted": {"none": "x"}}], [json.loads(json.dumps(row))] * 2):
+        page = report.write(tmp_path, rows)
+        assert "<svg" in page.read_text() and (tmp_path / "pareto.png").stat().st_size > 1000
