@@ -40,7 +40,7 @@ def load(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if str(source) in PRESETS or (path.parent.name == "ds_configs" and name in PRESETS):
         return generate(preset_options(name))
     if path.is_dir():
-        raise ConfigError(f"{source}: is a folder; give one of its files, or a preset: {', '.join(PRESETS)}")
+        raise ConfigError(f"{str(source)!r} is a folder: give one of its files, or a preset: {', '.join(PRESETS)}")
     near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
     raise ConfigError(
         f"{source}: no such file, and no preset of that name. "
