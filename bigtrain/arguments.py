@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from bigtrain.errors import UsageError
+from bigtrain.config import load
+from bigtrain.errors import ConfigError, UsageError
 from bigtrain.plan.spilled import share_problems
 from bigtrain.runfile import read_run_file
 
@@ -97,7 +98,9 @@ class TrainArguments:
     warmup_ratio: float | None = field(default=None, metadata=_say("the same as a share of all steps, 0 to 1"))
 
     # ------------------------------------------------------------ numbers and memory
-    bf16: bool | None = field(default=None, metadata=_say("bf16 compute with fp32 master weights (default true)"))
+    bf16: bool | None = field(
+        default=None, metadata=_say("bf16 compute with fp32 master weights (default: as the ds_config says)")
+    )
     keep_in_fp32: list[str] = field(default_factory=list, metadata=_say("name patterns of parameters that stay in fp32"))
     gradient_checkpointing: bool | None = field(
         default=None, metadata=_say("recompute activations in backward", "activation_checkpointing")
@@ -241,7 +244,10 @@ def parse(argv: Sequence[str]) -> TrainArguments:
     _refuse_unknown([t.split("=", 1)[0] for t in flags if t.startswith("--")], parser, "flag")
     _refuse_conflicting_spellings(flags, parser)
     namespace = parser.parse_args(tokens + flags)
-    args = TrainArguments(**{f.name: getattr(namespace, f.name) for f in fields(TrainArguments)})
+    values = {f.name: getattr(namespace, f.name) for f in fields(TrainArguments)}
+    for name in ("ds_config", "model_name_or_path", "tokenizer_name_or_path", "train_data", "eval_data"):
+        values[name] = values[name] and os.path.expanduser(values[name])  # run files and --flag=~/x: no shell did it
+    args = TrainArguments(**values)
     problems = list(find_problems(args))
     if problems:
         raise UsageError("\n".join([f"{len(problems)} problem(s) in the arguments:", *(f"  - {p}" for p in problems)]))
@@ -337,6 +343,8 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
         yield "eval_data and eval_fraction are two ways to say one thing: give one of them"
     if args.eval_steps and not (args.eval_data or args.eval_fraction):
         yield "eval_steps without anything to evaluate on: add --eval_data PATH or --eval_fraction 0.05"
+    if args.resume_from_checkpoint and args.overwrite_output_dir:
+        yield "resume_from_checkpoint and overwrite_output_dir contradict each other: go on with that run, or start over"
     if args.save_total_limit and not args.save_steps:
         yield "save_total_limit without save_steps: nothing would be saved; add --save_steps N"
     if args.warmup_steps is not None and args.warmup_ratio is not None:
@@ -348,6 +356,8 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
         yield f"lr_scheduler_kwargs {args.lr_scheduler_kwargs!r} must be a JSON object like '{{\"min_ratio\": 0.1}}': {error}"
     if args.bf16 is False:
         yield "bf16 false: bigtrain trains in bf16 with fp32 master weights; for fp32 write bf16.enabled false in the ds_config"
+    if "none" in args.report_to and len(set(args.report_to)) > 1:
+        yield f"report_to {' '.join(args.report_to)}: none beside others; leave none out, or the others"
     for tracker in args.report_to:
         if tracker not in (*TRACKERS, "all", "none"):
             yield f"report_to {tracker!r}: expected {', '.join(TRACKERS)}, all or none"
@@ -356,7 +366,7 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
 
 
 _AT_LEAST_ONE = (
-    "seq_len", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_steps",
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_steps",
     "logging_steps", "eval_steps", "save_steps", "save_total_limit", "nonfinite_limit", "ddp_timeout",
 )  # fmt: skip
 _NOT_NEGATIVE = ("hang_s", "warmup_steps", "weight_decay", "learning_rate", "max_grad_norm", "dataloader_num_workers", "seed")
@@ -368,6 +378,8 @@ def _problems_with_numbers(args: TrainArguments) -> Iterator[str]:
         value = getattr(args, name)
         if value is not None and value < 1:
             yield f"{name} must be at least 1, got {value}"
+    if args.seq_len is not None and args.seq_len < 2:
+        yield f"seq_len must be at least 2, got {args.seq_len}: one token has nothing to predict"
     for name in _NOT_NEGATIVE:
         value = getattr(args, name)
         if value is not None and not value >= 0:  # also catches nan
@@ -410,10 +422,13 @@ def _problems_with_files(args: TrainArguments) -> Iterator[str]:
     for name, value in args.as_dict().items():
         if isinstance(value, str) and not value.strip() and name != "run_name":
             yield f"{name} is empty: give a value or leave it out (a shell variable that is not set?)"
-    for name in ("ds_config", "train_data", "eval_data"):
+    if args.ds_config.strip() and args.ds_config != "auto" and not args.ds_config.lstrip().startswith("{"):
+        try:
+            load(args.ds_config)
+        except ConfigError as error:
+            yield f"ds_config: {error}"
+    for name in ("train_data", "eval_data"):
         value = getattr(args, name)
-        if name == "ds_config" and value and (value == "auto" or value.lstrip().startswith("{")):
-            continue
         if value and not _is_there(value):
             yield f"{name}: {value} does not exist"
     model = args.model_name_or_path

@@ -15,7 +15,7 @@ from bigtrain.errors import ModelError
 from bigtrain.master import MasterOptimizer
 from bigtrain.optim.build import build_optimizer
 from bigtrain.optim.groups import param_groups
-from bigtrain.precision import to_bf16
+from bigtrain.precision import refuse_other_dtypes, to_bf16
 from bigtrain.reduction import GradientFlags
 from bigtrain.settings import Settings
 from bigtrain.startup import SharedMaster
@@ -51,7 +51,7 @@ def assemble(
     """Hand the model to DeepSpeed with our optimizer; buffers keep their dtype and values.
 
     Raises:
-        ModelError: if leaf_modules match nothing, no parameter is trainable, or the model was built for another stage.
+        ModelError: if leaf_modules match nothing, no parameter is trainable, or the model was built for another stage or dtype.
     """
     s = settings
     if s.stage < 3 and any(zero.is_partitioned(p) for p in model.parameters()):
@@ -59,6 +59,7 @@ def assemble(
             f"the model is partitioned as for ZeRO stage 3, and the Engine's ds_config says stage {s.stage}: give build_model and "
             "Engine the same ds_config."
         )
+    refuse_other_dtypes(model, s.bf16)
     if leaf_modules and s.stage == 3 and not zero.set_leaf_modules(model, leaf_modules):
         raise ModelError(f"leaf_modules: the model has no module of {[c.__name__ for c in leaf_modules]}")
     if s.bf16:

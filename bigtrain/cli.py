@@ -74,6 +74,15 @@ def _checked_config(args: argparse.Namespace) -> dict[str, Any]:
     return config if {"bf16", "bfloat16"} & config.keys() else {**config, "bf16": {"enabled": False}}
 
 
+def _refuse_unknown_names(args: argparse.Namespace) -> None:
+    from bigtrain import optim
+
+    if getattr(args, "optim", None):
+        optim.canonical_name(args.optim)
+    if getattr(args, "lr_scheduler_type", None):
+        optim.schedule(args.lr_scheduler_type, total_steps=1)
+
+
 def _run(words: list[str]) -> int:
     if not words or words[0].startswith("-"):
         parser = make_parser()
@@ -87,6 +96,8 @@ def _run(words: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"known verbs: {', '.join(VERBS)}"
         raise UsageError(f"unknown verb {words[0]!r}: {hint}\n{TRAIN_HINT}")
     args = make_parser(words[0]).parse_args(words)
+    if args.verb == "config":  # it does not know which optimizers and schedules there are
+        _refuse_unknown_names(args)
     if getattr(args, "measure", None):  # the planner itself runs nothing: what does is handed to it
         args.measurer = importlib.import_module("bigtrain.bench.measure").measure
     if args.verb == "plan":  # nor does it know what a ds_config may say

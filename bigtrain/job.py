@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from bigtrain import config as ds
-from bigtrain import data, models, plan, ranks, settings, zero
+from bigtrain import data, models, plan, precision, ranks, settings, zero
 from bigtrain.arguments import TrainArguments
 from bigtrain.auto import AUTO
 from bigtrain.config import ModelShape, Resolved, RunValues
+from bigtrain.data.tokens import model_limits
 from bigtrain.diagnostics.metrics import FlopsFormula
-from bigtrain.errors import ModelError, UsageError
+from bigtrain.errors import DataError, ModelError, UsageError
 from bigtrain.kernels.attach import use_liger
 from bigtrain.plan.spilled import asked_share
 
@@ -128,17 +129,22 @@ def prepare(args: TrainArguments, config: dict[str, Any], reached: tuple[int, in
     Raises:
         UsageError, ConfigError, DataError, ModelError: on every rank alike, before anything is built.
     """
-    with ranks.main_first("reading the tokenizer"), _Named("tokenizer"):
+    name = args.tokenizer_name_or_path or args.model_name_or_path
+    with ranks.main_first("reading the tokenizer"), _Named(f"tokenizer of {name}"):
         tokenizer = load_tokenizer(args)
     with ranks.together("reading the model's config"):
         model_config = load_model_config(args)
         overrides, resize_to = vocabulary(args, model_config, tokenizer)
+        tell_foreign_tokenizer(args, tokenizer)
         seq_len = choose_seq_len(args, model_config)
         shape = ModelShape.from_config(model_config)
         refuse_too_many_blocks(args, model_config)
+        data.isolation_for(model_config, args.packing)
     world = ranks.world_size()
     first = resolve(args, config, shape, None)
     assert first.run.micro_batch and first.run.accumulation
+    share = asked_share(args.offload_gradients) or 0.0
+    _settle(args, first, first.run.total_steps, share)  # tokenising may take hours: not before a name that is misspelt
     rows, eval_rows = load_rows(args, tokenizer, model_config, seq_len)
     steps = data.plan_steps(
         len(rows), first.run.micro_batch, first.run.accumulation, world, args.num_train_epochs, args.max_steps, done=reached
@@ -155,7 +161,7 @@ def prepare(args: TrainArguments, config: dict[str, Any], reached: tuple[int, in
         model_config=model_config,
         config_overrides=overrides,
         resize_vocab_to=resize_to,
-        offload_gradients=asked_share(args.offload_gradients) or 0.0,
+        offload_gradients=share,
     )
 
 
@@ -163,7 +169,7 @@ def resolve(args: TrainArguments, config: dict[str, Any], shape: ModelShape, tot
     """The ds_config without "auto". Before the data is read, the number of steps is a stand-in."""
     run = run_values(args, total_steps)
     if run.total_steps is None:
-        run = replace(run, total_steps=1_000_000)  # only the batch numbers of this round are used
+        run = replace(run, **ds.left_open(config, RunValues(total_steps=10**9)).given())  # unless the file has a number
     return ds.resolve(
         config, run=run, model=shape, world_size=ranks.world_size(), device=device_type(), name=_config_name(args)
     )
@@ -234,9 +240,32 @@ def vocabulary(args: TrainArguments, model_config: Any, tokenizer: Any) -> tuple
     return overrides, grown
 
 
+def tell_foreign_tokenizer(args: TrainArguments, tokenizer: Any) -> None:
+    """Warn where a tokenizer that was named means other tokens by the ids that a pretrained model has learned."""
+    if not args.tokenizer_name_or_path or args.model_name_or_path.startswith("preset:") or not ranks.is_main():
+        return
+    try:
+        own = load_tokenizer(replace(args, tokenizer_name_or_path=None)).get_vocab()
+    except (OSError, ValueError, ImportError):
+        return  # the model comes without one
+    given = tokenizer.get_vocab()
+    same = sum(own.get(token) == number for token, number in given.items())
+    if 2 * same < len(given):
+        logger.warning(
+            "%s is another tokenizer than that of %s: %d of its %d tokens have the same id there",
+            args.tokenizer_name_or_path, args.model_name_or_path, same, len(given),
+        )  # fmt: skip
+
+
 def choose_seq_len(args: TrainArguments, model_config: Any) -> int:
-    """Tokens per row: as asked, else DEFAULT_SEQ_LEN or the model's limit if that is lower."""
-    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    """Tokens per row: as asked, else DEFAULT_SEQ_LEN or the model's limit if that is lower.
+
+    Raises:
+        UsageError: the model has no positions for so many.
+    """
+    limit = model_limits(model_config)[1]
+    if limit and (args.seq_len or 0) > limit:
+        raise UsageError(f"seq_len {args.seq_len} is above the max_position_embeddings {limit} of {args.model_name_or_path}")
     return args.seq_len or min(DEFAULT_SEQ_LEN, limit or DEFAULT_SEQ_LEN)
 
 
@@ -264,7 +293,10 @@ def load_rows(args: TrainArguments, tokenizer: Any, model_config: Any, seq_len: 
 
     def pack(part: Any, what: str) -> Any:
         first = ranks.main_first(f"tokenising the {what} data")
-        return data.build_rows(part, tokenizer, seq_len, args.packing, model_config=model_config, main_first=first)
+        try:
+            return data.build_rows(part, tokenizer, seq_len, args.packing, model_config=model_config, main_first=first)
+        except DataError as error:
+            raise DataError(f"{what} data: {error}") from error
 
     return pack(source, "training"), None if held_out is None else pack(held_out, "evaluation")
 
@@ -275,7 +307,7 @@ def load_rows(args: TrainArguments, tokenizer: Any, model_config: Any, seq_len: 
 def engine_settings(job: Job) -> dict[str, Any]:
     """The Engine's arguments: every number from the resolved config, so that it and the Engine cannot differ."""
     return {
-        **_settled(job),
+        **_settled(job.args, job.resolved.run, job.steps.steps, job.offload_gradients),
         "ds_config": job.resolved,
         "seed": job.args.seed,
         "keep_in_fp32": job.args.keep_in_fp32,
@@ -283,8 +315,7 @@ def engine_settings(job: Job) -> dict[str, Any]:
     }
 
 
-def _settled(job: Job) -> dict[str, Any]:
-    run = job.resolved.run
+def _settled(args: TrainArguments, run: RunValues, total_steps: int | None, share: float) -> dict[str, Any]:
     assert run.adam_beta1 is not None and run.adam_beta2 is not None
     return {
         "optimizer": run.optim,
@@ -293,13 +324,13 @@ def _settled(job: Job) -> dict[str, Any]:
         "eps": run.adam_epsilon,
         "weight_decay": run.weight_decay,
         "lr_scheduler": run.lr_scheduler_type,
-        "lr_scheduler_kwargs": job.args.scheduler_kwargs,
+        "lr_scheduler_kwargs": args.scheduler_kwargs,
         "warmup_steps": run.warmup_steps,
-        "total_steps": job.steps.steps,
+        "total_steps": total_steps,
         "max_grad_norm": run.max_grad_norm,
-        "micro_batch": job.steps.micro_batch,
-        "accumulation": job.steps.accumulation,
-        "offload_gradients": job.offload_gradients,
+        "micro_batch": run.micro_batch,
+        "accumulation": run.accumulation,
+        "offload_gradients": share,
     }
 
 
@@ -309,7 +340,14 @@ def check_engine(job: Job) -> None:
     Raises:
         UsageError, ConfigError: as the Engine would.
     """
-    settings.settle(job.resolved.engine_config(), world_size=ranks.world_size(), **_settled(job)).schedule()
+    _settle(job.args, job.resolved, job.steps.steps, job.offload_gradients)
+
+
+def _settle(args: TrainArguments, resolved: Resolved, total_steps: int | None, share: float) -> None:
+    given = _settled(args, resolved.run, total_steps, share)
+    settled = settings.settle(resolved.engine_config(), world_size=ranks.world_size(), **given)
+    settled.schedule()
+    precision.refuse_kept(args.keep_in_fp32, settled.stage, settled.bf16)
 
 
 # ---------------------------------------------------------------- the model

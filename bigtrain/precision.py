@@ -9,7 +9,39 @@ from typing import Any
 
 import torch
 
-from bigtrain.errors import UsageError
+from bigtrain import zero
+from bigtrain.errors import ModelError, UsageError
+
+
+def refuse_other_dtypes(model: torch.nn.Module, bf16: bool) -> None:
+    """Refuse trainable parameters in a dtype that the ds_config does not say and that nothing would change.
+
+    DeepSpeed 0.19.8 casts parameters to bf16 where bf16 is enabled, but neither those that are partitioned already nor, where
+    it is not, any back to fp32 (runtime/engine.py, `_configure_distributed_model`). An fp32 model that is whole is fine.
+
+    Args:
+        model: as it comes to the engine.
+        bf16: whether the ds_config enables it.
+
+    Raises:
+        ModelError: the model would train in another precision than the ds_config says.
+    """
+    wanted = torch.bfloat16 if bf16 else torch.float32
+    said, remedy = (
+        ("has bf16 enabled", "Build the model with dtype=torch.bfloat16, or write bf16.enabled false to train in fp32.")
+        if bf16
+        else (
+            "has no bf16",
+            'Add {"bf16": {"enabled": true}} to train in bf16 with fp32 masters, or build the model with dtype=torch.float32.',
+        )
+    )
+    for name, param in model.named_parameters():
+        kept = not bf16 or zero.is_partitioned(param)
+        if kept and param.requires_grad and param.is_floating_point() and param.dtype != wanted:
+            raise ModelError(
+                f"parameter {name} is {_name(param.dtype)} and the ds_config {said}: DeepSpeed would leave it as it is. {remedy}",
+                [name],
+            )
 
 
 def keep_parameters_in_fp32(model: torch.nn.Module, patterns: Sequence[str], stage: int, bf16: bool) -> set[str]:
@@ -26,6 +58,7 @@ def keep_parameters_in_fp32(model: torch.nn.Module, patterns: Sequence[str], sta
     """
     if not patterns or not bf16:
         return set()
+    refuse_kept(patterns, stage, bf16)
     names = [n for n, _ in model.named_parameters()]
     kept: set[str] = set()
     for pattern in patterns:
@@ -33,13 +66,21 @@ def keep_parameters_in_fp32(model: torch.nn.Module, patterns: Sequence[str], sta
         if not found:
             raise UsageError(f"keep_in_fp32: no parameter matches {pattern!r}; names look like {names[:3]}")
         kept.update(found)
-    if stage > 0:
+    return kept
+
+
+def refuse_kept(patterns: Sequence[str], stage: int, bf16: bool) -> None:
+    """Refuse `keep_in_fp32` where DeepSpeed cannot.
+
+    Raises:
+        UsageError: patterns are given and the training is in bf16 at stages 1 to 3.
+    """
+    if patterns and bf16 and stage > 0:
         raise UsageError(
             f"keep_in_fp32={list(patterns)} at ZeRO stage {stage}: DeepSpeed 0.19.8 holds parameters in flat buffers of one "
             "dtype and reduces their gradients in it, so parameters cannot stay fp32 beside bf16 ones (buffers can, and do). "
             "Use stage 0, train in fp32 (bf16.enabled false), or cast inside the module: F.linear(x.float(), weight.float())."
         )
-    return kept
 
 
 def to_bf16(model: torch.nn.Module, keep: set[str]) -> None:

@@ -25,7 +25,7 @@ def read_run_file(path: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UsageError(f"run file {path} is no UTF-8 text: {error}") from error
     try:
-        values = json.loads(text, object_pairs_hook=_once) if file.suffix == ".json" else _yaml(text)
+        values = json.loads(text, object_pairs_hook=once) if file.suffix == ".json" else _yaml(text)
     except Exception as error:
         raise UsageError(f"run file {path} cannot be parsed: {error}") from error
     if not isinstance(values, dict):
@@ -33,11 +33,16 @@ def read_run_file(path: str) -> dict[str, Any]:
     return values
 
 
-def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+def once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A mapping of pairs, as the hook of JSON parsers.
+
+    Raises:
+        ValueError: a key stands twice.
+    """
     values: dict[Any, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise ValueError(f"key {key!r} stands twice ({values[key]!r}, {value!r}); keep one")
+            raise ValueError(f"key {key!r} stands twice; keep one")
         values[key] = value
     return values
 
@@ -48,7 +53,7 @@ def _yaml(text: str) -> Any:
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             if not any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):  # what is merged may be overridden
-                _once([(self.construct_object(key, deep=True), None) for key, _ in node.value])
+                once([(self.construct_object(key, deep=True), None) for key, _ in node.value])
             return super().construct_mapping(node, deep)
 
     return yaml.load(text, Loader)

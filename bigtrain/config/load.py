@@ -39,6 +39,8 @@ def load(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     name = path.name.removesuffix(".json")
     if str(source) in PRESETS or (path.parent.name == "ds_configs" and name in PRESETS):
         return generate(preset_options(name))
+    if path.is_dir():
+        raise ConfigError(f"{str(source)!r} is a folder: give one of its files, or a preset: {', '.join(PRESETS)}")
     near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
     raise ConfigError(
         f"{source}: no such file, and no preset of that name. "
@@ -76,6 +78,6 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = [value for key, value in pairs if key == twice[0]]
         beside = [key for key, _ in pairs if key not in twice][:4]
         raise _DuplicateKeyError(
-            f'key "{twice[0]}" stands twice in one object ({values[0]!r}, {values[1]!r}; beside {", ".join(beside)}); keep one'
+            f'key "{twice[0]}" stands twice in one object ({values[0]!r}, {values[1]!r}; beside {", ".join(beside) or "nothing else"}); keep one'
         )
     return dict(pairs)

@@ -304,6 +304,8 @@ def build_rows(
         raise DataError(f"pad_token_id={rows.pad_token_id} is outside the model's vocabulary of {vocab_size}")
     level = logging.WARNING if rows.stats.documents_truncated or rows.stats.documents_without_targets else logging.INFO
     logger.log(level, "%s", rows.stats.describe(packing, seq_len))
+    if rows.stats.target_tokens <= rows.stats.documents - rows.stats.documents_without_targets:
+        logger.warning("no more than one token of a document is in the loss, as where all answers are empty: is that meant?")
     return rows
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from bigtrain.errors import DataError
+from bigtrain.runfile import once
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -115,6 +116,13 @@ def _choose(paths: Sequence[str], split: str) -> tuple[str, list[Path]]:
     files = [file for path in paths for file in _expand(path)]
     by_name = {Path(path).expanduser() for path in paths}
     # A file that was named itself and has an unknown suffix is read as text; one found in a folder is not.
+    strange = sorted(file for file in by_name.intersection(files) if builder_of(file) is None)
+    if tables := [str(file) for file in strange if file.suffix.lower() in (".csv", ".tsv")]:
+        raise DataError(
+            f"{tables} would be read as one text each: write tables as JSON Lines or Parquet, for example with pandas"
+        )
+    if strange:
+        logger.warning("data %s: of unknown suffix, read as plain text, one document a file", [str(file) for file in strange])
     kinds = {file: builder_of(file) or ("text" if file in by_name else None) for file in files}
     unknown = Counter(file.suffix or "(none)" for file, kind in kinds.items() if kind is None)
     by_kind = Counter(kind for kind in kinds.values() if kind is not None)
@@ -189,6 +197,8 @@ def load_source(
             )
         except Exception as error:
             why = (kind == "json" and _bad_line(files)) or _root_cause(error)
+            if "corresponds to no data" in why:  # of `datasets`, for files of blank lines alone
+                raise DataError(f"{paths} holds 0 samples") from error
             raise DataError(f"cannot read {paths} as {kind} ({len(files)} files): {why}") from error
     if len(dataset) == 0:
         raise DataError(f"{path!r} holds 0 samples")
@@ -203,7 +213,7 @@ def _bad_line(files: Sequence[Path]) -> str | None:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 try:
-                    value = json.loads(line.decode("utf-8-sig")) if line.strip() else {}
+                    value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=once) if line.strip() else {}
                     json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no character
                     problem = None if isinstance(value, dict) else f"a {type(value).__name__}, not an object"
                 except (ValueError, RecursionError) as error:
@@ -241,19 +251,25 @@ def split_validation(dataset: Dataset, fraction: float, seed: int = 42) -> tuple
 
 
 def sample_kind(columns: Sequence[str] | Mapping[str, Any], text_column: str = "text") -> str:
-    """What the samples are: "input_ids", "messages", "prompt" or "text", the first of these that is there.
+    """What the samples are: "input_ids", "messages", "prompt" or "text".
+
+    Where there are `input_ids` they were made from the other columns, and count.
 
     Raises:
-        DataError: none of the columns is known.
+        DataError: none of the columns is known, or they hold two kinds of samples, which have different losses.
     """
-    for kind, needed in (
-        ("input_ids", ("input_ids",)),
-        ("messages", ("messages",)),
-        ("prompt", ("prompt", "completion")),
-        ("text", (text_column,)),
-    ):
-        if all(column in columns for column in needed):
-            return kind
+    needed = {"messages": ("messages",), "prompt": ("prompt", "completion"), "text": (text_column,)}
+    if "input_ids" in columns:
+        return "input_ids"
+    kinds = [kind for kind, names in needed.items() if all(name in columns for name in names)]
+    if len(kinds) == 1:
+        return kinds[0]
+    if kinds:
+        both = " and ".join(" with ".join(map(repr, needed[kind])) for kind in kinds)
+        raise DataError(
+            f"the samples have the columns {both}: text trains on every token, the others on the answers alone. Keep the one that "
+            "is meant and remove or rename the other in the data"
+        )
     raise DataError(
         f"the samples have the columns {list(columns)}; needed is one of: {text_column!r} (plain text), 'messages' (chat), "
         "'prompt' and 'completion', 'input_ids' (pre-tokenised). Rename the column (from Python: text_column=)"

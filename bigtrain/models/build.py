@@ -92,7 +92,7 @@ def build_model(
     """
     config = _config(ds_config)
     stage = _stage(config)
-    if keep_in_fp32 and stage > 0:
+    if keep_in_fp32 and stage > 0 and dtype != torch.float32:
         raise ModelError(
             f"keep_in_fp32 needs stage 0: at stage {stage} DeepSpeed lays all parameters into buffers of one dtype, and its "
             "fp32 master copy keeps the precision of updates anyway. Leave keep_in_fp32 out, or train with dtype=torch.float32."

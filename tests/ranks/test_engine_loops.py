@@ -261,3 +261,21 @@ def _built_for(stage, other):
 def test_a_model_partitioned_for_stage_3_is_refused_at_others(rank_pool):
     for stage in (0, 2):
         assert all("the same ds_config" in message for message in rank_pool(2).run(_built_for, 3, stage))
+
+
+def _built_in(dtype, stage, bf16):
+    cfg = config(stage, bf16=bf16)
+    model = build_model(_module, ds_config=cfg, dtype=dtype)
+    try:
+        Engine(model, ds_config=cfg, learning_rate=1e-2).close()
+        return {p.dtype for p in model.parameters()}
+    except BigtrainError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_weights_in_another_dtype_than_the_ds_config_says_are_refused(rank_pool, stage):
+    for said in rank_pool(2).run(_built_in, torch.bfloat16, stage, False):
+        assert "a.weight is bfloat16 and the ds_config has no bf16" in said and '{"bf16": {"enabled": true}}' in said
+    for said in rank_pool(2).run(_built_in, torch.float32, stage, True):  # DeepSpeed rounds whole weights, no partitioned ones
+        assert "a.weight is float32 and the ds_config has bf16" in said if stage == 3 else said == {torch.bfloat16}

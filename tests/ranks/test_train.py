@@ -196,6 +196,8 @@ def test_too_little_data(demo, tmp_path):
 def test_a_schedule_that_cannot_be_is_said_before_anything_is_built(demo, tmp_path):
     said = run_forked([TRAIN, *flags(demo, tmp_path / "out", warmup_steps=5)], expect=2)
     assert "warmup_steps is 5, more than the run's 4 updates" in said and not (tmp_path / "out").exists()
+    said = run_forked([TRAIN, *flags(demo, tmp_path / "out", optim="adamww", train_data=tmp_path)], expect=2)
+    assert "did you mean adamw" in said  # before the data is looked at
 
 
 def test_does_not_fit_is_said_before_anything_is_built(demo, tmp_path):

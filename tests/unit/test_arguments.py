@@ -91,7 +91,7 @@ def test_every_problem_in_one_report(base):
         [*base, "--seq_len", "0", "--adam_beta1", "1.5", "--learning_rate", "-1", "--eval_steps", "5", "--report_to", "excel"]
     )
     assert text.startswith("5 problem(s)")
-    for part in ("seq_len must be at least 1, got 0", "adam_beta1", "learning_rate", "eval_steps without", "report_to 'excel'"):
+    for part in ("seq_len must be at least 2, got 0", "adam_beta1", "learning_rate", "eval_steps without", "report_to 'excel'"):
         assert part in text
 
 
@@ -106,6 +106,11 @@ def test_an_empty_path_is_not_the_folder_that_one_stands_in(base):
         assert f"{name} is empty" in refusal([*base, f"--{name}", ""])
 
 
+def test_going_on_and_starting_over_is_a_contradiction(base):
+    said = refusal([*base, "--resume_from_checkpoint", "auto", "--overwrite_output_dir"])
+    assert "contradict each other" in said
+
+
 def test_a_limit_of_checkpoints_that_nobody_writes(base):
     assert "save_total_limit without save_steps" in refusal([*base, "--save_total_limit", "2"])
 
@@ -116,6 +121,14 @@ def test_missing_files_are_named(base, tmp_path):
     assert "no.jsonl does not exist" in text and "checkpoint-9 is no directory" in text
 
 
+def test_a_ds_config_is_a_file_or_a_preset(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse(["--ds_config=~/ds.json", *base[2:]]).ds_config == str(tmp_path / "ds.json")
+    assert parse(["--ds_config", "zero3", *base[2:]]).ds_config == "zero3"
+    assert "is a folder" in refusal(["--ds_config", str(tmp_path), *base[2:]])
+    assert "Did you mean zero3_offload" in refusal(["--ds_config", "zero3_ofload.json", *base[2:]])
+
+
 def test_unknown_preset(base):
     base[base.index("preset:llama-tiny")] = "preset:llama-tinny"
     assert "did you mean llama-tiny" in refusal(base)
@@ -124,6 +137,11 @@ def test_unknown_preset(base):
 def test_uninstalled_tracker_says_how_to_install(base, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "report_to wandb: the package is not installed; run: pip install wandb" in refusal([*base, "--report_to", "wandb"])
+
+
+def test_no_tracker_beside_another_is_a_contradiction(base):
+    assert "report_to none tensorboard: none beside others" in refusal([*base, "--report_to", "none", "tensorboard"])
+    assert parse([*base, "--report_to", "none"]).trackers == ()
 
 
 def test_bare_switches(base):

@@ -65,3 +65,9 @@ def test_start_is_quick_and_without_torch(words):
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0, f"imported {done.stderr}"
     assert min(times) < START_LIMIT_S
+
+
+@pytest.mark.parametrize("words", [["--optim", "adamww"], ["--lr_scheduler_type", "cosin"]])
+def test_optimizers_and_schedules_that_there_are_not_are_refused(words, capsys):
+    assert cli.main(["config", "resolve", "zero3", *words]) == 2
+    assert "did you mean" in capsys.readouterr().err

@@ -114,6 +114,7 @@ def test_B07_a_generated_schedule_says_its_peak_and_its_length(scheduler):
         (dict(optimizer="AdmW"), "AdamW"),
         (dict(adam_beta2=1.0), "diverge"),
         (dict(max_grad_norm=-1), "at least 0"),
+        (dict(scheduler="linear", warmup_steps=10, total_steps=5), "more than the run's 5 steps"),
         (dict(optimizer="Lamb", offload="optimizer"), "CPU version"),
     ],
 )

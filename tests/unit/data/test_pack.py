@@ -7,10 +7,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigtrain.data.pack import Rows, best_fit, cut, stats_dict
+from bigtrain.data.pack import Rows, best_fit, build_rows, cut, stats_dict
 from bigtrain.errors import DataError
 
 EOS = PAD = 2
@@ -85,6 +86,14 @@ def test_none_truncates_and_says_how_much(make_rows, caplog):
     assert rows[0]["input_ids"].tolist() == [10, 11, 12, 13]
     assert (rows.stats.documents_truncated, rows.stats.tokens_truncated) == (1, 6)
     assert "1 documents truncated (6 tokens dropped)" in caplog.text
+
+
+def test_answers_that_are_all_empty_are_told(tokenizer, caplog):
+    chat = [[{"role": "user", "content": "one"}, {"role": "assistant", "content": answer}] for answer in ("", "two")]
+    build_rows(Dataset.from_dict({"messages": chat[1:]}), tokenizer, 16)
+    assert "all answers are empty" not in caplog.text
+    build_rows(Dataset.from_dict({"messages": chat[:1] * 3}), tokenizer, 16)
+    assert "all answers are empty" in caplog.text
 
 
 def test_documents_without_a_target_are_left_out_and_counted(make_rows, caplog):

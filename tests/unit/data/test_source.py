@@ -94,6 +94,9 @@ def test_a_dataset_is_taken_as_it_is():
         ({"a.jsonl": '{"text": "a"}\n{"text": oops}\n'}, "a.jsonl", "cannot read .* as json .*a.jsonl line 2: JSONDecodeError"),
         ({"a.jsonl": '{"text": "a"}\n\n[1, 2]\n'}, "a.jsonl", r"line 3: a list, not an object: b'\[1, 2\]"),
         ({"a.jsonl": '{"text": "a"}\n{"text": "\\ud800"}\n'}, "a.jsonl", "line 2: UnicodeEncodeError"),
+        ({"a.jsonl": '{"text": "a"}\n{"text": "b", "text": "c"}\n'}, "a.jsonl", "line 2: ValueError: key 'text' stands twice"),
+        ({"a.jsonl": "\n\n"}, "a.jsonl", "holds 0 samples"),
+        ({"a.csv": "text\na\n"}, "a.csv", "write tables as JSON Lines or Parquet"),
     ],
 )
 def test_what_cannot_be_read_says_why(tmp_path, files, path, message):
@@ -101,6 +104,11 @@ def test_what_cannot_be_read_says_why(tmp_path, files, path, message):
         (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
         load_source(tmp_path / path)
+
+
+def test_a_file_of_unknown_kind_is_said_to_be_read_as_text(tmp_path, caplog):
+    (tmp_path / "a.jsonl.old").write_text('{"text": "a"}')
+    assert load_source(tmp_path / "a.jsonl.old")["text"][:] == ['{"text": "a"}'] and "read as plain text" in caplog.text
 
 
 def test_a_name_is_no_pattern(tmp_path):
@@ -143,3 +151,7 @@ def test_kind_by_columns():
     assert sample_kind(["prompt", "completion"]) == "prompt"
     with pytest.raises(DataError, match=r"\['prompt'\]"):
         sample_kind(["prompt"])
+    with pytest.raises(DataError, match="'messages' and 'text': text trains on every token"):
+        sample_kind(["id", "text", "messages"])
+    with pytest.raises(DataError, match="'prompt' with 'completion' and 'body'"):
+        sample_kind(["prompt", "completion", "body"], "body")

@@ -24,9 +24,10 @@ def _llama_config():
     return AutoConfig.for_model(**LLAMA)
 
 
-def test_a_folder_with_only_a_config_a_dict_and_a_config_object_build_the_same(tmp_path):
+def test_a_folder_with_only_a_config_a_dict_and_a_config_object_build_the_same(tmp_path, caplog):
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["LlamaForCausalLM"]}))
     models = [build_model(s, seed=4) for s in (tmp_path, str(tmp_path), dict(LLAMA), _llama_config())]
+    assert caplog.text.count("holds no weight files") == 2  # of the two that name the folder
     first = models[0].state_dict()
     assert all(torch.equal(first[k], v) for m in models[1:] for k, v in m.state_dict().items())
     assert models[0].config.dtype == torch.bfloat16 and models[0].bigtrain_info.stage == 0
