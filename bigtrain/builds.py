@@ -1,6 +1,6 @@
 """Native ops compiled at run time: builds that died, and what a failed one is about.
 
-Internal symbol of torch used: utils.cpp_extension._get_build_directory.
+Internal symbol of torch used: utils.cpp_extension._get_build_directory. Of DeepSpeed's builders: name, cxx_args.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import contextlib
 import logging
 import os
 import time
+from pathlib import Path
+from typing import Any
 
 from torch.utils.cpp_extension import _get_build_directory
 
@@ -32,6 +34,19 @@ def clear_stale_lock(op: str, idle_s: float = 300.0) -> bool:
     with contextlib.suppress(FileNotFoundError):
         os.remove(lock)
     return True
+
+
+def without_symbols(builder: Any) -> Any:
+    """DeepSpeed's `builder` of a native op, told to compile without debug information (-g), which is half of the time.
+
+    What another program compiled with it stays: other flags would compile it anew, and again when that program comes back.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if " -g " in Path(_get_build_directory(builder.name, verbose=False), "build.ninja").read_text(encoding="utf-8"):
+            return builder
+    flags = builder.cxx_args
+    builder.cxx_args = lambda: [flag for flag in flags() if flag != "-g"]
+    return builder
 
 
 def first_cause(error: BaseException) -> str:

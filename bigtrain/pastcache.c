@@ -1,6 +1,6 @@
 /* Copies that do not pass through the processor's cache: streaming stores, which need not read the target first.
-   Four pages side by side keep more of the memory busy than one (docs/log.md). Compiled and loaded by
-   pastcache.py. */
+   Four pages side by side keep more of the memory busy than one (docs/log.md). And such copies that are hashed on the way.
+   Compiled and loaded by pastcache.py. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -36,3 +36,31 @@ void bigtrain_copy(char *target, const char *source, size_t bytes) {
 #else
 void bigtrain_copy(char *target, const char *source, size_t bytes) { memcpy(target, source, bytes); }
 #endif
+
+/* Of the xxhash library, for one kind of hash. */
+typedef struct {
+    int (*reset)(void *state);
+    int (*update)(void *state, const void *input, size_t bytes);
+    uint64_t (*digest)(const void *state);
+} hasher;
+
+/* Copies bytes that go on where the last call with this state ended; returns how many chunks they completed, with their
+   digests. `held`: bytes of the unfinished chunk. Pieces are hashed and then copied, so that they are in the cache between. */
+size_t bigtrain_copy_hashed(const hasher *hash, void *state, size_t *held, size_t chunk, size_t piece, char *target,
+                            const char *source, size_t bytes, uint64_t *digests) {
+    size_t complete = 0;
+    while (bytes) {
+        size_t part = chunk - *held;
+        if (part > piece) part = piece;
+        if (part > bytes) part = bytes;
+        hash->update(state, source, part);
+        bigtrain_copy(target, source, part);
+        target += part, source += part, bytes -= part, *held += part;
+        if (*held == chunk) {
+            digests[complete++] = hash->digest(state);
+            hash->reset(state);
+            *held = 0;
+        }
+    }
+    return complete;
+}

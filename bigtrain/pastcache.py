@@ -23,33 +23,33 @@ import numpy as np
 
 SOURCE = Path(__file__).with_name("pastcache.c")
 LEAST_BYTES = 64 << 10  # below it the cache is the right place
-_Copy = Callable[[int, int, int], None]
 
 
 def copy(target: memoryview, source: memoryview) -> None:
     """`target[:] = source`, bytes of equal length that do not overlap; releases the interpreter lock."""
     into, out = np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8)
-    streamed = streaming() if len(into) >= LEAST_BYTES else None
-    if streamed is None or len(into) != len(out):
+    library = compiled() if len(into) >= LEAST_BYTES else None
+    if library is None or len(into) != len(out):
         into[:] = out
     else:
-        streamed(into.ctypes.data, out.ctypes.data, len(into))
+        library.bigtrain_copy(into.ctypes.data, out.ctypes.data, len(into))
 
 
 @functools.cache
-def streaming() -> _Copy | None:
-    """The compiled copy `(target, source, bytes)`; None where it cannot be made or does not copy right."""
+def compiled() -> ctypes.CDLL | None:
+    """pastcache.c with `bigtrain_copy(target, source, bytes)`; None where it cannot be made or does not copy right."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
     try:
-        run = ctypes.CDLL(str(_library())).bigtrain_copy
+        library = ctypes.CDLL(str(_library()))
+        run = library.bigtrain_copy
     except (OSError, AttributeError, subprocess.SubprocessError):
         return None
     run.argtypes, run.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
-    return run if _copies_right(run) else None
+    return library if _copies_right(run) else None
 
 
-def _copies_right(run: _Copy) -> bool:
+def _copies_right(run: Callable[[int, int, int], None]) -> bool:
     """Some pages, from and to odd addresses; nothing before or behind them."""
     source, size = np.arange(1 << 15, dtype=np.uint16).view(np.uint8), (1 << 16) - 70
     target = np.zeros_like(source)

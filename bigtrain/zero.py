@@ -39,7 +39,7 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from bigtrain import network, startup
-from bigtrain.builds import clear_stale_lock, first_cause
+from bigtrain.builds import clear_stale_lock, first_cause, without_symbols
 from bigtrain.errors import ModelError
 from bigtrain.ports import free_port
 
@@ -444,7 +444,7 @@ def why_no_cpu_adam() -> str | None:
         clear_stale_lock("cpu_adam")
     startup.ask_cpu_once()
     try:
-        deepspeed.ops.op_builder.CPUAdamBuilder().load(verbose=False)
+        without_symbols(deepspeed.ops.op_builder.CPUAdamBuilder()).load(verbose=False)
     except Exception as error:
         return first_cause(error)
     return None

@@ -28,10 +28,10 @@ import xxhash
 from bigtrain import pastcache
 from bigtrain.checkpoint import files
 from bigtrain.checkpoint.files import Disk
+from bigtrain.checkpoint.hashing import PIECE_BYTES, ChunkHashes
 from bigtrain.errors import CheckpointError
 
 BLOCK_BYTES = 16 << 20  # one request: enough to keep a disk busy, small beside any state
-PIECE_BYTES = 256 << 10  # hashed, then copied: stays in the second-level cache between the two
 PAGE_BYTES = 4096  # alignment that direct I/O needs on every disk in use
 BLOCKS = 3  # one fills, one is on its way to the disk, one waits
 SAMPLES = 16  # places at which a file is asked whether it is in the page cache
@@ -72,40 +72,34 @@ class DataFile:
         disk: told of every operation before it happens.
         path: the file; made anew.
         thread: does the requests to the disk.
-        piece_bytes: hashed and copied at a time.
+        block_bytes: of a request.
     """
 
-    def __init__(self, disk: Disk, path: Path, thread: DiskThread, piece_bytes: int = PIECE_BYTES):
-        self._disk, self.path, self._thread, self._piece = disk, path, thread, piece_bytes
+    def __init__(self, disk: Disk, path: Path, thread: DiskThread, block_bytes: int = BLOCK_BYTES):
+        self._disk, self.path, self._thread, self._size = disk, path, thread, block_bytes
         self._pending: deque[Future[None]] = deque()
-        self._blocks = [aligned_buffer() for _ in range(BLOCKS)]
+        self._blocks = [aligned_buffer(block_bytes) for _ in range(BLOCKS)]
         self._number = self._filled = self._begin = 0
         with disk.doing("create", path):
             self._handle = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def write(self, content: memoryview, offset: int, chunk_bytes: int) -> tuple[str, ...]:
         """Take a copy of `content` for byte `offset`, at or behind what was written so far; one hash for each `chunk_bytes`."""
+        hashes = ChunkHashes(chunk_bytes)
         gap = offset - self._begin - self._filled
         if gap:
-            self._append(memoryview(bytes(gap)))
-        return tuple(self._chunk(content[i : i + chunk_bytes]) for i in range(0, len(content), chunk_bytes))
+            self._append(memoryview(bytes(gap)), ChunkHashes(gap))
+        self._append(content, hashes)
+        return tuple(hashes.end())
 
-    def _chunk(self, content: memoryview) -> str:
-        state = xxhash.xxh3_64()
-        for i in range(0, len(content), self._piece):
-            piece = content[i : i + self._piece]
-            state.update(piece)
-            self._append(piece)
-        return state.hexdigest()
-
-    def _append(self, piece: memoryview) -> None:
-        while len(piece):
-            part, piece = piece[: BLOCK_BYTES - self._filled], piece[BLOCK_BYTES - self._filled :]
-            block = self._blocks[self._number % BLOCKS]
-            pastcache.copy(memoryview(block)[self._filled : self._filled + len(part)], part)  # type: ignore[arg-type]
+    def _append(self, content: memoryview, hashes: ChunkHashes) -> None:
+        while len(content):
+            part, content = content[: self._size - self._filled], content[self._size - self._filled :]
+            block = memoryview(self._blocks[self._number % BLOCKS])  # type: ignore[arg-type]
+            hashes.take(part, block[self._filled : self._filled + len(part)])
             self._filled += len(part)
-            if self._filled == BLOCK_BYTES:
-                self._hand_over(BLOCK_BYTES)
+            if self._filled == self._size:
+                self._hand_over(self._size)
 
     def _hand_over(self, size: int) -> None:
         if len(self._pending) == BLOCKS - 1:

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from bigtrain import pastcache, ranks
-from bigtrain.checkpoint import files, manifest, store
+from bigtrain import ranks
+from bigtrain.checkpoint import files, hashing, manifest, store
 from bigtrain.checkpoint.confirm import Confirmation, LostRankError
-from bigtrain.checkpoint.datafile import PIECE_BYTES, DataFile, DiskThread
+from bigtrain.checkpoint.datafile import BLOCK_BYTES, DataFile, DiskThread
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.manifest import CHUNK_BYTES
 from bigtrain.checkpoint.pieces import BUSY, COPIED, DONE, LIVE, Job, Unit, plan
@@ -81,7 +81,7 @@ class Saver:
         self._job: Job | None = None
         self._error: Exception | None = None
         self._disk_thread = DiskThread()
-        self._disk_thread.submit(pastcache.streaming)  # compiled, if it was never here, before an update waits for copies
+        self._disk_thread.submit(hashing.native)  # compiled, if it was never here, before an update waits for copies
         self._host, self._pinned = HostMemory(pinned=False), HostMemory(pinned=True)
         with ranks.together(f"preparing {self.root}"):
             if ranks.is_main() and self.root.is_dir():
@@ -337,9 +337,9 @@ class Saver:
 
     def _write(self, job: Job) -> tuple[str, int, str]:
         name = manifest.stem(ranks.rank(), ranks.world_size())
-        # A thread that launches kernels needs the interpreter all the time: take it as rarely as possible.
-        piece = PIECE_BYTES if job.device is None else CHUNK_BYTES
-        data = DataFile(self._disk, job.scratch / f"{name}.safetensors", self._disk_thread, piece)
+        # A thread that launches kernels needs the interpreter all the time: each block handed over takes it a few times.
+        block = BLOCK_BYTES if job.device is None else 4 * BLOCK_BYTES
+        data = DataFile(self._disk, job.scratch / f"{name}.safetensors", self._disk_thread, block)
         try:
             data.write(memoryview(job.header), 0, len(job.header))
             for unit in job.units:

@@ -35,6 +35,10 @@ def refuse(why: str) -> None:
 def take_card(cap_gib: float | None) -> torch.device:
     """This rank's card, of which it may take `cap_gib` GiB; the CPU where there is none."""
     if not torch.cuda.is_available():
+        import deepspeed.ops
+
+        # A minute of compiling for an all-reduce that DeepSpeed uses in inference only (`comm.torch.inference_all_reduce`).
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     torch.cuda.set_device(index)

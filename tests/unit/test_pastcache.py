@@ -11,9 +11,9 @@ from bigtrain import pastcache
 
 @pytest.fixture(autouse=True)
 def fresh():
-    pastcache.streaming.cache_clear()
+    pastcache.compiled.cache_clear()
     yield
-    pastcache.streaming.cache_clear()
+    pastcache.compiled.cache_clear()
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, (64 << 10) - 1, 64 << 10, (64 << 10) + 65, (1 << 20) + 4097])
@@ -35,7 +35,7 @@ def test_it_is_compiled_where_there_is_a_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     if pastcache.platform.machine() != "x86_64" or not shutil.which("cc"):
         pytest.skip("no C compiler for x86-64")
-    assert pastcache.streaming() is not None
+    assert pastcache.compiled() is not None
     assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
 
 
@@ -55,7 +55,7 @@ def test_without_it_memmove_copies(why, tmp_path, monkeypatch):
         monkeypatch.setattr(pastcache, "_library", lambda: broken)
     else:
         monkeypatch.setattr(pastcache, "_copies_right", lambda run: False)
-    assert pastcache.streaming() is None
+    assert pastcache.compiled() is None
     source, target = np.arange(1 << 17, dtype=np.uint32), np.zeros(1 << 17, dtype=np.uint32)
     pastcache.copy(memoryview(target).cast("B"), memoryview(source).cast("B"))
     assert (source == target).all()
@@ -68,4 +68,4 @@ def test_a_compiler_that_hangs_is_left_alone(tmp_path, monkeypatch):
         raise subprocess.TimeoutExpired("cc", kwargs["timeout"])
 
     monkeypatch.setattr(pastcache.subprocess, "run", late)
-    assert pastcache.streaming() is None
+    assert pastcache.compiled() is None

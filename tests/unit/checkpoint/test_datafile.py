@@ -9,7 +9,7 @@ import pytest
 import torch
 import xxhash
 
-from bigtrain.checkpoint import datafile, files, snapshot
+from bigtrain.checkpoint import datafile, files, hashing, snapshot
 from bigtrain.checkpoint.datafile import BLOCK_BYTES, DataFile, DataSource, DiskThread, aligned_buffer, take_hashed
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.snapshot import BLOCK_BYTES as HOST_BLOCK_BYTES
@@ -33,7 +33,10 @@ def folder(request, tmp_path):
 @pytest.mark.parametrize(
     "sizes", [[1], [4096], [5, 0, 70_001, 3], [BLOCK_BYTES], [BLOCK_BYTES + 1, CHUNK * 3 + 77], [3 * BLOCK_BYTES + 4095]]
 )
-def test_pieces_with_gaps_arrive_and_are_hashed(folder, sizes):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_pieces_with_gaps_arrive_and_are_hashed(folder, sizes, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(hashing, "native", lambda: None)
     chance = np.random.default_rng(len(sizes))
     whole, hashes, position = bytearray(), [], 0
     file = DataFile(Disk(), folder / "x", DiskThread())

@@ -43,6 +43,21 @@ def test_B65_the_first_cause_of_a_chain_is_shown():
         assert builds.first_cause(outer) == "RuntimeError: foo.cpp:3:1: error: no such header"
 
 
+def test_it_is_compiled_without_debug_information_unless_another_program_did_with(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+
+    class Builder:
+        name = "cpu_adam"
+
+        def cxx_args(self):
+            return ["-O3", "-g", "-Wall"]
+
+    assert builds.without_symbols(Builder()).cxx_args() == ["-O3", "-Wall"]
+    assert "-g" in zero.deepspeed.ops.op_builder.CPUAdamBuilder().cxx_args()  # else it is for nothing
+    (tmp_path / "cpu_adam" / "build.ninja").write_text("cflags = -O3 -g -Wall")
+    assert builds.without_symbols(Builder()).cxx_args() == ["-O3", "-g", "-Wall"]
+
+
 def test_the_lock_of_a_killed_build_is_removed_and_a_live_one_is_not(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert builds.clear_stale_lock("cpu_adam") is False

@@ -1,0 +1,153 @@
+"""Hashes of chunks of bytes, taken while the bytes are copied. Torch-free.
+
+Each call into Python takes the interpreter from the thread that trains: in pieces that fit a processor's cache, thousands of times
+a second, which cost a training step that is bound by launching kernels up to 17 % (docs/log.md). So all pieces of a block are one
+call of a few lines of C (pastcache.c) that use the hash of the `xxhash` package through its extension module. Where that does not
+export its functions, or nothing can be compiled, the same is done in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from bigtrain import pastcache
+
+PIECE_BYTES = 256 << 10  # hashed, then copied: stays in the second-level cache between the two
+
+
+class ChunkHashes:
+    """XXH3-64 of each `chunk_bytes` of a run of bytes that comes in parts.
+
+    Args:
+        chunk_bytes: the last chunk may be shorter.
+    """
+
+    def __init__(self, chunk_bytes: int):
+        self._chunk, self._found = chunk_bytes, list[str]()
+        code = native()
+        self._state: _NativeState | _State = _State(chunk_bytes) if code is None else _NativeState(chunk_bytes, code)
+
+    def take(self, source: memoryview, target: memoryview) -> None:
+        """Copy the next bytes to `target`, which is as long and does not overlap."""
+        if len(source) != len(target):
+            raise ValueError(f"{len(source)} bytes into {len(target)}")
+        if len(source):
+            self._found += self._state.take(source, target)
+
+    def end(self) -> list[str]:
+        """The hashes, 16 hexadecimal digits each."""
+        if self._state.held:
+            self._found.append(self._state.digest())
+            self._state = _State(self._chunk)
+        return self._found
+
+
+class _State:
+    """In Python."""
+
+    def __init__(self, chunk_bytes: int):
+        self._chunk, self.held, self._hash = chunk_bytes, 0, xxhash.xxh3_64()
+
+    def take(self, source: memoryview, target: memoryview) -> list[str]:
+        found, at = [], 0
+        while at < len(source):
+            part = min(self._chunk - self.held, PIECE_BYTES, len(source) - at)
+            self._hash.update(source[at : at + part])
+            pastcache.copy(target[at : at + part], source[at : at + part])
+            at, self.held = at + part, self.held + part
+            if self.held == self._chunk:
+                found.append(self.digest())
+                self._hash.reset()
+                self.held = 0
+        return found
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+
+class _NativeState:
+    """In C."""
+
+    def __init__(self, chunk_bytes: int, code: _Native):
+        self._chunk, self._code, self._held = chunk_bytes, code, ctypes.c_size_t(0)
+        self._state = code.create()
+        weakref.finalize(self, code.free, self._state)
+        code.reset(self._state)
+
+    @property
+    def held(self) -> int:
+        return self._held.value
+
+    def take(self, source: memoryview, target: memoryview) -> list[str]:
+        digests = (ctypes.c_uint64 * (len(source) // self._chunk + 1))()
+        read, written = np.frombuffer(source, dtype=np.uint8), np.frombuffer(target, dtype=np.uint8)
+        complete = self._code.copy_hashed(
+            self._code.functions, self._state, ctypes.byref(self._held), self._chunk, PIECE_BYTES, written.ctypes.data,
+            read.ctypes.data, len(source), digests,
+        )  # fmt: skip
+        return [f"{digest:016x}" for digest in digests[:complete]]
+
+    def digest(self) -> str:
+        return f"{self._code.digest(self._state):016x}"
+
+
+@dataclass(frozen=True)
+class _Native:
+    """Compiled functions; only `copy_hashed` takes long, and releases the interpreter."""
+
+    copy_hashed: Any
+    create: Any
+    free: Any
+    reset: Any
+    digest: Any
+    functions: Any
+
+
+@functools.cache
+def native() -> _Native | None:
+    """The compiled way; None where there is none, or where it does not agree with the package's own hashes."""
+    library = pastcache.compiled()
+    try:
+        found = None if library is None else _find(library)
+    except (OSError, AttributeError, ImportError):
+        return None
+    return found if found is not None and _agrees(found) else None
+
+
+def _find(library: ctypes.CDLL) -> _Native:
+    """Raises ImportError, OSError or AttributeError where something is not as in the package of today."""
+    hashes = ctypes.PyDLL(str(importlib.import_module("xxhash._xxhash").__file__))
+    # The plain one is compiled for the oldest processor; builds for x86 have one that looks what this processor can do.
+    update = getattr(hashes, "XXH3_64bits_update_dispatch", None) or hashes.XXH3_64bits_update
+    reset, digest, create, free = (
+        getattr(hashes, f"XXH3_{name}") for name in ("64bits_reset", "64bits_digest", "createState", "freeState")
+    )
+    create.restype, digest.restype = ctypes.c_void_p, ctypes.c_uint64
+    reset.argtypes = digest.argtypes = free.argtypes = (ctypes.c_void_p,)
+    run = library.bigtrain_copy_hashed
+    sizes, pointer = ctypes.c_size_t, ctypes.c_void_p
+    run.argtypes, run.restype = (pointer, pointer, pointer, sizes, sizes, pointer, pointer, sizes, pointer), sizes
+    functions = (pointer * 3)(*(ctypes.cast(f, pointer).value for f in (reset, update, digest)))
+    return _Native(run, create, free, reset, digest, functions)
+
+
+def _agrees(code: _Native) -> bool:
+    """Two parts of chunks that they cut, against the package; every byte has arrived."""
+    content, chunk = os.urandom(3 * PIECE_BYTES + 77), PIECE_BYTES + 13
+    state, copied = _NativeState(chunk, code), bytearray(len(content))
+    found, cut = [], PIECE_BYTES + 1000
+    for part in (slice(0, cut), slice(cut, None)):
+        found += state.take(memoryview(content)[part], memoryview(copied)[part])
+    found.append(state.digest())
+    return copied == content and found == [
+        xxhash.xxh3_64_hexdigest(content[i : i + chunk]) for i in range(0, len(content), chunk)
+    ]
