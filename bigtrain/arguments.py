@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import glob
 import importlib.util
 import json
@@ -206,6 +207,7 @@ INSTEAD = {
     "nproc_per_node": "it belongs to the launcher: torchrun --nproc_per_node N launch/train.py ...",
     "master_port": "it belongs to the launcher: deepspeed --master_port P launch/train.py ...",
 }
+PATHS = ("ds_config", "train_data", "eval_data", "model_name_or_path", "output_dir", "resume_from_checkpoint")
 LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 
 
@@ -406,10 +408,24 @@ def _is_there(path: str) -> bool:
     return Path(full).exists() or bool(glob.glob(full, recursive=True))
 
 
+def _impossible(path: str | None) -> str | None:
+    """Why no file can ever have this name."""
+    try:
+        os.stat(Path(path or ".").expanduser())
+    except (OSError, ValueError) as error:
+        too_long = isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP)
+        if (too_long or isinstance(error, ValueError)) and not str(path).lstrip().startswith("{"):  # a ds_config as text
+            return f"{str(path)[:100]!r}... cannot be a path: {getattr(error, 'strerror', error)}"
+    return None
+
+
 def _problems_with_files(args: TrainArguments) -> Iterator[str]:
     for name, value in args.as_dict().items():
         if isinstance(value, str) and not value.strip() and name != "run_name":
             yield f"{name} is empty: give a value or leave it out (a shell variable that is not set?)"
+    if impossible := [f"{name}: {why}" for name in PATHS if (why := _impossible(getattr(args, name)))]:
+        yield from impossible
+        return
     for name in ("ds_config", "train_data", "eval_data"):
         value = getattr(args, name)
         if name == "ds_config" and value and (value == "auto" or value.lstrip().startswith("{")):

@@ -16,6 +16,7 @@ import socket
 from collections.abc import Iterator
 
 from bigtrain import ranks
+from bigtrain.errors import UsageError
 from bigtrain.weights.write import fsync
 
 LONGEST_BYTES = 120  # of NAME in the folder's own name: file systems allow 255 in all
@@ -27,9 +28,17 @@ def begin(out_dir: str) -> str:
 
     Returns:
         Its path, for `publish` or `drop`.
+
+    Raises:
+        UsageError: there can be no folder of that name.
     """
     parent, stem = _beside(out_dir)
-    os.makedirs(parent, exist_ok=True)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(out_dir)  # a name that is too long would be noticed when everything has been written
+        os.makedirs(parent, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{out_dir} cannot be made: {error.strerror}. Give another folder.") from error
     _clear_dead(os.path.realpath(out_dir))
     temporary = os.path.join(parent, f"{stem}{os.getpid()}-{socket.gethostname()}")
     for path in (temporary, f"{temporary}.new"):

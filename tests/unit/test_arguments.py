@@ -116,6 +116,12 @@ def test_missing_files_are_named(base, tmp_path):
     assert "no.jsonl does not exist" in text and "checkpoint-9 is no directory" in text
 
 
+@pytest.mark.parametrize("path", ["x" * 300, "/tmp/" + "d/" * 2500])
+def test_a_path_that_no_file_can_have_is_named(base, path):
+    text = refusal([*base, "--output_dir", path, "--eval_data", path])
+    assert "output_dir: '" in text and text.count("cannot be a path: File name too long") == 2
+
+
 def test_unknown_preset(base):
     base[base.index("preset:llama-tiny")] = "preset:llama-tinny"
     assert "did you mean llama-tiny" in refusal(base)

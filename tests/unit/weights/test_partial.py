@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from bigtrain.errors import UsageError
 from bigtrain.weights import partial
 
 
@@ -58,6 +59,14 @@ def test_an_export_killed_between_its_renames_is_undone(tmp_path):
     assert not out.exists()
     partial.drop(partial.begin(str(out)))
     assert (out / "config.json").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("name", ["m" * 300, "file/model", "/proc/no/such"])
+def test_a_folder_that_cannot_be_is_refused_before_anything_is_written(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be made: "):
+        partial.begin(str(tmp_path / name))
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_linked_folder_is_written_where_the_link_points_to(tmp_path):
