@@ -73,7 +73,7 @@ def assemble(
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     flags = GradientFlags(params if trace_gradients else [], device)
     optimizer = _optimizer(param_groups(model, s.weight_decay), s)
-    own = s.stage in (1, 2) and optim.OPTIMIZERS[optim.canonical_name(s.optimizer)].own_offload
+    own = s.stage in (1, 2) and optim.OPTIMIZERS[s.optimizer].own_offload
     with SharedMaster() if own else contextlib.nullcontext():
         ds = zero.initialize(model, s.config, optimizer, through_host=s.offload_gradients > 0.0)
     optim.after_initialize(s.optimizer, ds)

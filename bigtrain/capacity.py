@@ -14,16 +14,19 @@ import torch
 from bigtrain import plan, ranks
 from bigtrain.arguments import TrainArguments
 from bigtrain.auto import flags, pick
+from bigtrain.checkpoint.files import free_bytes
 from bigtrain.config import Decision
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.job import Job, choose_seq_len, device_type, fused_kernels, load_model_config, run_values
 from bigtrain.plan.constants import CUDA_CONTEXT_BYTES, nccl_bytes
+from bigtrain.plan.disk import Writes, saves_to_come
 from bigtrain.plan.machine import expandable_segments, host_memory, show_bytes
 from bigtrain.plan.roofline import Rates, forward_s, stored_rates
 from bigtrain.plan.show import plan_text
 from bigtrain.plan.spilled import asked_share, least_share
 from bigtrain.plan.states import layout_name
 from bigtrain.plan.streamed import buffers_that_help
+from bigtrain.runfolder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +161,33 @@ def check_fit(layout: plan.Plan | None, gpu: int | None, host: int | None) -> di
             "--no_plan starts the run all the same."
         )
     return {k: v for k, v in layout.to_json().items() if k != "trees"}
+
+
+def check_disk(job: Job, folder: RunFolder, reached: int) -> None:
+    """Refuse a run whose first checkpoint, or only result, the disk cannot hold; warn of one that will fill it. On rank 0.
+
+    Args:
+        folder: of the run, before it is opened.
+        reached: step that it starts from.
+
+    Raises:
+        UsageError: with both sizes.
+    """
+    args, resumes = job.args, job.args.resume_from_checkpoint is not None
+    if job.checkpoint_bytes is None or job.model_bytes is None:
+        return
+    writes = Writes(
+        checkpoint_bytes=job.checkpoint_bytes,
+        model_bytes=0 if args.no_export else job.model_bytes,
+        saves=saves_to_come(reached, job.steps.steps, args.save_steps),
+        keep=args.save_total_limit,
+        there=len(folder.checkpoints()) if resumes else 0,
+    )
+    free = free_bytes(folder.root) + (0 if resumes else folder.own_bytes())
+    if why := writes.too_much(free, str(folder.root)):
+        raise UsageError(f"{why}\nNothing was built.")
+    if why := writes.too_many(free, str(folder.root)):
+        logger.warning("%s", why)
 
 
 def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bigtrain import config as ds
-from bigtrain import data, models, plan, precision, ranks, settings, zero
+from bigtrain import data, models, optim, plan, precision, ranks, settings, zero
 from bigtrain.arguments import TrainArguments
 from bigtrain.auto import AUTO
+from bigtrain.checkpoint import fit
+from bigtrain.checkpoint.live import layout_of
 from bigtrain.config import ModelShape, Resolved, RunValues
 from bigtrain.data.tokens import model_limits
 from bigtrain.diagnostics.metrics import FlopsFormula
@@ -33,6 +36,7 @@ class Job:
     """What a run trains on and how.
 
     Attributes:
+        checkpoint_bytes, model_bytes: of one checkpoint and of the exported model; None for a model that only building tells.
         offload_gradients: share of the gradients that leave the GPU in backward; 0.0 until "auto" is decided (`capacity`).
     """
 
@@ -46,6 +50,8 @@ class Job:
     model_config: Any
     config_overrides: dict[str, Any]
     resize_vocab_to: int | None
+    checkpoint_bytes: int | None = None
+    model_bytes: int | None = None
     offload_gradients: float = 0.0
 
     @property
@@ -120,14 +126,16 @@ def run_values(args: TrainArguments, total_steps: int | None) -> RunValues:
 # ---------------------------------------------------------------- together
 
 
-def prepare(args: TrainArguments, config: dict[str, Any], reached: tuple[int, int] = (0, 0)) -> Job:
+def prepare(args: TrainArguments, config: dict[str, Any], reached: tuple[int, int] = (0, 0), resume: Path | None = None) -> Job:
     """Tokenizer, data, step plan, and the ds_config with nothing left open. Collective.
 
     Args:
         reached: (step, rows used) of the checkpoint that the run starts from.
+        resume: the folder of that checkpoint.
 
     Raises:
         UsageError, ConfigError, DataError, ModelError: on every rank alike, before anything is built.
+        CheckpointError, WeightsError: the checkpoint is damaged.
     """
     name = args.tokenizer_name_or_path or args.model_name_or_path
     with ranks.main_first("reading the tokenizer"), _Named(f"tokenizer of {name}"):
@@ -145,6 +153,7 @@ def prepare(args: TrainArguments, config: dict[str, Any], reached: tuple[int, in
     assert first.run.micro_batch and first.run.accumulation
     share = asked_share(args.offload_gradients) or 0.0
     _settle(args, first, first.run.total_steps, share)  # tokenising may take hours: not before a name that is misspelt
+    sizes = ranks.main_decides(lambda: look_ahead(args, first, model_config, overrides, resume), "looking at the model's shape")
     rows, eval_rows = load_rows(args, tokenizer, model_config, seq_len)
     steps = data.plan_steps(
         len(rows), first.run.micro_batch, first.run.accumulation, world, args.num_train_epochs, args.max_steps, done=reached
@@ -162,7 +171,30 @@ def prepare(args: TrainArguments, config: dict[str, Any], reached: tuple[int, in
         config_overrides=overrides,
         resize_vocab_to=resize_to,
         offload_gradients=share,
+        **sizes,
     )
+
+
+def look_ahead(
+    args: TrainArguments, resolved: Resolved, model_config: Any, overrides: Mapping[str, Any], resume: Path | None
+) -> dict[str, int]:
+    """`checkpoint_bytes` and `model_bytes` of a run that may go on from `resume`.
+
+    Raises:
+        UsageError: it may not, see `checkpoint.fit.refuse_other`. ModelError: `--freeze` names nothing.
+    """
+    try:
+        model = models.skeleton(model_config, overrides=overrides, trust_remote_code=args.trust_remote_code)
+    except Exception as error:  # a model's own code may not know the meta device; building says what is wrong, if anything is
+        logger.info("the size of a checkpoint is not known before the model is built: %r", error)
+        return {}
+    models.freeze(model, args.freeze, quiet=True)
+    config, name, bf16 = resolved.config, optim.canonical_name(resolved.run.optim or "adamw"), bool(resolved.run.bf16)
+    if resume is not None:
+        stage = (config.get("zero_optimization") or {}).get("stage", 0)
+        fit.refuse_other(resume, model, layout_of(optimizer=name, bf16=bf16, stage=stage, world_size=ranks.world_size()))
+    halved = (config.get("bf16") or {}).get("bf16_master_weights_and_grads") is True
+    return {"checkpoint_bytes": fit.checkpoint_bytes(model, name, bf16, halved), "model_bytes": fit.weight_bytes(model)}
 
 
 def resolve(args: TrainArguments, config: dict[str, Any], shape: ModelShape, total_steps: int | None) -> Resolved:
@@ -181,8 +213,7 @@ class _Named:
     def __init__(self, what: str):
         self._what = what
 
-    def __enter__(self) -> None:
-        return None
+    def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, OSError | ValueError | ImportError):

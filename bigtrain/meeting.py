@@ -153,11 +153,12 @@ def naming_the_lost() -> Iterator[None]:
             raise
         gone = watch.lost(3.0)
         if gone is None:
-            gone = {r: "ended" for r in ranks_without("lost", "connection", wait_s=3.0)}
+            gone = {r: "ended without a word" for r in ranks_without("lost", "connection", wait_s=3.0)}
         listing = "".join(f"\n  rank {r}: {text}" for r, text in gone.items())
         raise RanksDisagreeError(
-            f"{_names(gone) if gone else 'some rank'} ended, or lost its connection, while the others waited for it: its own "
-            f"output says why. Start again with --resume_from_checkpoint auto.{listing}\n{error}",
+            f"{_names(gone) if gone else 'some rank'} ended, or lost its connection, while the others waited for it: its own output "
+            "says why; if it says nothing, the process was killed from outside (kill -9, out of memory: see dmesg). Start again "
+            f"with --resume_from_checkpoint auto.{listing}\n{error}",
             gone,
         ) from error
 

@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -50,11 +51,12 @@ class RunFolder:
             resume, overwrite: what the user said. reads: paths that the run reads, which starting over must not remove.
 
         Raises:
-            UsageError: it holds a run and the user said neither to resume nor to overwrite it, it cannot be written to, or
-                what would be removed is read.
+            UsageError: it holds a run and the user said neither to resume nor to overwrite it, or one that goes on right now, it
+                cannot be written to, or what would be removed is read.
         """
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"output_dir {self.root} is a file")
+        self._refuse_living()
         there = self._own()
         if there and resume is None and not overwrite:
             names = ", ".join(sorted(p.name for p in there)[:6])
@@ -79,6 +81,16 @@ class RunFolder:
         if not os.access(above, os.W_OK):
             raise UsageError(f"output_dir {self.root} cannot be written to: no permission in {above}")
 
+    def _refuse_living(self) -> None:
+        """Two runs in one folder would replace each other's steps and rows. Known of this host's processes alone."""
+        run = self.read_run()
+        process = run.get("process") or {}
+        if run.get("outcome") == "running" and process.get("pid") != os.getpid() and is_living(process):
+            raise UsageError(
+                f"output_dir {self.root} is in use: process {process['pid']} trains into it since {run.get('started')}. Stop it, or "
+                "name another output_dir."
+            )
+
     def open(self, *, resume: str | None) -> None:
         """Make the folder; without `resume`, what an earlier run left there is removed.
 
@@ -96,6 +108,11 @@ class RunFolder:
         names = [self.root / n for n in (*OWN_FILES, *OWN_FOLDERS)]
         return [p for p in names if p.exists()] + sorted(self.root.glob("checkpoint-[0-9]*"))
 
+    def own_bytes(self) -> int:
+        """Space that starting over would free."""
+        files = (f for own in self._own() for f in (own.rglob("*") if own.is_dir() else [own]))
+        return sum(f.lstat().st_size for f in files if f.is_file() and not f.is_symlink())
+
     def checkpoints(self) -> list[tuple[int, Path]]:
         """(step, folder) of every committed checkpoint, oldest first."""
         return [(step, store.folder_for(self.root, step)) for step in store.steps(self.root)]
@@ -104,22 +121,32 @@ class RunFolder:
         """The checkpoint folder to start from; None to start at step 0.
 
         Raises:
-            CheckpointError: the one that was named is no complete checkpoint; lists those that are.
+            CheckpointError: the one that was named is no complete checkpoint; lists those that are. None of this folder's is whole.
+            UsageError: this folder holds newer ones than the one that was named.
         """
         if asked is None:
             return None
-        if asked == "auto":
-            store.recover(self.root)
-            opened, skipped = store.newest(self.root)
-            for line in skipped:
-                logger.warning("%s", line)
-            return None if opened is None else opened.folder
-        path = Path(asked).expanduser().resolve()
+        path = self.root if asked == "auto" else Path(asked).expanduser().resolve()
+        store.recover(path if path.is_dir() else path.parent)
+        if asked == "auto" and not store.steps(path):
+            return None
         if (path / "COMMIT").is_file() or store.steps(path):
-            return store.find(path).folder
+            found = store.find(path)
+            self._refuse_newer(found.step if path != self.root else None)
+            return found.folder
         from bigtrain.checkpoint.deepspeed_import import foreign_in
 
         return foreign_in(path, None) or store.find(path).folder
+
+    def _refuse_newer(self, step: int | None) -> None:
+        """Going back in a folder: what comes after `step` there would be taken for this run's by the next `auto`, or by a restart."""
+        newer = [] if step is None else [f"checkpoint-{s}" for s in store.steps(self.root) if s > step]
+        if newer:
+            raise UsageError(
+                f"output_dir {self.root} holds {', '.join(newer[:6])}, newer than step {step} that this run is to start from: the "
+                "next --resume_from_checkpoint auto would go on from there, and lose what this run does. Move them away, or name "
+                "another folder."
+            )
 
     @staticmethod
     def reached(checkpoint: Path | None) -> tuple[int, int]:
@@ -143,6 +170,23 @@ class RunFolder:
     def update_run(self, **values: Any) -> None:
         """Set keys of run.json."""
         self.write_json("run.json", {**self.read_run(), **values})
+
+
+def this_process() -> dict[str, Any]:
+    """What tells this process from every other that this host, or a container of its name, has had or will have."""
+    from bigtrain.watch.mesh import start_tick
+
+    return {"host": socket.gethostname(), "pid": os.getpid(), "tick": start_tick(os.getpid())}
+
+
+def is_living(process: Mapping[str, Any]) -> bool:
+    """Whether a process as `this_process` described it runs on this host; False for another host's."""
+    from bigtrain.watch.mesh import process_status
+
+    if not process or process.get("host") != socket.gethostname():
+        return False
+    state, tick = process_status(int(process["pid"])) or ("", "")
+    return state not in ("", "Z", "X") and tick == process["tick"]
 
 
 def now() -> str:

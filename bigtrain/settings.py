@@ -187,7 +187,7 @@ def settle(
             f"two optimizers were given: {optimizer!r} to the Engine and {optimizer_section.get('type')!r} in the ds_config. "
             "The Engine's is used; the values of the ds_config's section serve where the Engine was given none."
         )
-    name = optimizer or _optimizer_name(optimizer_section)
+    name = optim.canonical_name(optimizer or _optimizer_name(optimizer_section))
     scheduler = _scheduler(scheduler_section, lr_scheduler, notes)
     scheduled = {k: v for k, v in (scheduler_section.get("params") or {}).items() if v != "auto"}
     rates = [("optimizer.params.lr", params.get("lr")), ("scheduler.params.warmup_max_lr", scheduled.get("warmup_max_lr"))]
@@ -258,7 +258,7 @@ def _add_what_the_optimizer_needs(private: dict[str, Any], name: str, stage: int
 def _own_offload_only(name: str, zero: dict[str, Any]) -> None:
     """Refuse what DeepSpeed's own offload can do and an optimizer that keeps its state on the host itself cannot."""
     block = zero.get("offload_optimizer") or {}
-    if not optim.OPTIMIZERS[optim.canonical_name(name)].own_offload:
+    if not optim.OPTIMIZERS[name].own_offload:
         return
     if block.get("device") == "nvme":
         raise UsageError(
@@ -279,7 +279,7 @@ def _gradients_can_leave(share: float, name: str, private: dict[str, Any], world
         "one rank": world_size == 1,
         "zero_optimization.stage 2": private["zero_optimization"]["stage"] == 2,
         'offload_optimizer.device "cpu"': offload,
-        "an adamw_split optimizer": optim.OPTIMIZERS[optim.canonical_name(name)].own_offload,
+        "an adamw_split optimizer": optim.OPTIMIZERS[name].own_offload,
         'data_types.grad_accum_dtype "bf16"': summed_in not in ("fp32", "float32"),
     }
     missing = [what for what, there in wanted.items() if not there]

@@ -34,7 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             start_logging()
             args = parse(words)
-            train(args, stop)
+            from bigtrain.meeting import naming_the_lost
+
+            with naming_the_lost():
+                train(args, stop)
             return 0
         except Exception as error:
             tell_hosts(error)
@@ -74,7 +77,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     if args.ds_config == jobs.AUTO:
         args, config = capacity.choose(args)
     limits = capacity.memory_limits(args.gpu_memory_cap)
-    job = jobs.prepare(args, config, reached)
+    job = jobs.prepare(args, config, reached, resume)
     job = capacity.offload_gradients(job, *limits)
     if not args.no_plan:  # buffers first: a GiB of them hides more than a block's recompute costs
         job = capacity.use_spare_memory(job, *limits)
@@ -82,6 +85,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     jobs.check_engine(job)
     layout = capacity.plan_of(job)
     planned = None if args.no_plan else capacity.check_fit(layout, *limits)
+    ranks.main_decides(lambda: capacity.check_disk(job, folder, reached[0]), "looking at the disk")
     ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
     hosts.refuse_split_output(folder.root, saves=bool(args.save_steps))
     ranks.main_decides(lambda: announce(job, folder, places, planned), "writing run.json")
@@ -91,7 +95,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_settings(job))
         engine.checkpoints.tokenizer = job.tokenizer
         if resume is not None:
-            job.tell_changed_data(engine.load_checkpoint(resume.parent, tag=resume.name))
+            job.tell_changed_data(engine.load_checkpoint(resume))
             logger.info("resumed from %s at step %d, row %d", resume, engine.global_step, engine.data_position)
         flops = jobs.flops_formula(model, job.seq_len)
         with ranks.together("opening loaders and trackers"):
@@ -220,10 +224,11 @@ class Run:
             self.progress.note(f"evaluation after step {step}: loss {result.loss:.4f} over {result.tokens:,} target tokens")
 
     def save(self) -> None:
-        """Begin a checkpoint that training continues from bit for bit; it is written while training goes on."""
+        """Begin a checkpoint, written while training goes on; after one that failed, wait for it: a second failure ends the run."""
         with self.clock.paused("saving"):
+            failed = self.engine.checkpoints.failure()
             path = self.engine.save_checkpoint(
-                self.folder.root, state=self.job.data_told, keep_last=self.args.save_total_limit, wait=False
+                self.folder.root, state=self.job.data_told, keep_last=self.args.save_total_limit, wait=failed is not None
             )
             self.saved_step = self.engine.global_step
         self.progress.note(f"saving {path} beside training")
@@ -263,6 +268,7 @@ class Run:
         """Write down how it ended; `python -m bigtrain.diagnostics.report OUT` shows what there is."""
         from bigtrain.runfolder import now
 
+        self.engine.checkpoints.failure()  # of a save in flight: it has been said, and must not hide what ended the run
         if self.main and not self.ended:
             self.folder.update_run(
                 outcome=f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", ended=now()
@@ -336,7 +342,7 @@ def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str,
     import torch
 
     from bigtrain.config import report, table
-    from bigtrain.runfolder import now, versions
+    from bigtrain.runfolder import now, this_process, versions
 
     resolved = job.resolved
     backend = torch.distributed.get_backend()
@@ -360,6 +366,7 @@ def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str,
         steps=job.steps.describe(),
         planned=planned,
         started=now(),
+        process=this_process(),
         outcome="running",  # that of an earlier start of this run does not stand for this one
     )
 
@@ -395,7 +402,7 @@ def report_error(error: Exception) -> int:
         return BigtrainError.exit_code
     if rank == "0":
         print(f"{type(ours).__name__}: {ours}" if ours.exit_code != StoppedError.exit_code else str(ours), file=sys.stderr)
-    elif ours.exit_code != StoppedError.exit_code and (os.environ.get("LOCAL_RANK") == "0" or _first_left(int(rank))):
+    elif ours.exit_code != StoppedError.exit_code and (os.environ.get("LOCAL_RANK") == "0" or _first_left(int(rank), ours)):
         # The first rank of another host: under torchrun and Slurm its output is all that is seen there.
         print(f"[rank {rank}] {type(ours).__name__}: {ours}", file=sys.stderr)
     elif _has_met() and not isinstance(ours, RanksDisagreeError | StoppedError):
@@ -404,14 +411,14 @@ def report_error(error: Exception) -> int:
     return ours.exit_code
 
 
-def _first_left(rank: int) -> bool:
+def _first_left(rank: int, error: Exception) -> bool:
     """Every rank before this one was killed, so that none of them says what happened."""
     if not _has_met():
         return False
     from bigtrain import watch
 
-    lost = watch.lost() or {}
-    return all("without a word" in lost.get(before, "") for before in range(rank))
+    lost = watch.lost() or getattr(error, "by_rank", {})  # before there is a watch, the error may know
+    return all("without a word" in str(lost.get(before, "")) for before in range(rank))
 
 
 def tell_hosts(error: Exception) -> None:

@@ -66,9 +66,9 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
         WeightsError: a file is missing, damaged, or names anything but tensors, containers and numbers.
     """
     with live.state_kept(engine), ranks.together(f"opening {folder}"):
-        source = open_universal(folder) if is_universal(folder) else open_deepspeed(folder)
+        source = _opened(folder)
         run = json.loads((folder / RUN).read_text()) if (folder / RUN).is_file() else None
-        _check_optimizer(engine, source)
+        _check_optimizer(engine.settings.optimizer, source)
         index, tensors = _index(source, engine)
         _check_names(source, engine.module)
         splitting = _is_split(engine) and "low" not in source.moments
@@ -83,6 +83,26 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
     return run["state"] if run else {}
 
 
+def refuse_other(folder: Path, optimizer: str, model: torch.nn.Module) -> None:
+    """What `load` would refuse, from a model without values (`models.skeleton`).
+
+    Raises:
+        CheckpointError, WeightsError: as `load`.
+    """
+    source = _opened(folder)
+    _check_optimizer(optimizer, source)
+    _check_names(source, model)
+    shapes = {without_wrappers(n): tuple(t.shape) for n, t in model.state_dict(keep_vars=True).items()}
+    wrong = [(n, s, shapes[without_wrappers(n)]) for n, s in source.shapes.items() if s != shapes[without_wrappers(n)]]
+    if wrong:
+        listing = "".join(f"\n  {n}: shape {theirs} in the checkpoint, {mine} in the model" for n, theirs, mine in wrong[:20])
+        raise CheckpointError(f"{source.path} is of another model:{listing}", source.path)
+
+
+def _opened(folder: Path) -> DeepSpeedFolder:
+    return open_universal(folder) if is_universal(folder) else open_deepspeed(folder)
+
+
 def _is_split(engine: Engine) -> bool:
     return OPTIMIZERS[engine.settings.optimizer].master_bytes == 0
 
@@ -93,8 +113,8 @@ def _copy(reads: list[Read], wanted: list[LocalSlice], tensors: list[torch.Tenso
         wanted[read.wanted].tensor[read.target_start : read.target_start + read.count].copy_(piece)
 
 
-def _check_optimizer(engine: Engine, source: DeepSpeedFolder) -> None:
-    row, theirs = OPTIMIZERS[engine.settings.optimizer], set(source.moments)
+def _check_optimizer(optimizer: str, source: DeepSpeedFolder) -> None:
+    row, theirs = OPTIMIZERS[optimizer], set(source.moments)
     mine = {t.name for t in (*row.state, *row.other_state)}
     if "low" not in theirs:
         mine -= {"low"}  # made from the fp32 master
@@ -104,7 +124,7 @@ def _check_optimizer(engine: Engine, source: DeepSpeedFolder) -> None:
     if mine != theirs or by_blocks:
         raise CheckpointError(
             f"{source.path} holds the optimizer state {', '.join(sorted(theirs)) or 'of no kind'}; optimizer "
-            f"{engine.settings.optimizer!r} keeps {', '.join(sorted(mine))}. Resume with the optimizer that wrote it, or start a new "
+            f"{optimizer!r} keeps {', '.join(sorted(mine))}. Resume with the optimizer that wrote it, or start a new "
             "run from its weights (bigtrain export).",
             source.path,
         )

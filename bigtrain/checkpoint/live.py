@@ -14,7 +14,7 @@ import torch
 
 from bigtrain import ranks, zero
 from bigtrain.checkpoint.blocks import MOMENTS, SCALES, Reblock, in_place, reblock
-from bigtrain.checkpoint.reshard import Index
+from bigtrain.checkpoint.reshard import Index, Wanted, plan_reads
 from bigtrain.checkpoint.slices import DTYPE_NAMES, DTYPES, LocalSlice
 from bigtrain.errors import CheckpointError
 from bigtrain.flat import partition_layouts
@@ -174,7 +174,7 @@ def check_names(index: Index, module: torch.nn.Module) -> None:
         CheckpointError: names the tensors that would be dropped.
     """
     params = dict(module.named_parameters())
-    mine = {*params, *(name for name, _ in _persistent(module))}
+    mine = {*params, *(name for name, _ in persistent_buffers(module))}
     extra = sorted({param for kind, param in index if kind in WEIGHT_KINDS and param not in mine})
     if extra:
         more = f" and {len(extra) - 5} more" if len(extra) > 5 else ""
@@ -183,11 +183,28 @@ def check_names(index: Index, module: torch.nn.Module) -> None:
         )
     trained = {param for kind, param in index if kind not in WEIGHT_KINDS}
     frozen = sorted(name for name in trained & params.keys() if not params[name].requires_grad)
-    if frozen:
-        raise CheckpointError(
-            f"{len(frozen)} parameters are trained in the checkpoint and frozen in this run, first {frozen[0]}: resume with the "
-            "same frozen parts, or start a new run from the exported model (bigtrain export)."
-        )
+    masters = {param for kind, param in index if kind == "master"}  # all that was trained has one, or nothing has
+    thawed = sorted(n for n, p in params.items() if masters and p.requires_grad and n not in masters and ("weight", n) in index)
+    for names, how in (
+        (frozen, "trained in the checkpoint and frozen in this run"),
+        (thawed, "frozen in the checkpoint and trained in this run"),
+    ):
+        if names:
+            raise CheckpointError(
+                f"{len(names)} parameters are {how}, first {names[0]}: resume with the same frozen parts, or start a new run from the "
+                "exported model (bigtrain export)."
+            )
+
+
+def check_shapes(index: Index, module: torch.nn.Module) -> None:
+    """Every tensor of a whole model (`models.skeleton`) must be in a checkpoint, in its shape.
+
+    Raises:
+        CheckpointError: lists those that are not.
+    """
+    tensors = [("buffer", n, b) for n, b in persistent_buffers(module)]
+    tensors += [("master" if ("master", n) in index else "weight", n, p) for n, p in module.named_parameters()]
+    plan_reads(index, [Wanted(param=n, kind=k, shape=tuple(t.shape), start=0, stop=t.numel()) for k, n, t in tensors])
 
 
 def _elementwise_slices(flat: Flat) -> Iterator[LocalSlice]:
@@ -228,7 +245,7 @@ def _frozen(name: str, param: torch.nn.Parameter) -> Iterator[LocalSlice]:
 
 def _buffers(module: torch.nn.Module) -> Iterator[LocalSlice]:
     """Persistent buffers: the same on every rank, and free to change in any forward."""
-    for name, buffer in _persistent(module):
+    for name, buffer in persistent_buffers(module):
         if buffer.numel():
             yield LocalSlice(
                 param=name, kind="buffer", shape=tuple(buffer.shape), start=0, tensor=_flat_view(buffer), replicated=True,
@@ -236,7 +253,8 @@ def _buffers(module: torch.nn.Module) -> Iterator[LocalSlice]:
             )  # fmt: skip
 
 
-def _persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, buffer) of those that are saved."""
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:
@@ -344,6 +362,11 @@ def _unscalar(type_name: str, value: float | int, device: torch.device) -> Any:
     if type_name in DTYPES:
         return torch.tensor(value, dtype=DTYPES[type_name], device=device)
     return int(value) if type_name == "int" else float(value)
+
+
+def layout_of(*, optimizer: str, bf16: bool, stage: int, world_size: int) -> dict[str, Any]:
+    """What decides, beside the model, whether a checkpoint's state fits a run."""
+    return {"optimizer": optimizer, "precision": "bf16" if bf16 else "fp32", "stage": stage, "world_size": world_size}
 
 
 def check_layout(saved: Mapping[str, Any], now: Mapping[str, Any], index: Index) -> None:

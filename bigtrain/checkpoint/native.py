@@ -124,6 +124,14 @@ class Checkpoints:
         if self._saver is not None:
             self._saver.wait()
 
+    def failure(self) -> CheckpointError | None:
+        """Wait for a save in flight; what it failed with, on all ranks alike. The next save may be made all the same."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            return error
+        return None
+
     @naming_the_lost()
     def load(self, directory: Path, tag: str | int | None, trust: bool = False) -> dict[str, Any]:
         """Go on from a checkpoint of any number of ranks, ZeRO stage and offload setting.
@@ -213,11 +221,9 @@ class Checkpoints:
         return self._model_files
 
     def _layout(self) -> dict[str, Any]:
-        run = live.run_state(self._engine)
-        return {
-            "optimizer": run["optimizer"], "precision": "bf16" if run["bf16"] else "fp32", "stage": self._engine.stage,
-            "world_size": self._engine.world_size, "bigtrain": __version__,
-        }  # fmt: skip
+        s = self._engine.settings
+        told = live.layout_of(optimizer=s.optimizer, bf16=s.bf16, stage=s.stage, world_size=self._engine.world_size)
+        return {**told, "bigtrain": __version__}
 
 
 def changed_config(opened: store.Opened, module: torch.nn.Module, dtype: torch.dtype) -> list[str]:

@@ -34,11 +34,11 @@ from bigtrain.checkpoint.pieces import BUSY, COPIED, DONE, LIVE, Job, Unit, plan
 from bigtrain.checkpoint.slices import LocalSlice, raw, share_of
 from bigtrain.checkpoint.snapshot import HostMemory, copy_host
 from bigtrain.errors import CheckpointError
+from bigtrain.plan.disk import SPARE_BYTES
 from bigtrain.whereabouts import HERE
 
 log = logging.getLogger(__name__)
 
-SPARE_BYTES = 64 << 20  # free space asked for beyond the exact size: manifests, and file system bookkeeping
 CONFIRM_TIMEOUT_S = 3600.0  # how long a rank waits for the slowest writer
 
 
@@ -196,15 +196,9 @@ class Saver:
             raise error
 
     def _check_space(self, need: int) -> None:
+        total = ranks.sum_across(need) + SPARE_BYTES  # of all hosts: they write into one folder
         with ranks.together("checking the free space"):
-            first = self.root
-            while not first.exists():
-                first = first.parent
-            place = (os.uname().nodename, os.stat(first).st_dev)
             free = files.free_bytes(self.root)
-        everyone = ranks.all_gather_object((place, need))
-        total = sum(n for p, n in everyone if p == place) + SPARE_BYTES
-        with ranks.together("checking the free space"):
             if total > free:
                 raise CheckpointError(
                     f"the checkpoint needs {total / 2**30:.2f} GiB and {self.root} has {free / 2**30:.2f} GiB free. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.manifest import Commit, RankManifest
 from bigtrain.errors import CheckpointError
 
+log = logging.getLogger(__name__)
 MODEL = "model"  # subfolder for config and tokenizer
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 _RANK_FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.(json|safetensors)")
@@ -117,7 +119,7 @@ def newest(root: Path) -> tuple[Opened | None, list[str]]:
 
 
 def find(path: Path) -> Opened:
-    """The checkpoint at `path`: a checkpoint folder, or a root whose newest whole one is meant.
+    """The checkpoint at `path`: a checkpoint folder, or a root whose newest whole one is meant; newer ones are warned of.
 
     Raises:
         CheckpointError: nothing there; the text lists the steps that are.
@@ -128,6 +130,8 @@ def find(path: Path) -> Opened:
         known = ", ".join(map(str, steps(path.parent))) or "none"
         raise CheckpointError(f"{path} does not exist. Complete steps beside it: {known}.", str(path))
     opened, skipped = newest(path)
+    for line in skipped if opened is not None else ():
+        log.warning("%s", line)
     if opened is None:
         story = "".join(f"\n  {line}" for line in skipped)
         raise CheckpointError(f"there is no complete checkpoint in {path}.{story}", str(path))

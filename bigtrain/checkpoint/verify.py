@@ -14,11 +14,12 @@ def verify(path: Path, *, progress: Callable[[int], None] | None = None) -> tupl
     """Everything that is wrong with the checkpoint at `path`; an empty list means that each stored byte is as written.
 
     Args:
-        path: a checkpoint folder, or a root whose newest complete checkpoint is meant.
+        path: a checkpoint folder, or a root whose newest checkpoint is meant, damaged or not.
         progress: called with the number of bytes just checked.
     """
     try:
-        opened = store.find(path)
+        steps = [] if (path / "COMMIT").is_file() else store.steps(path)
+        opened = store.open_checkpoint(store.folder_for(path, steps[-1])) if steps else store.find(path)
         store.check_model_files(opened)
         reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
     except CheckpointError as problem:

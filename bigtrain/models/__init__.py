@@ -8,9 +8,10 @@ from bigtrain.models.checkpointing import (
     export_config,
     wants_activation_checkpointing,
 )
-from bigtrain.models.frozen import freeze_module, frozen_module
+from bigtrain.models.frozen import freeze, freeze_module, frozen_module
 from bigtrain.models.info import BuildInfo, tied_groups
 from bigtrain.models.moe import set_moe_leaf_modules
+from bigtrain.models.skeleton import skeleton
 
 __all__ = [
     "BuildInfo",
@@ -19,11 +20,13 @@ __all__ = [
     "edit_model",
     "enable_activation_checkpointing",
     "export_config",
+    "freeze",
     "freeze_module",
     "frozen_module",
     "keep_statistics_in_fp32",
     "refuse_batchnorm_micro_batch_1",
     "set_moe_leaf_modules",
+    "skeleton",
     "tied_groups",
     "wants_activation_checkpointing",
 ]

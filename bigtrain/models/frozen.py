@@ -22,11 +22,11 @@ from bigtrain.errors import ModelError, WeightsError
 logger = logging.getLogger(__name__)
 
 
-def freeze(model: torch.nn.Module, prefixes: Sequence[str]) -> tuple[str, ...]:
+def freeze(model: torch.nn.Module, prefixes: Sequence[str], quiet: bool = False) -> tuple[str, ...]:
     """Freeze every parameter under the given module or parameter names; returns the frozen parameters' names.
 
     A prefix is whole dotted segments from the start ("model.vision_tower"); one that starts nothing is looked for further
-    inside ("vision_tower" finds "model.vision_tower").
+    inside ("vision_tower" finds "model.vision_tower"). `quiet`: do not log what it finds.
 
     Raises:
         ModelError: a prefix matches no parameter, or nothing would be left to train.
@@ -37,7 +37,7 @@ def freeze(model: torch.nn.Module, prefixes: Sequence[str]) -> tuple[str, ...]:
     modules = dict(model.named_modules())
     for prefix in prefixes:
         roots = _roots(prefix, parameters, modules)
-        logger.info("frozen %r: %s", prefix, ", ".join(roots))
+        logger.log(logging.DEBUG if quiet else logging.INFO, "frozen %r: %s", prefix, ", ".join(roots))
         for root in roots:
             if root in modules:
                 freeze_module(modules[root])

@@ -56,7 +56,7 @@ class Known:
         return f"rank {self.rank}: {'waits ' if self.waiting else ''}{self._where()}, for {self.idle_s:.0f} s"
 
     def _where(self) -> str:
-        text = f"at step {self.step}: {self.place}"
+        text = f"at step {self.step}: {self.place or 'starting'}"
         text += f", module {self.module}" if self.module else ""
         text += f", last collective {self.collective}" if self.collective else ""
         return text + (f" ({self.lines[-1]})" if self.lines and not self.waiting else "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 
 from bigtrain import ranks, zero
 from bigtrain.errors import ModelError, WeightsError
+from bigtrain.weights import partial
 from bigtrain.weights.slots import without_wrappers
-from bigtrain.weights.write import fsync_folder
 
 FILE = "adapter_model.safetensors"
 
@@ -67,9 +66,7 @@ def _write(model: Any, saved: dict[str, torch.Tensor], out_dir: str, adapter: st
         raise WeightsError(f"refusing to write an adapter with {len(empty)} empty of {len(saved)} tensors.", out_dir)
     if os.path.exists(out_dir) and os.listdir(out_dir) and not os.path.exists(os.path.join(out_dir, "adapter_config.json")):
         raise WeightsError(f"{out_dir} holds other things than an adapter: give another folder.", out_dir)
-    temporary = f"{os.path.abspath(out_dir)}.partial-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    os.makedirs(temporary)
+    temporary = partial.begin(out_dir)
     try:
         config = model.peft_config[adapter]
         before, config.inference_mode = config.inference_mode, True
@@ -80,10 +77,8 @@ def _write(model: Any, saved: dict[str, torch.Tensor], out_dir: str, adapter: st
         save_file(
             {name: tensor.contiguous() for name, tensor in saved.items()}, os.path.join(temporary, FILE), {"format": "pt"}
         )
-        fsync_folder(temporary)
-        shutil.rmtree(out_dir, ignore_errors=True)
-        os.rename(temporary, os.path.abspath(out_dir))
+        partial.publish(temporary, out_dir)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        partial.drop(temporary)
         raise
     return sorted(saved)

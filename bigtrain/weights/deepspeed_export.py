@@ -11,6 +11,7 @@ import torch
 
 from bigtrain import ranks
 from bigtrain.errors import WeightsError
+from bigtrain.weights import partial
 from bigtrain.weights.deepspeed_folder import open_deepspeed
 from bigtrain.weights.dtypes import as_dtype
 from bigtrain.weights.export import ExportReport, finish, prepare, range_ops, wait_for_all
@@ -75,11 +76,12 @@ def export_weights(
         slots, held = _slots(folder, model)
         layout = plan_layout(model, slots, wanted, max_shard_bytes)
     temporary = ranks.main_decides(lambda: prepare(model, slots, layout, str(out_dir), wanted, tokenizer, None), "export")
-    with ThreadPoolExecutor(1, "write") as behind:
-        writing = behind.submit(_write, layout, temporary, folder, held)
-        wait_for_all(writing, temporary)
-    written = writing.result()
-    finish(layout, temporary, str(out_dir))
+    with partial.dropped_on_failure(temporary):
+        with ThreadPoolExecutor(1, "write") as behind:
+            writing = behind.submit(_write, layout, temporary, folder, held)
+            wait_for_all(writing)
+        written = writing.result()
+        finish(layout, temporary, str(out_dir))
     names = [shard.name for shard in layout.shards]
     return ExportReport(str(out_dir), names, len(layout.dtypes), layout.total_bytes, written, time.monotonic() - begin)
 

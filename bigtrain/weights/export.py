@@ -20,12 +20,13 @@ import torch
 
 from bigtrain import ranks, zero
 from bigtrain.errors import UsageError, WeightsError
+from bigtrain.weights import partial
 from bigtrain.weights.companions import exported_config, refuse_unloadable, write_companions
 from bigtrain.weights.dtypes import as_dtype
 from bigtrain.weights.layout import Layout, plan_layout
 from bigtrain.weights.mapping import Part
 from bigtrain.weights.slots import Piece, Slot, owned_piece, slots_of
-from bigtrain.weights.write import WriteOp, Writer, create, fsync_folder
+from bigtrain.weights.write import WriteOp, Writer, create
 
 logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
@@ -98,11 +99,12 @@ def export_model(
         layout = plan_layout(model, slots, wanted, max_shard_bytes)
     ranks.agree([(s.name, s.size, len(s.parts)) for s in layout.shards], "what the export will write")
     temporary = ranks.main_decides(lambda: prepare(model, slots, layout, str(out_dir), wanted, tokenizer, config), "export")
-    # A folder on the disk of the first host alone is written by that host's ranks.
-    writers = [r for r, sees in enumerate(ranks.all_gather_object(os.path.isdir(temporary))) if sees]
-    together = len(writers) == ranks.world_size() and (_one_host() if ranges is None else ranges)
-    written = _write_weights(layout, temporary, together, writers)
-    finish(layout, temporary, str(out_dir))
+    with partial.dropped_on_failure(temporary):
+        # A folder on the disk of the first host alone is written by that host's ranks.
+        writers = [r for r, sees in enumerate(ranks.all_gather_object(os.path.isdir(temporary))) if sees]
+        together = len(writers) == ranks.world_size() and (_one_host() if ranges is None else ranges)
+        written = _write_weights(layout, temporary, together, writers)
+        finish(layout, temporary, str(out_dir))
     report = ExportReport(
         str(out_dir), [shard.name for shard in layout.shards], len(layout.dtypes), layout.total_bytes, written,
         time.monotonic() - begin,
@@ -122,26 +124,26 @@ def prepare(
     _refuse_foreign(out_dir)
     config = exported_config(model, dtype, config)
     refuse_unloadable(model, config, {name: slot.shape for slot in slots for name in slot.names})
-    parent = os.path.dirname(os.path.abspath(out_dir))
-    os.makedirs(parent, exist_ok=True)
-    free = shutil.disk_usage(parent).free
+    temporary = partial.begin(out_dir)
+    try:
+        _refuse_full_disk(layout, temporary, out_dir)
+        write_companions(model, config, tokenizer, temporary)
+        for shard in layout.shards:
+            create(os.path.join(temporary, shard.name), shard.head, shard.size)
+    except BaseException:
+        partial.drop(temporary)
+        raise
+    return temporary
+
+
+def _refuse_full_disk(layout: Layout, temporary: str, out_dir: str) -> None:
+    free = shutil.disk_usage(temporary).free
     if free < layout.total_bytes + SMALL_FILES_BYTES:
         raise WeightsError(
             f"{out_dir}: the export takes {layout.total_bytes / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB left. "
             "Free some space or choose another folder.",
             file=out_dir,
         )
-    temporary = os.path.join(parent, f".{os.path.basename(os.path.abspath(out_dir))}.partial-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        os.makedirs(temporary)
-        write_companions(model, config, tokenizer, temporary)
-        for shard in layout.shards:
-            create(os.path.join(temporary, shard.name), shard.head, shard.size)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return temporary
 
 
 def _refuse_foreign(out_dir: str) -> None:
@@ -185,32 +187,25 @@ def _write_weights(layout: Layout, temporary: str, ranges: bool, writers: Sequen
                     except Exception as error:
                         problem = error
         closed = behind.submit(writer.close)
-        wait_for_all(closed, temporary, problem, writes)
+        wait_for_all(closed, problem, writes)
     return sum(write.result() for write in writes)
 
 
-def wait_for_all(
-    last: Future[Any], temporary: str, problem: Exception | None = None, writes: Sequence[Future[int]] = ()
-) -> None:
+def wait_for_all(last: Future[Any], problem: Exception | None = None, writes: Sequence[Future[int]] = ()) -> None:
     """Wait for the slowest writer, however long it takes; then every rank raises if one had a problem.
 
     The ranks ask each other again and again instead of waiting in one collective: that one would end with the timeout of
     its group, while a dead rank ends this at once.
     """
-    try:
-        pause_s = 0.01
-        while ranks.sum_across(int(last.done())) < ranks.world_size():
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 1.0)
-        with ranks.together("writing the export"):
-            if problem is not None:
-                raise problem
-            for write in (*writes, last):
-                write.result()
-    except BaseException:
-        if ranks.is_main():
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    pause_s = 0.01
+    while ranks.sum_across(int(last.done())) < ranks.world_size():
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 1.0)
+    with ranks.together("writing the export"):
+        if problem is not None:
+            raise problem
+        for write in (*writes, last):
+            write.result()
 
 
 def finish(layout: Layout, temporary: str, out_dir: str) -> None:
@@ -319,13 +314,4 @@ def _publish(layout: Layout, temporary: str, out_dir: str) -> None:
             file.write(json.dumps(layout.index(), indent=2, sort_keys=True) + "\n")
             file.flush()
             os.fsync(file.fileno())
-    fsync_folder(temporary)
-    out_dir = os.path.abspath(out_dir)
-    old = None
-    if os.path.exists(out_dir):
-        old = f"{temporary}.old"
-        os.rename(out_dir, old)
-    os.rename(temporary, out_dir)
-    fsync_folder(os.path.dirname(out_dir))
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
+    partial.publish(temporary, out_dir)

@@ -132,9 +132,9 @@ def create(file: str, head: bytes, size: int) -> None:
 _NO_FALLOCATE = (22, 38, 95)  # EINVAL, ENOSYS, EOPNOTSUPP: file systems that cannot reserve
 
 
-def fsync_folder(path: str) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def fsync(path: str) -> None:
+    """Make a file's bytes, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

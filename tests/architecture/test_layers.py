@@ -22,7 +22,7 @@ ROWS: list[set[str]] = [
     {"branches", "models"},
     {"agreement", "bypass", "checkpoint", "master", "reduction", "settings"},
     {"accumulation", "assembly", "evaluation"},
-    {"engine"},
+    {"argument_problems", "engine"},
     {"arguments", "auto", "runfolder", "shortage"},
     {"hosts", "job", "preflight"},
     {"capacity"},

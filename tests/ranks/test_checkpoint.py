@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
 from bigtrain.checkpoint.slices import LocalSlice
 from bigtrain.checkpoint.verify import verify
-from bigtrain.errors import BigtrainError, CheckpointError
+from bigtrain.errors import BigtrainError, CheckpointError, UsageError
+from bigtrain.runfolder import RunFolder
 
 SHAPES = {"a": (7, 5), "b": (1,), "c": (1031,), "d": (3, 2_000_003)}
 
@@ -194,6 +196,26 @@ def test_B28_auto_takes_the_newest_whole_one_and_says_why(rank_pool, tmp_path):
     (tmp_path / "checkpoint-2" / "COMMIT").unlink()
     step, skipped = _resume_auto(str(tmp_path))
     assert step == 1 and len(skipped) == 1 and "rank-00001-of-00002.safetensors is missing" in skipped[0]
+
+
+def test_a_newer_checkpoint_is_never_passed_over_without_a_word(rank_pool, tmp_path, caplog):
+    root, elsewhere = tmp_path / "run", tmp_path / "elsewhere" / "2"
+    rank_pool(2).run(_save_steps, str(root), [1, 2, 3])
+    shutil.copytree(root / "checkpoint-2", elsewhere)  # a name that is no step's
+    (root / "checkpoint-3" / "rank-00001-of-00002.safetensors").unlink()
+    folder = RunFolder(root)
+    for asked in ("auto", str(root)):
+        caplog.clear()
+        assert folder.resume_point(asked) == root / "checkpoint-2" and "checkpoint-3 is skipped" in caplog.text
+    assert "rank-00001-of-00002.safetensors is missing" in verify(root)[1][0]
+    for asked in (elsewhere, root / "checkpoint-1"):  # a later "auto" would go on from step 3
+        with pytest.raises(UsageError, match=r"checkpoint-3, newer than step [12] "):
+            folder.resume_point(str(asked))
+    assert RunFolder(tmp_path / "new").resume_point(str(elsewhere)) == elsewhere
+    for step in (1, 2):
+        (root / f"checkpoint-{step}" / "run.json").unlink()
+    with pytest.raises(CheckpointError, match="there is no complete checkpoint"):  # and not from the start, over them
+        folder.resume_point("auto")
 
 
 class _Late(Disk):

@@ -1,5 +1,6 @@
 """What a save may not replace, what a load may not drop, and that a load that is refused has changed nothing."""
 
+import errno
 import functools
 import os
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bigtrain import ranks
 from bigtrain.checkpoint import files, store
 from bigtrain.checkpoint.files import Disk
 from bigtrain.engine import Engine
@@ -18,7 +20,7 @@ from tests.ranks.test_checkpoint_engine import _state, _step
 from tests.ranks.tiny import TinyLM, config
 
 
-def _engine(stage, blocks=2, width=34, seed=1, buffers=None, freeze=()):
+def _engine(stage, blocks=2, width=34, seed=1, buffers=None, freeze=(), optimizer="adamw_torch"):
     def make():
         model = TinyLM(width=width, blocks=blocks)
         for name, value in (buffers or {}).items():
@@ -27,7 +29,7 @@ def _engine(stage, blocks=2, width=34, seed=1, buffers=None, freeze=()):
 
     cfg = config(stage)
     model = build_model(make, ds_config=cfg, seed=seed, freeze=freeze)
-    return Engine(model, ds_config=cfg, optimizer="adamw_torch", learning_rate=1e-3, total_steps=20, hang_s=None)
+    return Engine(model, ds_config=cfg, optimizer=optimizer, learning_rate=1e-3, total_steps=20, hang_s=None)
 
 
 def _said(action) -> str:
@@ -190,6 +192,51 @@ def _in_turns(root):
 def test_saving_into_two_folders_in_turns_leaves_nothing_open(rank_pool, tmp_path):
     for before, after in rank_pool(2).run(_in_turns, str(tmp_path)):
         assert after <= before + 4
+
+
+class _FullOnce(Disk):
+    """Rank 1's disk is full for a moment."""
+
+    def __init__(self) -> None:
+        self.times = int(ranks.rank() == 1)
+
+    def step(self, operation, path):
+        if operation == "write" and self.times:
+            self.times -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _fails_once(root):
+    engine = _engine(1)
+    engine.checkpoints.disk = _FullOnce()
+    said = []
+    for step in range(2):
+        _step(engine, step)
+        said.append(str(engine.checkpoints.failure() or ""))
+        engine.save_checkpoint(root, wait=bool(said[-1]))
+    engine.close()
+    return said
+
+
+def test_after_a_save_that_failed_the_next_one_is_made(rank_pool, tmp_path):
+    for said in rank_pool(2).run(_fails_once, str(tmp_path)):
+        assert said[0] == "" and "step 1 was not saved" in said[1] and "rank 1" in said[1]
+    assert store.steps(tmp_path) == [2]
+
+
+def _by_another_name(root):
+    """An optimizer's alias, in the Engine and in a checkpoint."""
+    engine = _engine(1, optimizer="adamw_hf")
+    _step(engine, 0)
+    engine.save_checkpoint(root)
+    engine.load_checkpoint(root)
+    step = engine.global_step
+    engine.close()
+    return step
+
+
+def test_an_alias_of_an_optimizer_saves_and_loads(rank_pool, tmp_path):
+    assert rank_pool(1).run(_by_another_name, str(tmp_path)) == [1]
 
 
 def _best(root):

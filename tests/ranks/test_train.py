@@ -326,6 +326,17 @@ def test_when_rank_0_is_killed_the_next_one_says_so(demo, tmp_path):
     assert "rank 0 ended" in ranks.said(), ranks.said()[-3000:]
 
 
+def test_a_rank_killed_before_the_first_step_is_named(demo, tmp_path):
+    ranks = scripts.Ranks([TRAIN, *flags(demo, tmp_path / "out", max_steps=4000)], environment(), tmp_path / "said")
+    while ranks.poll() is None and "ds_config, who decided what" not in ranks.said():
+        time.sleep(0.01)
+    os.kill(ranks.ranks[1].pid, signal.SIGKILL)
+    assert ranks.ranks[0].wait(LIMIT_S) == 1
+    said = ranks.said()
+    assert "rank 1 ended" in said and "dmesg" in said and "Traceback" not in said, said[-4000:]
+    assert not rows_of(tmp_path / "out") if (tmp_path / "out" / "metrics.jsonl").exists() else True
+
+
 def test_custom_loop_example(demo, tmp_path):
     script = ROOT / "launch" / "examples" / "custom_loop.py"
     assert len(script.read_text().splitlines()) < 40

@@ -129,6 +129,12 @@ def test_a_ds_config_is_a_file_or_a_preset(base, tmp_path, monkeypatch):
     assert "Did you mean zero3_offload" in refusal(["--ds_config", "zero3_ofload.json", *base[2:]])
 
 
+@pytest.mark.parametrize("path", ["x" * 300, "/tmp/" + "d/" * 2500])
+def test_a_path_that_no_file_can_have_is_named(base, path):
+    text = refusal([*base, "--output_dir", path, "--eval_data", path])
+    assert "output_dir: '" in text and text.count("cannot be a path: File name too long") == 2
+
+
 def test_unknown_preset(base):
     base[base.index("preset:llama-tiny")] = "preset:llama-tinny"
     assert "did you mean llama-tiny" in refusal(base)

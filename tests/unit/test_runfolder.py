@@ -1,12 +1,14 @@
 """The output folder: what may be written over, which checkpoint is next, files that are whole."""
 
 import json
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
 
 from bigtrain.errors import UsageError
-from bigtrain.runfolder import RunFolder, versions
+from bigtrain.runfolder import RunFolder, this_process, versions
 
 
 @pytest.fixture
@@ -36,6 +38,24 @@ def test_a_run_is_not_written_over_by_accident(folder, tmp_path):
         RunFolder(tmp_path / "metrics.jsonl" / "out").check(resume=None, overwrite=True)
     with pytest.raises(UsageError, match="cannot be made: No such file"):
         RunFolder("/proc/no/such").open(resume=None)
+
+
+def test_a_folder_that_another_process_trains_into_is_refused(folder, tmp_path):
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        folder.update_run(outcome="running", process=this_process(), started="today")
+        os.write(write, b"!")
+        signal.pause()
+    os.read(read, 1)
+    try:
+        for resume, overwrite in (("auto", False), (None, True)):
+            with pytest.raises(UsageError, match=rf"is in use: process {pid} trains into it since today"):
+                folder.check(resume=resume, overwrite=overwrite)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    folder.check(resume="auto", overwrite=False)
 
 
 def test_starting_over_does_not_remove_what_the_run_reads(folder, tmp_path):

@@ -1,0 +1,151 @@
+"""Values of `TrainArguments` that cannot be, each as one line. Plain Python: files are looked at, nothing is loaded."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import glob
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bigtrain import shapes
+from bigtrain.config import load
+from bigtrain.errors import ConfigError
+from bigtrain.plan.spilled import share_problems
+
+if TYPE_CHECKING:
+    from bigtrain.arguments import TrainArguments
+
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+PATHS = ("ds_config", "train_data", "eval_data", "model_name_or_path", "output_dir", "resume_from_checkpoint")
+
+
+def find_problems(args: TrainArguments) -> Iterator[str]:
+    """Every value that cannot be, as one line each. Looks at files for reading; the output folder is rank 0's business."""
+    yield from _problems_with_numbers(args)
+    yield from _problems_with_recomputing(args)
+    yield from _problems_with_files(args)
+    yield from share_problems(args.offload_gradients)
+    if args.eval_data and args.eval_fraction is not None:
+        yield "eval_data and eval_fraction are two ways to say one thing: give one of them"
+    if args.eval_steps and not (args.eval_data or args.eval_fraction):
+        yield "eval_steps without anything to evaluate on: add --eval_data PATH or --eval_fraction 0.05"
+    if args.resume_from_checkpoint and args.overwrite_output_dir:
+        yield "resume_from_checkpoint and overwrite_output_dir contradict each other: go on with that run, or start over"
+    if args.save_total_limit and not args.save_steps:
+        yield "save_total_limit without save_steps: nothing would be saved; add --save_steps N"
+    if args.warmup_steps is not None and args.warmup_ratio is not None:
+        yield "warmup_steps and warmup_ratio are two ways to say one thing: give one of them"
+    try:
+        if not isinstance(args.scheduler_kwargs, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        yield f"lr_scheduler_kwargs {args.lr_scheduler_kwargs!r} must be a JSON object like '{{\"min_ratio\": 0.1}}': {error}"
+    if args.bf16 is False:
+        yield "bf16 false: bigtrain trains in bf16 with fp32 master weights; for fp32 write bf16.enabled false in the ds_config"
+    if "none" in args.report_to and len(set(args.report_to)) > 1:
+        yield f"report_to {' '.join(args.report_to)}: none beside others; leave none out, or the others"
+    for tracker in args.report_to:
+        if tracker not in (*TRACKERS, "all", "none"):
+            yield f"report_to {tracker!r}: expected {', '.join(TRACKERS)}, all or none"
+        elif tracker in TRACKERS and importlib.util.find_spec(tracker) is None:
+            yield f"report_to {tracker}: the package is not installed; run: pip install {tracker}"
+
+
+_AT_LEAST_ONE = (
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_steps",
+    "logging_steps", "eval_steps", "save_steps", "save_total_limit", "nonfinite_limit", "ddp_timeout",
+)  # fmt: skip
+_NOT_NEGATIVE = ("hang_s", "warmup_steps", "weight_decay", "learning_rate", "max_grad_norm", "dataloader_num_workers", "seed")
+_FRACTIONS = ("eval_fraction", "warmup_ratio", "adam_beta1", "adam_beta2")
+
+
+def _problems_with_numbers(args: TrainArguments) -> Iterator[str]:
+    for name in _AT_LEAST_ONE:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            yield f"{name} must be at least 1, got {value}"
+    if args.seq_len is not None and args.seq_len < 2:
+        yield f"seq_len must be at least 2, got {args.seq_len}: one token has nothing to predict"
+    for name in _NOT_NEGATIVE:
+        value = getattr(args, name)
+        if value is not None and not value >= 0:  # also catches nan
+            yield f"{name} must not be negative, got {value}"
+    for name in ("learning_rate", "weight_decay", "adam_epsilon"):
+        if getattr(args, name) == float("inf"):
+            yield f"{name} must be a finite number, got inf"
+    if args.seed >= 2**64:  # what torch's generators take
+        yield f"seed must be below 2**64, got {args.seed}"
+    for name in _FRACTIONS:
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < 1:
+            yield f"{name} must be from 0 up to (not including) 1, got {value}"
+    if args.gpu_memory_cap is not None and not 0 < args.gpu_memory_cap < float("inf"):
+        yield f"gpu_memory_cap must be a positive number of GiB, got {args.gpu_memory_cap}"
+    if not 0 < args.num_train_epochs < float("inf"):
+        yield f"num_train_epochs must be positive, got {args.num_train_epochs}"
+
+
+def _problems_with_recomputing(args: TrainArguments) -> Iterator[str]:
+    blocks = args.checkpoint_blocks
+    if blocks is not None and blocks != "auto" and not (blocks.isdecimal() and int(blocks) > 0):
+        yield f"checkpoint_blocks must be a whole number of at least 1, or auto, got {blocks!r}"
+    if args.gradient_checkpointing is False:
+        for name, said in (
+            ("checkpoint_blocks", blocks is not None),
+            ("checkpointing_policy", args.checkpointing_policy != "full"),
+        ):
+            if said:
+                yield f"{name} {getattr(args, name)} goes with gradient_checkpointing, which is false: leave one of them out"
+
+
+def _is_there(path: str) -> bool:
+    """True if `path` is a file, a folder, or a pattern that matches something."""
+    full = str(Path(path).expanduser())
+    return Path(full).exists() or bool(glob.glob(full, recursive=True))
+
+
+def _impossible(path: str | None) -> str | None:
+    """Why no file can ever have this name."""
+    try:
+        os.stat(Path(path or ".").expanduser())
+    except (OSError, ValueError) as error:
+        too_long = isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP)
+        if (too_long or isinstance(error, ValueError)) and not str(path).lstrip().startswith("{"):  # a ds_config as text
+            return f"{str(path)[:100]!r}... cannot be a path: {getattr(error, 'strerror', error)}"
+    return None
+
+
+def _problems_with_files(args: TrainArguments) -> Iterator[str]:
+    for name, value in args.as_dict().items():
+        if isinstance(value, str) and not value.strip() and name != "run_name":
+            yield f"{name} is empty: give a value or leave it out (a shell variable that is not set?)"
+    if impossible := [f"{name}: {why}" for name in PATHS if (why := _impossible(getattr(args, name)))]:
+        yield from impossible
+        return
+    if args.ds_config.strip() and args.ds_config != "auto" and not args.ds_config.lstrip().startswith("{"):
+        try:
+            load(args.ds_config)
+        except ConfigError as error:
+            yield f"ds_config: {error}"
+    for name in ("train_data", "eval_data"):
+        value = getattr(args, name)
+        if value and not _is_there(value):
+            yield f"{name}: {value} does not exist"
+    model = args.model_name_or_path
+    if model.startswith("preset:"):
+        if model.removeprefix(shapes.PREFIX) not in shapes.names():
+            near = difflib.get_close_matches(model.removeprefix(shapes.PREFIX), shapes.names(), n=3)
+            yield f"model_name_or_path: unknown {model}; " + (
+                f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(shapes.names())}"
+            )
+        if not args.tokenizer_name_or_path:
+            yield "tokenizer_name_or_path is needed: a preset has no tokenizer of its own"
+    elif model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
+        yield f"model_name_or_path: {model} does not exist"
+    resume = args.resume_from_checkpoint
+    if resume and resume != "auto" and not Path(resume).expanduser().is_dir():
+        yield f"resume_from_checkpoint: {resume} is no directory; write auto, or the path of a checkpoint-<step> folder"
