@@ -36,6 +36,12 @@ def clear_stale_lock(op: str, idle_s: float = 300.0) -> bool:
     return True
 
 
+def load_op(builder: Any) -> Any:
+    """The native op of DeepSpeed's `builder`, compiled if it is not there; whoever loads one by other flags compiles it anew for all."""
+    clear_stale_lock(builder.name)
+    return without_symbols(builder).load(verbose=False)
+
+
 def without_symbols(builder: Any) -> Any:
     """DeepSpeed's `builder` of a native op, told to compile without debug information (-g), which is half of the time.
 

@@ -39,7 +39,7 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from bigtrain import network, startup
-from bigtrain.builds import clear_stale_lock, first_cause, without_symbols
+from bigtrain.builds import first_cause, load_op
 from bigtrain.errors import ModelError
 from bigtrain.ports import free_port
 
@@ -441,10 +441,9 @@ def why_no_cpu_adam() -> str | None:
             return f"no C++ compiler: {compiler!r} is not on PATH; install g++ or set CXX"
         if shutil.which("ninja") is None:
             return "no ninja on PATH; `pip install ninja`"
-        clear_stale_lock("cpu_adam")
     startup.ask_cpu_once()
     try:
-        without_symbols(deepspeed.ops.op_builder.CPUAdamBuilder()).load(verbose=False)
+        load_op(deepspeed.ops.op_builder.CPUAdamBuilder())
     except Exception as error:
         return first_cause(error)
     return None
