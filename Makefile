@@ -1,4 +1,4 @@
-# make train    new environment, then a first run with pictures in out/first (about 4 minutes on two CPU cores)
+# make train    new environment, then a first run with pictures in out/first (under ten minutes on two CPU cores)
 # make test     the test suite
 # make lint     ruff and mypy
 # make bench    a sweep: memory against throughput, predicted beside measured, with raw DeepSpeed and the Trainer as peers
