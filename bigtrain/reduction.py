@@ -13,7 +13,7 @@ Attributes of DeepSpeed 0.19.8's objects used, on instances only:
              partition_gradients, process_gradients, params_in_partition,
              partition_size, cpu_offload, is_gradient_accumulation_boundary, dp_process_group,
              _epilogue_ran_this_backward, overlapping_partition_gradients_reduce_epilogue, scaled_global_norm, use_grad_accum_attribute,
-             gradient_accumulation_dtype, single_partition_of_fp32_groups, has_overflow_partitioned_grads_serial,
+             gradient_accumulation_dtype, single_partition_of_fp32_groups, has_overflow,
              _add_to_grad_partition_buffer
   zero3      fp16_groups, reduce_ready_partitions_and_remove_grads, overlapping_partition_gradients_reduce_epilogue,
              _get_norm_groups, fp32_partitioned_groups_flat
@@ -66,6 +66,7 @@ class Reduction:
         self._flags = flags
         flags.summing = not self.alone or torch.device(ds_engine.device).type != "cuda"  # else their norms are taken anyway
         self._norms: torch.Tensor | None = None  # of each gradient, in the order of the partitions
+        self._taken: torch.Tensor | None = None  # the step's norm, if it was asked for before
         if self.kind in ("zero12", "zero3"):
             self._substitute()
 
@@ -167,7 +168,8 @@ class Reduction:
                 HostGradients(optimizer)
             if self.alone:
                 optimizer.process_gradients = self._leave_it
-                optimizer.has_overflow_partitioned_grads_serial = self._norms_not_finite
+            if not optimizer.cpu_offload:
+                optimizer.has_overflow = self._overflow
             self._global_norm = optimizer.scaled_global_norm
             optimizer.scaled_global_norm = self._norm_zero12
             if not optimizer.partition_gradients:
@@ -245,11 +247,6 @@ class Reduction:
         found = zip(here, norms_of(here))
         return [next(found) if away is None else away for away in on_host]
 
-    def _norms_not_finite(self) -> torch.Tensor:
-        """What DeepSpeed reads every gradient for: their norms tell."""
-        assert self._norms is not None
-        return (~torch.isfinite(self._norms)).any().reshape(1)
-
     def _finish_backward(self) -> None:
         """Reduce what has not been reduced, zeros where there is no gradient, then let DeepSpeed finish."""
         if self.alone:
@@ -286,10 +283,22 @@ class Reduction:
                 param.grad = torch.zeros_like(param)
         self._reduce_all(**kwargs)
 
+    def _overflow(self, partition_gradients: bool = True) -> bool:
+        """DeepSpeed reads every gradient for it, through fp32 copies, and asks all ranks: their norm tells both.
+
+        20 ms a step for a partition of 0.6e9 elements on an H200, with no other kernel beside.
+        """
+        if self._refuse:
+            return True
+        self._taken = self._norm_of_partitions()
+        return float(self._taken) < 0.0
+
     def _norm_zero12(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._refuse:
             return torch.tensor(INVALID_NORM, device=self.optimizer.device)
-        norm = self._global_norm(*args, **kwargs) if self.optimizer.cpu_offload else self._norm_of_partitions()
+        norm, self._taken = self._taken, None
+        if norm is None:
+            norm = self._global_norm(*args, **kwargs) if self.optimizer.cpu_offload else self._norm_of_partitions()
         self._norm = float(norm)
         return norm
 

@@ -193,6 +193,13 @@ def show(text: list[str], table: Path | None) -> None:
         table.write_text("\n".join(text) + "\n")
 
 
+def _folder(above: str | None) -> str:
+    """A new folder in `above`, which is made if it is not there."""
+    if above is not None:
+        Path(above).mkdir(parents=True, exist_ok=True)
+    return tempfile.mkdtemp(dir=above)
+
+
 def main() -> None:
     """Measure and print or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -206,7 +213,7 @@ def main() -> None:
     text = ["| stage | what | bigtrain | DeepSpeed | ratio |", "|---|---|---|---|---|"]
     for stage in args.stage:
         engine = make_engine(stage, args.layers, args.hidden)
-        root = Path(ranks.main_decides(lambda: tempfile.mkdtemp(dir=args.dir), "making a folder"))
+        root = Path(ranks.main_decides(lambda: _folder(args.dir), "making a folder"))
         train_step(engine)
         rows = []
         for _ in range(args.repeats):
