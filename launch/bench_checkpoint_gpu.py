@@ -19,7 +19,9 @@ samples of the state with what they were when it was saved. On a machine without
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import shutil
 import statistics
 import tempfile
@@ -30,7 +32,7 @@ from typing import Any
 import torch
 
 from bigtrain import ranks
-from bigtrain.checkpoint import live
+from bigtrain.checkpoint import hashing, live
 from bigtrain.checkpoint.snapshot import page_locked
 from bigtrain.engine import Engine
 from bigtrain.kernels.attach import use_liger
@@ -105,6 +107,37 @@ def pinned_copy_bytes_s(nbytes: int = 1 << 30, repeats: int = 5) -> float | None
     return best
 
 
+class Threads:
+    """Processor time of this process's threads between two moments: whether training computes longer beside the writer, or waits."""
+
+    def __init__(self) -> None:
+        self._before, self._steal_s, self._begin = self._now(), self._stolen(), time.perf_counter()
+
+    @staticmethod
+    def _now() -> dict[str, tuple[float, int]]:
+        """Thread -> (seconds, times it was taken off its processor)."""
+        found = {}
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # one that has just ended
+                words = (task / "stat").read_text().rpartition(")")[2].split()
+                switches = (task / "status").read_text().rpartition("nonvoluntary_ctxt_switches:")[2]
+                found[task.name] = ((int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK"), int(switches))
+        return found
+
+    @staticmethod
+    def _stolen() -> float:
+        return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
+
+    def since(self) -> dict[str, Any]:
+        """Of the busiest threads, the first of them the main one: share of the time on a processor, and times taken off it."""
+        wall, rows = time.perf_counter() - self._begin, []
+        for name, (seconds, switches) in self._now().items():
+            old = self._before.get(name, (0.0, 0))
+            rows.append((name != str(os.getpid()), -(seconds - old[0]) / wall, switches - old[1]))
+        busiest = [[round(-share, 3), count] for _, share, count in sorted(rows)[:6]]
+        return {"wall_s": wall, "threads": busiest, "stolen_s": self._stolen() - self._steal_s}
+
+
 class Training:
     """Steps of one engine on one batch, with what each took and left allocated."""
 
@@ -153,7 +186,7 @@ def save(
         shutil.rmtree(old)
     kept = samples(engine)
     first = len(training.seconds)
-    begin = settled()
+    begin, threads = settled(), Threads()
     before = allocated()
     peak(restart=True)
     engine.save_checkpoint(root, wait=False)
@@ -169,7 +202,7 @@ def save(
         "mode": mode, "call_s": call_s, "wait_s": wait_s, "stall_s": call_s + wait_s, "written_s": total_s,
         "steps_beside": len(beside), "first_step_s": beside[0], "step_beside_s": statistics.median(beside[1:] or beside),
         "lost_with_stall": total_s / (len(beside) * alone_s) - 1, "allocated_before": before, "allocated_during": sorted(set(during)),
-        "peak": peak(), "host_rss": host_rss(), **engine.checkpoints.copied(),
+        "peak": peak(), "host_rss": host_rss(), "processor": threads.since(), **engine.checkpoints.copied(),
     }  # fmt: skip
     engine.checkpoints.wait()  # raises what the writer failed with
     row["lost"] = row["step_beside_s"] / alone_s - 1
@@ -205,13 +238,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     copy_bytes_s = pinned_copy_bytes_s()
     training = Training(engine, batch)
     training.steps(args.warmup)
+    threads = Threads()
     alone_s, alone_peak = training.steps(args.steps)
+    processor = threads.since()
     gpu_bytes, host_bytes = state_bytes(engine)
     result: dict[str, Any] = {
         "card": torch.cuda.get_device_name() if on_gpu() else "none", "model": args.model, "optim": args.optim,
         "micro_batch": args.micro_batch, "seq_len": args.seq_len, "ready_s": time.perf_counter() - began, "step_alone_s": alone_s,
         "peak_alone": alone_peak, "gpu_bytes": gpu_bytes, "host_bytes": host_bytes, "pinned_copy_gb_s": (copy_bytes_s or 0) / 1e9,
-        "floor_s": gpu_bytes / (copy_bytes_s or D2H_BYTES_S), "floor_54_s": gpu_bytes / D2H_BYTES_S, "saves": [],
+        "floor_s": gpu_bytes / (copy_bytes_s or D2H_BYTES_S), "floor_54_s": gpu_bytes / D2H_BYTES_S, "hashed_in_c": hashing.native() is not None, "processor_alone": processor, "saves": [],
     }  # fmt: skip
     try:
         for mode in args.saves:
