@@ -419,7 +419,10 @@ def fused_kernels(args: TrainArguments) -> bool:
 
 
 def choose_attention(args: TrainArguments, model_config: Any) -> str:
-    """What "auto" means here: sdpa with a mask per packed row is a dense [seq, seq] matrix, which no flash kernel takes."""
+    """What "auto" means here: sdpa with a mask per packed row is a dense [seq, seq] matrix, which no flash kernel takes.
+
+    For rows of one document too: torch's choice there is flash attention, at half the speed of cuDNN's on a Hopper card.
+    """
     from transformers import AutoModelForCausalLM
 
     if args.attn_implementation != "auto":
@@ -427,7 +430,7 @@ def choose_attention(args: TrainArguments, model_config: Any) -> str:
     mapped = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     # Where sdpa will not do, attention is more than a product: capped scores, sinks.
     pluggable = all(getattr(mapped, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
-    if args.packing == "isolated" and torch.cuda.is_available() and pluggable and data.has_varlen():
+    if torch.cuda.is_available() and pluggable and data.has_varlen():
         return data.register_varlen()
     return "sdpa"
 

@@ -82,10 +82,11 @@ def test_narrower_values_on_the_path_of_a_gpu(monkeypatch):
     assert out.shape == expected.shape and (out - expected).abs().max() < 1e-6  # other sums for another width
 
 
+@pytest.mark.parametrize("packing", ["isolated", "concatenate", "none"])
 @pytest.mark.parametrize("kind, chosen", [("llama", VARLEN), ("gemma2", "sdpa"), ("gpt_oss", "sdpa")])
-def test_auto_on_a_gpu_leaves_models_alone_that_sdpa_cannot_do(monkeypatch, kind, chosen):
+def test_auto_on_a_gpu_leaves_models_alone_that_sdpa_cannot_do(monkeypatch, kind, chosen, packing):
     """The builder takes the model's own default where it has no sdpa."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    arguments = TrainArguments(model_name_or_path="x", output_dir="x", train_data=["x"], ds_config="x")
-    assert arguments.packing == "isolated" and arguments.attn_implementation == "auto"
+    arguments = TrainArguments(model_name_or_path="x", output_dir="x", train_data=["x"], ds_config="x", packing=packing)
+    assert arguments.attn_implementation == "auto"
     assert job.choose_attention(arguments, AutoConfig.for_model(kind)) == chosen
