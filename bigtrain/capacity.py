@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import copy
 import logging
 import os
@@ -21,20 +20,18 @@ from bigtrain.job import Job, choose_seq_len, device_type, fused_kernels, load_m
 from bigtrain.plan.constants import CUDA_CONTEXT_BYTES, nccl_bytes
 from bigtrain.plan.disk import Writes, saves_to_come
 from bigtrain.plan.machine import expandable_segments, host_memory, show_bytes
-from bigtrain.plan.roofline import Rates, forward_s, stored_rates
+from bigtrain.plan.roofline import stored_rates
+from bigtrain.plan.settled import buffers_are_open, buffers_wanted, settled
 from bigtrain.plan.show import plan_text
-from bigtrain.plan.spilled import asked_share, least_share
+from bigtrain.plan.spilled import asked_share
 from bigtrain.plan.states import layout_name
-from bigtrain.plan.streamed import buffers_that_help
 from bigtrain.runfolder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-SPARE_SHARE = 0.9  # of a card, beside the margin of every plan: memory that is only useful must not bring a run near the edge
 
-
-def plan_of(job: Job) -> plan.Plan | None:
-    """The bytes of the run, the same on every rank; None for a model that has no formulas."""
+def plan_of(job: Job, gpu: int | None) -> plan.Plan | None:
+    """The bytes of the run on a card of `gpu` bytes, the same on every rank; None for a model that has no formulas."""
     run, args = job.resolved.run, job.args
     try:
         return plan.predict(
@@ -54,7 +51,8 @@ def plan_of(job: Job) -> plan.Plan | None:
                 expandable=expandable_segments(),
                 frozen=tuple(args.freeze),
                 drawn=args.model_name_or_path.startswith("preset:"),
-            ).but(offload_gradients=job.offload_gradients)
+            ).but(offload_gradients=job.offload_gradients),
+            gpu_memory_bytes=gpu,
         )
     except UsageError as error:
         logger.info("no memory plan: %s", error)
@@ -65,69 +63,45 @@ def plan_of(job: Job) -> plan.Plan | None:
     return None
 
 
-def offload_gradients(job: Job, gpu: int | None, host: int | None) -> Job:
-    """The share of the gradients that leaves the GPU in backward: as asked, else the least that fits; the job with it."""
-    asked = asked_share(job.args.offload_gradients)
-    layout = plan_of(job) if asked is None else None
-    share = least_share(layout.input, gpu, host) if layout is not None else asked
-    if not share:
-        return job
-    why = "the least with which the run fits the card" if asked is None else "--offload_gradients"
-    decision = Decision("offload_gradients", share, "plan" if asked is None else "flag", why)
-    resolved = replace(job.resolved, decisions=[*job.resolved.decisions, decision])
-    return replace(job, resolved=resolved, offload_gradients=share)
+def settle(job: Job, gpu: int | None, host: int | None) -> Job:
+    """What the run leaves open, as `plan.settled` has it for the smallest card and host of all; the job with it.
 
-
-def use_spare_memory(job: Job, gpu: int | None, host: int | None) -> Job:
-    """As many buffers for streamed optimizer state as hide its traffic, and as the card holds; the job with them.
-
-    Only where the ds_config leaves `offload_optimizer.buffer_count` open.
+    Without a plan no more gradients leave than were asked for, and all blocks are recomputed, with a note. The same on every rank.
     """
-    path = "zero_optimization.offload_optimizer.buffer_count"
-    block = (job.resolved.config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-    if gpu is None or not block or block.get("buffer_count") is not None:
+    asked, blocks = asked_share(job.args.offload_gradients), job.args.checkpoint_blocks == "auto"
+    layout = plan_of(job, gpu)
+    rates = ranks.main_decides(lambda: stored_rates(device_type()), "reading the rates that bigtrain doctor stored")
+    if layout is not None:
+        now, buffers = layout.input, not job.args.no_plan and buffers_are_open(job.resolved.config)
+        found = settled(now, gpu, host, rates, share=asked is None, buffers=buffers, blocks=blocks)
+        job = replace(job, offload_gradients=found.settings.offload_gradients)
+        if found.settings.buffers != now.settings.buffers:
+            job = _with_buffers(job, found.settings.buffers, buffers_wanted(found, rates))
+    if job.offload_gradients:
+        why = "the least with which the run fits the card" if asked is None else "--offload_gradients"
+        job = _decided(job, Decision("offload_gradients", job.offload_gradients, "plan" if asked is None else "flag", why))
+    if not blocks:
         return job
-    layout = plan_of(job)
-    if layout is None or not layout.input.streams:
-        return job
-    least = layout.input.settings.buffers
-    rates = ranks.main_decides(lambda: stored_rates(device_type()), "reading the rates that bigtrain doctor stored") or Rates()
-    wanted = buffers_that_help(layout.input, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s(layout.input, rates))
-
-    def with_buffers(count: int) -> plan.Plan:
-        return plan.predict(replace(layout.input, settings=replace(layout.input.settings, buffers=count)))
-
-    room = int(SPARE_SHARE * gpu)
-    count = least + bisect.bisect_left(range(least, wanted), True, key=lambda n: not with_buffers(n + 1).fits(room, host))
-    if count == least:
-        return job
-    config = copy.deepcopy(job.resolved.config)
-    config["zero_optimization"]["offload_optimizer"]["buffer_count"] = count
-    why = (
-        "so many chunks of state on the GPU hide its traffic"
-        if count == wanted
-        else f"all that fit; {wanted} would hide its traffic"
-    )
-    decisions = [*job.resolved.decisions, Decision(path, count, "plan", why)]
-    return replace(job, resolved=replace(job.resolved, config=config, decisions=decisions))
-
-
-def settle_blocks(job: Job, gpu: int | None, host: int | None) -> Job:
-    """`--checkpoint_blocks auto` as a number: as few as fit the smallest card and host of all, with the plan's margin.
-
-    All blocks, with a note, where there is no plan to go by. The same on every rank.
-    """
-    if job.args.checkpoint_blocks != "auto":
-        return job
-    layout = plan_of(job)
-    if layout is None or not layout.input.blocks_are_all:
+    if layout is None or not found.blocks_are_all:
         logger.warning("checkpoint_blocks auto: there is no plan of this model's blocks, so all of them are recomputed")
         return _with_blocks(job, None, "all: this model's blocks are not in the plan")
-    total, found = layout.input.block_count, plan.least_blocks(layout.input, gpu, host)
-    if found is None:
-        return _with_blocks(job, None, f"all {total}: even that is planned to need more than there is")
-    blocks = found.input.recomputed_blocks
-    return _with_blocks(job, blocks, f"as few of {total} as fit {_limits(gpu, host)} with the plan's margin")
+    few, total = found.recomputed_blocks, found.block_count
+    return _with_blocks(
+        job, few if few < total else None, f"as few of {total} as fit {_limits(gpu, host)} with the plan's margin"
+    )
+
+
+def _decided(job: Job, decision: Decision) -> Job:
+    return replace(job, resolved=replace(job.resolved, decisions=[*job.resolved.decisions, decision]))
+
+
+def _with_buffers(job: Job, count: int, wanted: int) -> Job:
+    hidden = "so many chunks of state on the GPU hide its traffic"
+    why = hidden if count >= wanted else f"all that fit; {wanted} would hide its traffic"
+    job = _decided(job, Decision("zero_optimization.offload_optimizer.buffer_count", count, "plan", why))
+    config = copy.deepcopy(job.resolved.config)
+    config["zero_optimization"]["offload_optimizer"]["buffer_count"] = count
+    return replace(job, resolved=replace(job.resolved, config=config))
 
 
 def _limits(gpu: int | None, host: int | None) -> str:
@@ -139,11 +113,10 @@ def _limits(gpu: int | None, host: int | None) -> str:
 def _with_blocks(job: Job, blocks: int | None, reason: str) -> Job:
     """The job with that many blocks recomputed; 0: none, None: all."""
     logger.info("checkpoint_blocks auto: %s (%s)", "all" if blocks is None else blocks, reason)
-    decision = Decision("checkpoint_blocks", "all" if blocks is None else blocks, "plan", reason)
+    job = _decided(job, Decision("checkpoint_blocks", "all" if blocks is None else blocks, "plan", reason))
     run = replace(job.resolved.run, gradient_checkpointing=blocks != 0)
     args = replace(job.args, checkpoint_blocks=str(blocks) if blocks else None, gradient_checkpointing=blocks != 0)
-    resolved = replace(job.resolved, run=run, decisions=[*job.resolved.decisions, decision])
-    return replace(job, args=args, resolved=resolved)
+    return replace(job, args=args, resolved=replace(job.resolved, run=run))
 
 
 def check_fit(layout: plan.Plan | None, gpu: int | None, host: int | None) -> dict[str, Any] | None:

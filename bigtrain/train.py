@@ -77,13 +77,9 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     if args.ds_config == jobs.AUTO:
         args, config = capacity.choose(args)
     limits = capacity.memory_limits(args.gpu_memory_cap)
-    job = jobs.prepare(args, config, reached, resume)
-    job = capacity.offload_gradients(job, *limits)
-    if not args.no_plan:  # buffers first: a GiB of them hides more than a block's recompute costs
-        job = capacity.use_spare_memory(job, *limits)
-    job = capacity.settle_blocks(job, *limits)
+    job = capacity.settle(jobs.prepare(args, config, reached, resume), *limits)
     jobs.check_engine(job)
-    layout = capacity.plan_of(job)
+    layout = capacity.plan_of(job, limits[0])
     planned = None if args.no_plan else capacity.check_fit(layout, *limits)
     ranks.main_decides(lambda: capacity.check_disk(job, folder, reached[0]), "looking at the disk")
     ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")

@@ -172,7 +172,7 @@ def main(argv: list[str]) -> None:
     if args.ds_config == jobs.AUTO:
         args, config = capacity.choose(args)
     limits = capacity.memory_limits(args.gpu_memory_cap)
-    job = capacity.settle_blocks(capacity.use_spare_memory(make_job(args, config), *limits), *limits)
+    job = capacity.settle(make_job(args, config), *limits)
     jobs.check_engine(job)
     model, _ = jobs.build(job)
     flops = jobs.flops_formula(model, job.seq_len)

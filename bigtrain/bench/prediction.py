@@ -18,7 +18,9 @@ from bigtrain.plan.inputs import Checkpointing, PlanInput
 from bigtrain.plan.machine import expandable_segments
 from bigtrain.plan.predict import Plan
 from bigtrain.plan.roofline import step_time, stored_rates
+from bigtrain.plan.settled import buffers_are_open, settled
 from bigtrain.plan.show import heading
+from bigtrain.plan.spilled import asked_share
 from bigtrain.plan.states import layout_name
 
 _RUN_NAMES = {"per_device_train_batch_size": "micro_batch", "gradient_accumulation_steps": "accumulation"}
@@ -95,6 +97,7 @@ def planned(cell: Cell, machine: Machine) -> Plan:
     """
     done, chosen = _resolved(cell, machine)
     run, args = done.run, cell.arguments
+    share = asked_share(str(args.get("offload_gradients", AUTO)))
     blocks = chosen.checkpoint_blocks if chosen else args.get("checkpoint_blocks")
     assert run.micro_batch and run.accumulation
     found = plan.plan_input(
@@ -113,11 +116,11 @@ def planned(cell: Cell, machine: Machine) -> Plan:
         expandable=expandable_segments({**os.environ, **cell.env}),
         frozen=tuple(args.get("freeze") or ()),
         drawn=cell.model.startswith("preset:"),
-    )
-    if blocks == AUTO and found.blocks_are_all:  # as capacity.settle_blocks
-        least = plan.least_blocks(found, *limits(cell, machine))
-        found = least.input if least else found
-    return plan.predict(found)
+    ).but(offload_gradients=share or 0.0)
+    gpu, host = limits(cell, machine)
+    buffers = not args.get("no_plan") and buffers_are_open(done.config)
+    found = settled(found, gpu, host, stored_rates(machine.device), share=share is None, buffers=buffers, blocks=blocks == AUTO)
+    return plan.predict(found, gpu_memory_bytes=gpu)
 
 
 def prediction(cell: Cell, machine: Machine) -> dict[str, Any]:

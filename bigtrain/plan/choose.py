@@ -61,7 +61,6 @@ class Choice:
             "global_batch": self.global_batch,
             "gpu_memory_bytes": self.gpu_memory_bytes,
             "host_memory_bytes": self.host_memory_bytes,
-            "plan": self.best.plan.to_json() if self.best and self.best.plan else None,
             "fitting": [one(c) for c in self.fitting],
             "rejected": [one(c) for c in self.rejected],
             "advice": list(self.advice),

@@ -15,8 +15,9 @@ from bigtrain.plan.inputs import PlanInput, plan_input
 from bigtrain.plan.machine import expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
 from bigtrain.plan.roofline import Rates, rates_from, step_time, stored_rates
+from bigtrain.plan.settled import buffers_are_open, settled
 from bigtrain.plan.show import choice_text, measured_text, plan_text
-from bigtrain.plan.spilled import AUTO, asked_share, least_share
+from bigtrain.plan.spilled import AUTO, asked_share
 from bigtrain.plan.states import LAYOUTS, layout_name
 
 DOES_NOT_FIT = DoesNotFitError.exit_code
@@ -94,7 +95,7 @@ def model_config(name: str) -> dict[str, Any]:
     return config
 
 
-def _input(args: argparse.Namespace) -> PlanInput:
+def _input(args: argparse.Namespace, ds_config: dict[str, Any]) -> PlanInput:
     """The command line as an input; --auto searches from it."""
     values: dict[str, Any] = {
         "world_size": args.gpus, "gpus_per_node": args.gpus_per_node, "seq_len": args.seq_len,
@@ -105,7 +106,6 @@ def _input(args: argparse.Namespace) -> PlanInput:
     values = {k: v for k, v in values.items() if v is not None}
     config = model_config(args.model) if args.model else None
     pairs = read_json(args.shapes, "the list of shapes") if args.shapes else None
-    ds_config = args.reader(args) if args.ds_config is not None else _plain_config(args)
     base = plan_input(config, shapes=pairs, ds_config=ds_config, **values)
     return _with_global_batch(base, args) if args.global_batch and not args.auto else base
 
@@ -171,21 +171,32 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--checkpoint_blocks {args.checkpoint_blocks} contradicts --checkpointing none: leave one of them out"
         )
-    base, rates = _input(args), _rates(args)
+    ds_config = args.reader(args) if args.ds_config is not None else _plain_config(args)
+    base, rates = _input(args, ds_config), _rates(args)
     gpu, host = _memories(args)
     if not args.auto:
-        base = base.but(offload_gradients=least_share(base, gpu, host) if share is None else share)
-        return _print_plan(args, predict(base), gpu, host, rates)
-    choice = _choice(args, base, gpu, host, rates)
-    measured = _measured(args, choice)
+        base, buffers = base.but(offload_gradients=share or 0.0), buffers_are_open(ds_config)
+        base = settled(base, gpu, host, rates, share=share is None, buffers=buffers, blocks=False)
+        return _print_plan(args, predict(base, gpu_memory_bytes=gpu), gpu, host, rates)
+    return _print_choice(args, _choice(args, base, gpu, host, rates), rates)
+
+
+def _print_choice(args: argparse.Namespace, choice: Choice, rates: Rates) -> int:
+    """The ladder, and the plan of the chosen one as launch/train.py runs it."""
+    gpu, host, measured = choice.gpu_memory_bytes, choice.host_memory_bytes, _measured(args, choice)
+    best = _fastest(choice, measured)
+    plan = None
+    if best is not None:
+        run = best.input.but(offload_gradients=0.0)
+        run = settled(run, gpu, host, rates, share=True, buffers=True, blocks=False)
+        plan = predict(run, gpu_memory_bytes=gpu)
     if args.json:
-        print(json.dumps({**choice.to_json(), **({"measured": measured} if measured else {})}, indent=2))
+        said = {**choice.to_json(), "plan": plan.to_json() if plan else None}
+        print(json.dumps({**said, **({"measured": measured} if measured else {})}, indent=2))
     else:
         print(choice_text(choice, rates))
-        best = _fastest(choice, measured)
-        if best:
+        if best is not None and plan is not None:
             print(f"\n{measured_text(measured)}chosen: {best.describe()}\n")
-            plan = predict(best.input)
             print(plan_text(plan, gpu, host, rates))
             _warn_about_locks(plan)
     return 0 if choice.best else DOES_NOT_FIT

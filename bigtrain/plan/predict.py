@@ -53,7 +53,7 @@ class Plan:
     Attributes:
         input: what was planned.
         gpu: tree of the allocated peak ("allocated" as torch.cuda.max_memory_allocated counts).
-        gpu_reserved_bytes: as torch.cuda.max_memory_reserved counts.
+        gpu_reserved_bytes: as torch.cuda.max_memory_reserved counts, on the card that was given.
         gpu_used_bytes: as the driver counts: reserved + CUDA context + NCCL.
         host: tree of one rank's peak resident memory.
         ranks_per_node: ranks that share the host.
@@ -138,8 +138,7 @@ class Plan:
 
     def _plays_on(self, gpu_memory_bytes: int) -> bool:
         """Whether the allocator gets by on this card, less the margin."""
-        outside = CUBLAS_WORKSPACE_BYTES + CUDA_CONTEXT_BYTES + nccl_bytes(self.input.world_size)
-        limit = int(gpu_memory_bytes / (1 + GPU_MARGIN)) - outside
+        limit = int(gpu_memory_bytes / (1 + GPU_MARGIN)) - _beside_the_tape(self.input)
         return not any(replay(tape, limit, expandable=self.input.expandable).short_bytes for tape in self._whole_tapes)
 
     @property
@@ -197,11 +196,17 @@ def _tree(name: str, ledger: Ledger) -> Tree:
     return Tree(name, ledger.peak_bytes, ledger.peak_phase, tuple(rows), ledger.by_phase)
 
 
-def predict(plan: PlanInput, *, reserve: bool = True) -> Plan:
+def _beside_the_tape(plan: PlanInput) -> int:
+    return CUBLAS_WORKSPACE_BYTES + CUDA_CONTEXT_BYTES + nccl_bytes(plan.world_size)
+
+
+def predict(plan: PlanInput, *, gpu_memory_bytes: int | None = None, reserve: bool = True) -> Plan:
     """Simulate the run and read the ledgers.
 
     Args:
         plan: what to simulate.
+        gpu_memory_bytes: of the card, or the cap: there the allocator gives back what is free, so that no more is reserved
+            unless the run cannot do with it; None: no limit.
         reserve: also replay the caching allocator and the first step; without it "reserved" is the allocated peak, and
             the same peaks are found in half the time.
     """
@@ -213,8 +218,9 @@ def predict(plan: PlanInput, *, reserve: bool = True) -> Plan:
         nothing = Ledger(0, together.peak_phase, {}, {}, 0)
         return Plan(plan, _tree("GPU", nothing), 0, 0, _tree("host", together), plan.ranks_per_node)
     gpu_tree = _tree("GPU", max(ledgers, key=lambda found: found.peak_bytes))
-    held = max(replay(tape, expandable=plan.expandable).peak_bytes for tape in tapes) if reserve else gpu_tree.bytes
+    limit = None if gpu_memory_bytes is None else gpu_memory_bytes - _beside_the_tape(plan)
+    held = max(replay(tape, limit, expandable=plan.expandable).peak_bytes for tape in tapes) if reserve else gpu_tree.bytes
     reserved = held + CUBLAS_WORKSPACE_BYTES
-    used = reserved + CUDA_CONTEXT_BYTES + nccl_bytes(plan.world_size)
+    used = held + _beside_the_tape(plan)
     whole = tuple(tapes) if reserve else ()
     return Plan(plan, gpu_tree, reserved, used, _tree("host", host.ledger()), plan.ranks_per_node, whole)

@@ -39,7 +39,7 @@ def least_share(plan: PlanInput, gpu_memory_bytes: int | None, host_memory_bytes
 
     The card is filled to `ROOM_SHARE` where that can be reached; else wholly.
     """
-    if gpu_memory_bytes is None or not plan.alone or predict(plan, reserve=False).fits(gpu_memory_bytes, host_memory_bytes):
+    if gpu_memory_bytes is None or not plan.alone or _plan(plan, 0).fits(gpu_memory_bytes, host_memory_bytes):
         return 0.0
     for room in (int(ROOM_SHARE * gpu_memory_bytes), gpu_memory_bytes):
         least = 1 + bisect.bisect_left(range(1, STEPS + 1), True, key=lambda n: _plan(plan, n).gpu_least_bytes() <= room)

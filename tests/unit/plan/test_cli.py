@@ -168,6 +168,17 @@ def test_auto_prints_the_ladder_and_the_plan(capsys):
     assert "NOTHING FITS" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("how", [("--auto",), ("--ds_config", "zero2_offload")])
+def test_buffers_that_the_run_will_take_are_in_the_plan(capsys, how):
+    words = ("--model", "preset:llama-8b", "--optim", "adamw_split_8bit", "--gpu_memory", "80GiB", "--host_memory", "126GiB")
+    assert run(*words, *how, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    plan = said["plan"] if "--auto" in how else said
+    assert plan["zero"]["buffers"] > 4 and plan["gpu_used_bytes"] <= 80 * GIB
+    run(*words, *how)
+    assert show_bytes(plan["gpu_used_bytes"]) in capsys.readouterr().out
+
+
 def test_global_batch_becomes_accumulation(capsys):
     assert run("--model", "preset:llama-tiny", "--gpus", 2, "--micro_batch", 2, "--global_batch", 16, "--json", *LIMITS) == 0
     assert json.loads(capsys.readouterr().out)["accumulation"] == 4

@@ -1,11 +1,8 @@
 """State that the optimizer streams through the GPU itself: on the host exactly, on the GPU a few buffers."""
 
-from dataclasses import dataclass
-
 import pytest
 
-from bigtrain import capacity, shapes
-from bigtrain.config import Resolved, RunValues
+from bigtrain import shapes
 from bigtrain.errors import UsageError
 from bigtrain.plan import predict
 from bigtrain.plan.device import device_tape
@@ -99,28 +96,6 @@ def test_buffers_are_memory_of_the_gpu_but_never_more_than_there_are_chunks():
     few, more = predict(_plan(buffers=4)), predict(_plan(buffers=44))
     assert more.gpu_peak_allocated_bytes - few.gpu_peak_allocated_bytes == pytest.approx(40 * CHUNK_BYTES, rel=1e-3)
     assert early_bytes(_plan(buffers=10**6)) == pytest.approx(host_bytes(_plan()), rel=0.01)
-
-
-@pytest.mark.parametrize("card_gib, expected", [(80, "hide"), (47, "all that fit"), (34, None)])
-def test_a_run_takes_the_buffers_that_the_card_holds(monkeypatch, card_gib, expected):
-    job = SimpleJob(Resolved({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, [], RunValues(), []))
-    monkeypatch.setattr(capacity, "plan_of", lambda job: predict(_plan()))
-    card, host = card_gib << 30, 126 << 30
-    grown = capacity.use_spare_memory(job, card, host)
-    if expected is None:
-        assert grown is job
-        return
-    count = grown.resolved.config["zero_optimization"]["offload_optimizer"]["buffer_count"]
-    assert expected in grown.resolved.decisions[0].reason and grown.resolved.decisions[0].source == "plan"
-    assert count > 4 and predict(_plan(buffers=count)).fits(int(capacity.SPARE_SHARE * card), host)
-    assert capacity.use_spare_memory(grown, card, host) is grown  # the file has decided
-
-
-@dataclass(frozen=True)
-class SimpleJob:
-    """The part of a Job that is looked at."""
-
-    resolved: Resolved
 
 
 def test_weights_on_the_host_are_refused():

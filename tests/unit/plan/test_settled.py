@@ -1,0 +1,105 @@
+"""What a run leaves open: decided by the memory there is, in one place for the program and for what is said of it beforehand."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from bigtrain import capacity, shapes
+from bigtrain.arguments import TrainArguments
+from bigtrain.config import Resolved, RunValues
+from bigtrain.plan import predict
+from bigtrain.plan.inputs import ZeroSettings, plan_input
+from bigtrain.plan.judge import judge
+from bigtrain.plan.settled import SPARE_SHARE, buffers_are_open, buffers_wanted, settled
+
+GIB = 2**30
+HOST = 126 * GIB
+
+
+def plan_of(name="llama-8b", **values):
+    settings = ZeroSettings(stage=2, offload_optimizer=True, reduce_bucket_elems=200_000_000, overlap_comm=True)
+    values = {"micro_batch": 4, "kernels": "liger", "optimizer": "adamw_split_8bit", **values}
+    return plan_input(shapes.config_dict(name), settings=settings, **values)
+
+
+def all_open(plan, gpu, host=HOST):
+    return settled(plan, gpu, host, None, share=True, buffers=True, blocks=True)
+
+
+@pytest.mark.parametrize("card_gib, hides", [(140, True), (80, True), (47.4, False), (34, None)])
+def test_as_many_buffers_as_hide_the_traffic_or_as_the_card_holds(card_gib, hides):
+    plan, card = plan_of(micro_batch=1), int(card_gib * GIB)
+    count = settled(plan, card, HOST, None, share=False, buffers=True, blocks=False).settings.buffers
+    if hides is None:
+        assert count == plan.settings.buffers
+        return
+    assert plan.settings.buffers < count <= buffers_wanted(plan, None) and (count == buffers_wanted(plan, None)) == hides
+    assert predict(plan.but(buffers=count)).fits(int(SPARE_SHARE * card), HOST)
+    assert hides or not predict(plan.but(buffers=count + 1)).fits(int(SPARE_SHARE * card), HOST)
+
+
+def test_what_is_not_open_or_without_limit_stays():
+    plan = plan_of("llama-3b")
+    assert settled(plan, 24 * GIB, HOST, None, share=False, buffers=False, blocks=False) == plan
+    assert all_open(plan, None, None) == plan.but(checkpointing="none")
+    nowhere = all_open(plan, 4 * GIB)
+    assert nowhere.recomputed_blocks == nowhere.block_count and nowhere.settings == plan.settings
+
+
+@pytest.mark.parametrize("name, card_gib", [("llama-8b", 79.1), ("llama-8b", 47.4), ("llama-20b", 79.1)])
+def test_what_is_settled_fits_and_one_block_less_does_not(name, card_gib):
+    card = int(card_gib * GIB)
+    found = all_open(plan_of(name), card)
+    assert judge(found, card, HOST).fits
+    if found.recomputed_blocks:
+        fewer = found.but(checkpoint_blocks=found.recomputed_blocks - 1)
+        assert not judge(fewer, card, HOST).fits
+
+
+def test_the_file_decides_where_it_says_a_number():
+    assert not buffers_are_open({}) and not buffers_are_open({"zero_optimization": {"stage": 2}})
+    block = {"device": "cpu"}
+    assert buffers_are_open({"zero_optimization": {"offload_optimizer": block}})
+    assert not buffers_are_open({"zero_optimization": {"offload_optimizer": {**block, "buffer_count": 4}}})
+
+
+@dataclass(frozen=True)
+class SimpleJob:
+    """The part of a Job that is looked at."""
+
+    args: TrainArguments
+    resolved: Resolved
+    offload_gradients: float = 0.0
+
+
+def job(**values: Any) -> SimpleJob:
+    args = TrainArguments(
+        ds_config="zero2_offload", model_name_or_path="preset:llama-8b", train_data="x", output_dir="y", **values
+    )
+    config = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    return SimpleJob(args, Resolved(config, [], RunValues(gradient_checkpointing=True), []))
+
+
+@pytest.mark.parametrize("name, card_gib", [("llama-8b", 139.8), ("llama-8b", 47.4), ("llama-20b", 79.1)])
+def test_the_program_runs_what_is_settled(monkeypatch, name, card_gib):
+    plan, card = plan_of(name), int(card_gib * GIB)
+    monkeypatch.setattr(capacity, "plan_of", lambda job, gpu: predict(plan, reserve=False))
+    monkeypatch.setattr(capacity, "stored_rates", lambda device: None)
+    done, found = capacity.settle(job(checkpoint_blocks="auto"), card, HOST), all_open(plan, card)
+    told = {decision.path: decision.value for decision in done.resolved.decisions}
+    offload = done.resolved.config["zero_optimization"]["offload_optimizer"]
+    assert (
+        offload.get("buffer_count", 4) == found.settings.buffers and done.offload_gradients == found.settings.offload_gradients
+    )
+    total, blocks = found.block_count, done.args.recomputed_blocks
+    assert (0 if not done.args.gradient_checkpointing else total if blocks is None else blocks) == found.recomputed_blocks
+    assert done.resolved.run.gradient_checkpointing == done.args.gradient_checkpointing
+    assert set(told) >= {"checkpoint_blocks"} and told.get("offload_gradients", 0.0) == found.settings.offload_gradients
+    assert capacity.settle(done, card, HOST).resolved.config == done.resolved.config  # what is decided stays
+
+
+def test_no_plan_takes_no_spare_memory(monkeypatch):
+    monkeypatch.setattr(capacity, "plan_of", lambda job, gpu: predict(plan_of(), reserve=False))
+    done = capacity.settle(job(no_plan=True, checkpoint_blocks="auto"), 80 * GIB, HOST)
+    assert "buffer_count" not in done.resolved.config["zero_optimization"]["offload_optimizer"]
