@@ -151,12 +151,16 @@ def expandable_segments(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def gpu_memory() -> tuple[int, ...]:
-    """Total memory of each NVIDIA card by `nvidia-smi`, without loading torch; empty where there is none."""
+    """What a program can have of each NVIDIA card by `nvidia-smi`, without loading torch; empty where there is none.
+
+    Without what driver and firmware keep for themselves: CUDA, and so a run, does not count that as the card's.
+    """
     if shutil.which("nvidia-smi") is None:
         return ()
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--query-gpu=memory.total,memory.reserved", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return ()
-    return tuple(int(line) * 2**20 for line in done.stdout.split() if line.strip().isdigit())
+    rows = re.findall(r"^ *(\d+) *, *(\d*)", done.stdout, re.MULTILINE)
+    return tuple((int(total) - int(reserved or 0)) * 2**20 for total, reserved in rows)

@@ -13,7 +13,7 @@ from bigtrain import shapes
 from bigtrain.errors import ConfigError, UsageError
 from bigtrain.plan import cli
 from bigtrain.plan.inputs import settings_from_config
-from bigtrain.plan.machine import HostMemory, cgroup_limit, host_memory, parse_bytes, show_bytes
+from bigtrain.plan.machine import HostMemory, cgroup_limit, gpu_memory, host_memory, parse_bytes, show_bytes
 
 GIB = 2**30
 
@@ -251,6 +251,15 @@ def test_B46_pinned_memory_above_the_lock_limit_is_named(capsys, monkeypatch):
     assert "the lock limit here (ulimit -l) is 64.0 MiB" in capsys.readouterr().out
     run("--model", "preset:llama-1b", *LIMITS)
     assert "lock limit" not in capsys.readouterr().out
+
+
+def test_what_the_driver_keeps_is_not_the_cards(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    asked = "--query-gpu=memory.total,memory.reserved"
+    smi.write_text(f"#!/bin/sh\n[ $1 = {asked} ] && printf '81559, 551\\n81559, [N/A]\\n[N/A], 5\\n'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert gpu_memory() == ((81559 - 551) * 2**20, 81559 * 2**20)
 
 
 def test_host_default_is_this_machine(capsys):
