@@ -243,15 +243,15 @@ def table(results: Mapping[str, Result], failed: Sequence[str]) -> str:
         "",
         f"{len(first['loss'])} steps of {first['model']}, {first['tokens_per_step']:,} tokens a step in rows of {first['seq_len']}, "
         f"source text of Python's standard library, peak learning rate {first['learning_rate']:g} (cosine, a tenth of the steps warm-up), "
-        f"beta2 0.95, weight decay 0.1, clipping at 1; {first['device']}; `python launch/bench_convergence.py`. The reference is AdamW "
+        f"beta2 0.95, weight decay 0.1, clipping at 1; `python launch/bench_convergence.py`. The reference is AdamW "
         "with fp32 masters and fp32 moments, with three seeds (weights and order of the samples); all others have seed 1.",
         "",
         f"Final loss: mean of the last {LAST} steps. Evaluation: {first['eval_tokens']:,} target tokens of files that are not trained "
         f"on. Spread of the three references (largest - smallest): {spreads[0]:.4f} in the final loss, {spreads[1]:.4f} in the "
         'evaluation. "Within": the difference to the references\' mean is no larger than that spread.',
         "",
-        "| run | ds_config | seed | final loss | to the fp32 mean | within | to fp32, same seed | evaluation | to the fp32 mean | within |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| run | ds_config | device | seed | final loss | to the fp32 mean | within | to fp32, same seed | evaluation | to the fp32 mean | within |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     last = [name for name in results if results[name]["optim"] == "muon"]
     for name in [*(n for n in results if n not in last), *last]:
@@ -260,7 +260,7 @@ def table(results: Mapping[str, Result], failed: Sequence[str]) -> str:
         if name in last:  # another method: a better or worse loss says nothing about its arithmetic
             within = eval_within = "another method"
         lines.append(
-            f"| {name} | {r['ds_config']} | {r['seed']} | {j.loss:.4f} | {j.loss_apart:+.4f} | {within} | {j.same_seed_apart:+.4f} | "
+            f"| {name} | {r['ds_config']} | {r['device']} | {r['seed']} | {j.loss:.4f} | {j.loss_apart:+.4f} | {within} | {j.same_seed_apart:+.4f} | "
             f"{j.evaluation:.4f} | {j.evaluation_apart:+.4f} | {eval_within} |"
         )
     lines += ["", *(f"Failed: {name}." for name in failed)]
