@@ -5,6 +5,7 @@ OUT/run.json  metrics.jsonl  eval.jsonl  ds_config.resolved.json  checkpoint-<st
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -15,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from bigtrain.errors import UsageError
 
 OWN_FILES = ("run.json", "metrics.jsonl", "eval.jsonl", "ds_config.resolved.json", "report.html", "report.png")
 OWN_FOLDERS = ("hang", "model", "runs")
+ASIDE = ".overwritten"  # where the run before waits until the one that replaces it has made a step
 PACKAGES = (
     "torch",
     "deepspeed",
@@ -43,9 +45,10 @@ class RunFolder:
 
     def __init__(self, root: str | Path):
         self.root = Path(root).expanduser().resolve()
+        self._aside, self._replaces = self.root / ASIDE, False
 
     def check(self, *, resume: str | None, overwrite: bool, reads: Sequence[str | None] = ()) -> None:
-        """Look whether a run may write here; changes nothing.
+        """Look whether a run may write here; changes nothing, but brings back what a run that never made a step was to replace.
 
         Args:
             resume, overwrite: what the user said. reads: paths that the run reads, which starting over must not remove.
@@ -57,6 +60,7 @@ class RunFolder:
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"output_dir {self.root} is a file")
         self._refuse_living()
+        self._bring_back()
         there = self._own()
         if there and resume is None and not overwrite:
             names = ", ".join(sorted(p.name for p in there)[:6])
@@ -92,17 +96,52 @@ class RunFolder:
             )
 
     def open(self, *, resume: str | None) -> None:
-        """Make the folder; without `resume`, what an earlier run left there is removed.
+        """Make the folder; without `resume`, what an earlier run left there is put aside until this one has made a step.
 
         Raises:
             UsageError: the system refuses it.
         """
-        for path in self._own() if resume is None else ():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
+            for path in self._own() if resume is None else ():
+                self._aside.mkdir(exist_ok=True)
+                os.replace(path, self._aside / path.name)
+                self._replaces = True
         except OSError as error:
             raise UsageError(f"output_dir {self.root} cannot be made: {error.strerror}") from error
+
+    @contextlib.contextmanager
+    def replacing(self) -> Iterator[None]:
+        """A run in this folder: if it fails before its first step, the one that it was to replace is there again.
+
+        Not where the launcher will start it again: that start would take the old run's checkpoints for its own.
+        """
+        try:
+            yield
+        except BaseException:
+            if self._replaces and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) == 0:
+                self._bring_back()
+            raise
+
+    def forget_the_one_before(self, always: bool = False) -> None:
+        """This run has made a step: what it replaces may go. `always`: also what an earlier process of this job was to replace."""
+        if self._replaces or always:
+            self._replaces = False
+            shutil.rmtree(self._aside, ignore_errors=True)
+
+    def _bring_back(self) -> None:
+        if not self._aside.is_dir():
+            return
+        for old in sorted(self._aside.iterdir()):
+            new = self.root / old.name
+            if old.name == "hang" and new.exists():  # why the new one never made a step
+                _remove(old)
+                continue
+            _remove(new)
+            os.replace(old, new)
+        self._aside.rmdir()
+        self._replaces = False
+        logger.warning("%s: the run that was to be overwritten is there again; the one after it never made a step", self.root)
 
     def _own(self) -> list[Path]:
         names = [self.root / n for n in (*OWN_FILES, *OWN_FOLDERS)]
@@ -170,6 +209,14 @@ class RunFolder:
     def update_run(self, **values: Any) -> None:
         """Set keys of run.json."""
         self.write_json("run.json", {**self.read_run(), **values})
+
+
+def _remove(path: Path) -> None:
+    """A file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def this_process() -> dict[str, Any]:

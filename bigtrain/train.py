@@ -82,10 +82,10 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     layout = capacity.plan_of(job, limits[0])
     planned = None if args.no_plan else capacity.check_fit(layout, *limits)
     ranks.main_decides(lambda: capacity.check_disk(job, folder, reached[0]), "looking at the disk")
-    ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
-    hosts.refuse_split_output(folder.root, saves=bool(args.save_steps))
-    ranks.main_decides(lambda: announce(job, folder, places, planned), "writing run.json")
-    with Explained(layout, *limits, folder) as explained:
+    with folder.replacing(), Explained(layout, *limits, folder) as explained:
+        ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
+        hosts.refuse_split_output(folder.root, saves=bool(args.save_steps))
+        ranks.main_decides(lambda: announce(job, folder, places, planned), "writing run.json")
         model, isolation = jobs.build(job)
         explained.model, explained.phase = model, "starting the engine"
         engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_settings(job))
@@ -201,6 +201,7 @@ class Run:
             "skipped": not result.applied,
         }
         self.rows.write(row)
+        self.folder.forget_the_one_before()
         self.progress.step(row)
         self._track(row, result.step)
         return bool(stop)

@@ -39,8 +39,14 @@ def after_restart(args: Any) -> Any:
     if count == 0:
         return args
     said = args.resume_from_checkpoint
-    own = ranks.main_decides(lambda: bool(RunFolder(args.output_dir).checkpoints()), "looking for checkpoints")
+    own = ranks.main_decides(lambda: _own_checkpoints(RunFolder(args.output_dir)), "looking for checkpoints")
     resume = "auto" if own or said is None else said
     if ranks.is_main():
         logger.info("restart %d of this job by its launcher: resume_from_checkpoint %s", count, resume)
     return replace(args, resume_from_checkpoint=resume, overwrite_output_dir=False)
+
+
+def _own_checkpoints(folder: RunFolder) -> bool:
+    """Whether this job has saved; what it was to replace is not its own, and goes."""
+    folder.forget_the_one_before(always=True)
+    return bool(folder.checkpoints())

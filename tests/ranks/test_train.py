@@ -185,6 +185,19 @@ def test_a_folder_that_holds_a_run_is_not_written_over(demo, tmp_path):
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
+def test_what_is_wrong_with_the_model_overwrites_nothing(demo, tmp_path):
+    """transformers knows its attention kernels by the time the model is built, after output_dir was opened."""
+    old = tmp_path / "out" / "checkpoint-3"
+    old.mkdir(parents=True)
+    (old / "COMMIT").write_text("{}")
+    (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
+    wrong = flags(demo, tmp_path / "out", attn_implementation="no_such_kernel")
+    said = run_forked([TRAIN, *wrong, "--overwrite_output_dir"], expect=2, world=2)
+    assert "no_such_kernel" in said and "is there again" in said
+    assert (old / "COMMIT").read_text() == "{}" and not (tmp_path / "out" / ".overwritten").exists()
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
 def test_too_little_data(demo, tmp_path):
     (tmp_path / "short.txt").write_text("import os\n")
     said = run_forked(

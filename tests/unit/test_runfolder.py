@@ -74,9 +74,56 @@ def test_another_trainers_checkpoints_stop_a_resumed_run_before_it_begins(folder
         folder.check(resume="auto", overwrite=False)
 
 
-def test_starting_over_removes_only_what_a_run_wrote(folder, tmp_path):
+def names(path):
+    return sorted(p.name for p in path.iterdir())
+
+
+def test_starting_over_removes_only_what_a_run_wrote_and_not_before_its_first_step(folder, tmp_path):
     folder.open(resume=None)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-x", "mine"]
+    assert names(tmp_path) == [".overwritten", "checkpoint-x", "mine"]
+    assert names(tmp_path / ".overwritten") == ["checkpoint-10", "checkpoint-9", "metrics.jsonl", "model"]
+    assert folder.checkpoints() == []
+    folder.forget_the_one_before()
+    assert names(tmp_path) == ["checkpoint-x", "mine"]
+
+
+def test_a_run_that_fails_before_its_first_step_has_overwritten_nothing(folder, tmp_path):
+    before = names(tmp_path)
+    with pytest.raises(ValueError), folder.replacing():
+        folder.open(resume=None)
+        folder.update_run(outcome="running")
+        (tmp_path / "metrics.jsonl").write_text("new")
+        raise ValueError
+    assert names(tmp_path) == sorted([*before, "run.json"]) and (tmp_path / "metrics.jsonl").read_text() == ""
+    with pytest.raises(ValueError), folder.replacing():
+        folder.open(resume=None)
+        (tmp_path / "metrics.jsonl").write_text("new")
+        folder.forget_the_one_before()
+        raise ValueError
+    assert names(tmp_path) == ["checkpoint-x", "metrics.jsonl", "mine"]
+
+
+def test_a_run_that_is_to_be_started_again_keeps_its_place(folder, tmp_path, monkeypatch):
+    """The next start resumes from the newest checkpoint of the folder: the old run's must not be there."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    with pytest.raises(ValueError), folder.replacing():
+        folder.open(resume=None)
+        raise ValueError
+    assert folder.checkpoints() == [] and (tmp_path / ".overwritten" / "checkpoint-9").is_dir()
+    RunFolder(tmp_path).forget_the_one_before(always=True)
+    assert names(tmp_path) == ["checkpoint-x", "mine"]
+
+
+def test_the_next_run_finds_what_a_killed_one_was_to_overwrite(folder, tmp_path):
+    folder.open(resume=None)
+    for name in ("hang", ".overwritten/hang"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "hang" / "summary.txt").write_text("of the killed run")
+    (tmp_path / ".overwritten" / "checkpoint-9").rename(tmp_path / "checkpoint-9")  # killed while they were put aside
+    with pytest.raises(UsageError, match="already holds a run"):
+        RunFolder(tmp_path).check(resume=None, overwrite=False)
+    assert [step for step, _ in folder.checkpoints()] == [9, 10] and not (tmp_path / ".overwritten").exists()
+    assert (tmp_path / "hang" / "summary.txt").read_text() == "of the killed run"
 
 
 def test_resuming_removes_nothing(folder, tmp_path):
