@@ -39,6 +39,7 @@ class Checkpoints:
         self._engine = engine
         self._saver: Saver | None = None
         self._model_files: dict[str, bytes] | None = None
+        self._left_out_told = False
         self.tokenizer: Any = None
         self.disk = Disk()
 
@@ -95,6 +96,7 @@ class Checkpoints:
             raise CheckpointError(
                 "a checkpoint in the middle of an accumulation would lose its gradients: save after engine.step()"
             )
+        self._tell_what_is_left_out()
         with ranks.together("reading the state to save"):
             user = json.loads(json.dumps(state))
         run = {**live.run_state(engine), "user": user, "scalars": live.scalars_of(engine)}
@@ -113,6 +115,18 @@ class Checkpoints:
             saver.before_update()
             saver.wait()
         return final
+
+    def _tell_what_is_left_out(self) -> None:
+        """Once: modules with a state that is neither parameter nor buffer; it may be any object, and has no place in the format."""
+        more = modules_with_extra_state(self._engine.module) if not self._left_out_told and ranks.is_main() else []
+        self._left_out_told = True
+        if more:
+            log.warning(
+                "checkpoints do not hold the extra state (get_extra_state) of %d modules, %s: after a resume it begins anew. What JSON can "
+                "say of it may go into save_checkpoint(state=...)",
+                len(more),
+                ", ".join(more[:3]),
+            )
 
     def before_update(self) -> None:
         """The optimizer is about to change the state."""
@@ -262,3 +276,9 @@ def is_native(directory: Path, tag: str | int | None) -> bool:
     name = str(tag)
     folder = directory / (f"checkpoint-{name}" if name.isdecimal() else name)
     return (folder / "COMMIT").is_file() or not (deepspeeds or deepspeed_import.is_foreign(folder))
+
+
+def modules_with_extra_state(model: torch.nn.Module) -> list[str]:
+    """Names of the modules that put more into a state_dict than parameters and buffers."""
+    plain = torch.nn.Module.get_extra_state
+    return [name or type(m).__name__ for name, m in model.named_modules() if type(m).get_extra_state is not plain]

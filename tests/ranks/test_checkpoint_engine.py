@@ -421,3 +421,31 @@ def test_the_gpu_benchmark_measures_and_compares_what_it_loads(rank_pool, tmp_pa
     assert result["loaded_equal"] and [row["mode"] for row in result["saves"]] == ["training", "at_once"]
     assert all(row["steps_beside"] >= 1 and row["stall_s"] >= row["call_s"] for row in result["saves"])
     assert not any(tmp_path.iterdir())
+
+
+class Counting(torch.nn.Linear):
+    """A module with a state that is neither parameter nor buffer."""
+
+    def get_extra_state(self):
+        return {"calls": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def _save_with_extra_state(root):
+    cfg = config(2, bf16=True, micro=1, accumulation=1)
+    model = build_model(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), Counting(4, 4)), ds_config=cfg, seed=1)
+    engine = Engine(model, ds_config=cfg, optimizer="adamw_torch", learning_rate=1e-3, hang_s=None)
+    said = []
+    native.log.addFilter(lambda record: said.append(record.getMessage()) or True)
+    for tag in ("one", "two"):
+        engine.save_checkpoint(root, tag=tag)
+    engine.close()
+    return [text for text in said if "extra state" in text]
+
+
+def test_state_that_checkpoints_do_not_hold_is_told_once(rank_pool, tmp_path):
+    told = rank_pool(2).run(_save_with_extra_state, tmp_path)
+    assert [len(texts) for texts in told] == [1, 0]
+    assert "of 1 modules, 1: after a resume it begins anew" in told[0][0]
