@@ -41,8 +41,8 @@ def map_blocks(env: Mapping[str, str] = os.environ) -> bool:
     Left alone, glibc raises that size to the largest block that was ever freed, up to 32 MiB. Matrices, their gradients and logits
     then share one heap, and holes stay beside what lives longer, which no block of another size fits into: 0.55 GiB of 2.72 for a
     rank of two that trains 135 M parameters at stage 3 with offload, more with every micro batch. The price is that pages come anew
-    from the system: a fifth more processor time for micro batches of 128 tokens, less for longer ones (docs/results/plan_host.md).
-    With a GPU what is large lives there or is pinned. Nothing is changed where the user has set malloc up.
+    from the system: a fifth more processor time a step there (docs/results/plan_host.md). With a GPU what is large lives there or is
+    pinned. Nothing is changed where the user has set malloc up.
 
     Returns:
         Whether it is so by this call; False where the C library is not glibc.
