@@ -55,6 +55,7 @@ def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store |
         timeout_s: longest wait of a collective.
         store: where the ranks have met already; by default they meet as the launcher's environment says.
     """
+    startup.map_blocks()
     if torch.cuda.is_available():
         device = rank_device()
         torch.cuda.set_device(device)

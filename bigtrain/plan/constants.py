@@ -28,8 +28,8 @@ _CUDA_PROCESS_BYTES = 2_150_000_000
 _CPU_PRIVATE_BYTES = 385 * _MIB
 _CPU_SHARED_BYTES = 170 * _MIB
 
-# glibc gives blocks below its largest mmap threshold (32 MiB on 64 bit) back to its heap, not to the system.
-MALLOC_MMAP_BYTES = 32 * _MIB
+# On CPUs freed blocks below this go back to malloc's heap, larger ones to the system (startup.py `map_blocks` sets glibc's threshold).
+MALLOC_MMAP_BYTES = 512 * 1024
 # Whole fp32 parameters that a build at stage 3 holds at once (models/window.py DEFAULT_LIMIT_BYTES).
 WINDOW_BYTES = 512 * _MIB
 

@@ -129,12 +129,11 @@ class Stop(NamedTuple):
     """One visit.
 
     Attributes:
-        gathered: in groups, in order. released: afterwards. stays: of the visit's own, what is there still.
+        gathered: in groups, in order. released: afterwards.
     """
 
     gathered: list[list[int]]
     released: list[int]
-    stays: list[int]
 
 
 class Recording:
@@ -147,10 +146,6 @@ class Recording:
     def micro_step(self, number: int) -> list[Stop]:
         """Its visits, in order."""
         while len(self._played) <= number:
-            self._played.append([self._visit(members) for _, members in self._trace.visits])
+            self._played.append([Stop(self._trace.fetch(), self._trace.release()) for _ in self._trace.visits])
             self._trace.start()
         return self._played[number]
-
-    def _visit(self, members: list[int]) -> Stop:
-        gathered, released = self._trace.fetch(), self._trace.release()
-        return Stop(gathered, released, [i for i in members if i in self._trace.here])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from bigtrain.plan.constants import MALLOC_MMAP_BYTES, WINDOW_BYTES
+from bigtrain.plan.constants import WINDOW_BYTES
 from bigtrain.plan.flat import slice_elems, split_groups, sub_groups
 from bigtrain.plan.gathered import Gathered, Recording, Visit
 from bigtrain.plan.inputs import PlanInput
@@ -134,8 +134,6 @@ class SlicedSharding:
         return "weights, gathered" if self.world > 1 else "weights, copied to the GPU"
 
     def _fetch_by_trace(self, key: str, members: list[int]) -> None:
-        if self.plan.device == "cpu":
-            self.tape.drop(*(("hole", i) for i in members))  # what forward left in place is what backward needs
         row = self._row()
         for group in self.trace.micro_step(self.steps)[self.visit].gathered:
             for i in group:
@@ -158,12 +156,6 @@ class SlicedSharding:
             self.lent_elems -= sum(self.items[i].elems for i in back)
             self.tape.returned(*(("whole", i) for i in back))
 
-    def _hole(self, i: int) -> None:
-        """On CPUs weights are gathered flat and copied apart one after the other in malloc's heap: where the flat buffer was,
-        a hole as large stays beside each weight that is kept. Measured: plan_host.md; gone with a fixed mmap threshold."""
-        if self.plan.device == "cpu" and self.world > 1 and self.items[i].elems < MALLOC_MMAP_BYTES // 2:
-            self.tape.hold(("hole", i), 2 * self.items[i].elems, "holes in the heap")
-
     def _gloo(self, elems: int) -> None:
         """On CPUs gloo gathers into, and reduces in, a buffer of its own (torch ProcessGroupGloo.cpp; measured)."""
         if self.plan.device == "cpu" and self.world > 1:
@@ -178,9 +170,6 @@ class SlicedSharding:
         stop = self.trace.micro_step(self.steps)[self.visit]
         self.visit += 1
         self._lend(stop.released)
-        if key[0] == "f":
-            for i in stop.stays:
-                self._hole(i)
 
     # Backward.
 

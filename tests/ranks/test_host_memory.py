@@ -1,13 +1,16 @@
 """Host memory that is too small, as a whole run meets it: refused before building, or stopped before the kernel kills."""
 
+import ctypes
 import json
 import os
+import platform
 import threading
 import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from bigtrain import capacity, ranks
 from bigtrain.bench import inputs
@@ -42,6 +45,31 @@ def _per_host():
 
 def test_hosts_with_different_numbers_of_ranks_make_one_plan(rank_pool):
     assert rank_pool(2).run(_per_host) == [8, 8]
+
+
+def _mapped_mib():
+    """What malloc has mapped by itself more for a block of 1 MiB, after one of 16 MiB was freed: 1, or 0 out of the heap."""
+
+    class Info(ctypes.Structure):  # malloc.h: struct mallinfo2, ten sizes
+        _fields_ = (("sizes", ctypes.c_size_t * 10),)
+
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Info
+
+    def mapped():
+        return mallinfo().sizes[4]
+
+    torch.ones(4 << 20)
+    before = mapped()
+    block = torch.ones(1 << 18)
+    more = mapped() - before
+    del block
+    return more >> 20, mapped() - before
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
+def test_a_rank_on_a_cpu_gives_back_what_it_frees(rank_pool):
+    assert rank_pool(1).run(_mapped_mib) == [(1, 0)]
 
 
 def train(folder, root, steps):

@@ -1,13 +1,18 @@
 """What DeepSpeed copies, compiles and asks while it starts: no more than a run needs."""
 
 import importlib.util
+import os
+import platform
+import subprocess
+import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from bigtrain.startup import SMALLEST, SharedMaster, ask_cpu_once, compiled_when_called, grow_segments
+from bigtrain.startup import SMALLEST, SharedMaster, ask_cpu_once, compiled_when_called, grow_segments, map_blocks
+from tests import python_path
 
 
 def test_a_flat_bf16_clone_is_the_tensor_itself_and_zeros_take_one_element():
@@ -74,3 +79,46 @@ def test_an_allocator_that_the_user_has_set_up_is_left_alone(monkeypatch):
     assert told == []
     assert grow_segments({}) and told == ["expandable_segments:True"]
     assert not grow_segments({}) and len(told) == 1  # a second engine, or what the program itself has set up
+
+
+# A block of 24 MiB is freed, which raises glibc's threshold to it. Then come buffers that go and copies of them that stay, each
+# larger than the last: none fits into a hole that was left before. Prints MiB that the heap holds and nobody uses.
+HOLES = """
+import ctypes, sys, torch
+from bigtrain.startup import map_blocks
+
+class Info(ctypes.Structure):  # malloc.h: struct mallinfo2, ten sizes
+    _fields_ = (("sizes", ctypes.c_size_t * 10),)
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Info
+torch.ones(6 << 20)
+if sys.argv[1] == "mapped":
+    assert map_blocks()
+kept = []
+for mib in range(1, 16):
+    buffer = torch.ones(mib << 18)
+    kept.append(buffer.clone())
+    del buffer
+print(libc.mallinfo2().sizes[8] >> 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on CPUs only")
+def test_what_is_freed_on_a_cpu_leaves_no_holes_in_the_heap():
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
+    env["PYTHONPATH"] = python_path()
+
+    def free_mib(how):
+        done = subprocess.run([sys.executable, "-c", HOLES, how], env=env, capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    assert free_mib("mapped") < 4 < 32 < free_mib("as it is")
+
+
+def test_malloc_is_left_alone_with_a_gpu_and_where_the_user_has_set_it_up(monkeypatch):
+    assert not map_blocks({"MALLOC_MMAP_THRESHOLD_": "65536"})
+    assert not map_blocks({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not map_blocks({})
