@@ -419,10 +419,7 @@ def fused_kernels(args: TrainArguments) -> bool:
 
 
 def choose_attention(args: TrainArguments, model_config: Any) -> str:
-    """What "auto" means here: sdpa with a mask per packed row is a dense [seq, seq] matrix, which no flash kernel takes.
-
-    For rows of one document too: torch's choice there is flash attention, at half the speed of cuDNN's on a Hopper card.
-    """
+    """What "auto" means here. In sdpa packed rows are a dense [seq, seq] mask, and for others transformers asks the device."""
     from transformers import AutoModelForCausalLM
 
     if args.attn_implementation != "auto":
