@@ -13,7 +13,7 @@ from typing import Any
 from bigtrain import plan
 from bigtrain.config import GenerateOptions, RunValues, generate
 from bigtrain.errors import DoesNotFitError
-from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, Candidate, Choice, choose
+from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
 from bigtrain.plan.inputs import Checkpointing, PlanInput, ZeroSettings
 from bigtrain.plan.machine import expandable_segments
 from bigtrain.plan.roofline import Rates
@@ -21,10 +21,6 @@ from bigtrain.plan.show import choice_text
 from bigtrain.plan.states import layout_name
 
 AUTO = "auto"
-# Sequences of a step and a rank when the user says nothing of the batch: enough to let the micro batch vary.
-SEQUENCES_PER_RANK = 8
-# Buckets at every stage, in elements: as in the presets of stages 1 and 2.
-BUCKET_ELEMS = 200_000_000
 
 
 @dataclass(frozen=True)
@@ -61,6 +57,7 @@ def pick(
     rates: Rates | None = None,
     policy: Checkpointing = "full",
     blocks: int | str | None = None,
+    drawn: bool = False,
 ) -> Picked:
     """Choose stage, offload, optimizer states, checkpointing, micro batch and accumulation.
 
@@ -69,58 +66,38 @@ def pick(
         gpu_memory_bytes, host_memory_bytes: of one card and of one host; None: no limit.
         rates: the machine's, for the ranking; None: the planner's defaults.
         policy: of checkpointing. blocks: how many are recomputed, "auto", or None: as the user said nothing of it.
+        drawn: a preset, see `PlanInput`.
 
     Raises:
         DoesNotFitError: nothing that the user's values allow fits; with the ladder and what would help.
         UsageError: the model's family has no formulas.
     """
-    start = generate(GenerateOptions(stage=3))
-    start["zero_optimization"]["reduce_bucket_size"] = BUCKET_ELEMS
     base = plan.plan_input(
-        model_config, ds_config=start, world_size=world_size, gpus_per_node=ranks_per_node, seq_len=seq_len, device=device,
-        kernels=kernels, frozen=frozen, optimizer=layout_name(run.optim or "adamw"), checkpointing=policy,
+        model_config, world_size=world_size, gpus_per_node=ranks_per_node, seq_len=seq_len, device=device, kernels=kernels,
+        frozen=frozen, optimizer=layout_name(run.optim or "adamw"), checkpointing=policy, drawn=drawn,
         checkpoint_blocks=int(blocks) if blocks not in (None, AUTO) else None, expandable=expandable_segments(),
     )  # fmt: skip
+    base = base.but(settings=search_settings(base.geometry.hidden))
     if run.optim:
         optimizers: tuple[str, ...] = (base.optimizer,)
     else:
         optimizers = DEFAULT_OPTIMIZERS if device == "cuda" else DEFAULT_OPTIMIZERS[:1]
     choice = choose(
-        base, gpu_memory_bytes=gpu_memory_bytes, host_memory_bytes=host_memory_bytes,
-        global_batch=world_size * rows_per_rank(run), optimizers=optimizers, rates=rates,
+        base, gpu_memory_bytes=gpu_memory_bytes, host_memory_bytes=host_memory_bytes, optimizers=optimizers, rates=rates,
+        global_batch=world_size * rows_per_rank(run.micro_batch, run.accumulation), micro_batch=run.micro_batch,
+        accumulation=run.accumulation, recompute=None if blocks == AUTO else run.gradient_checkpointing, wanted=WANTED,
     )  # fmt: skip
-    allowed = [c for c in choice.fitting if _keeps(c, run, blocks)]
-    if not allowed:
-        lead = (
-            "no configuration fits" if not choice.fitting else "none of those that fit has the values given on the command line"
+    if choice.best is None:
+        raise DoesNotFitError(
+            f"{choice_text(choice)}\n\nds_config auto: no configuration fits that the values on the command line allow. "
+            "Nothing was built."
         )
-        raise DoesNotFitError(f"{choice_text(choice)}\n\nds_config auto: {lead}. Nothing was built.")
-    best = allowed[0]
+    best = choice.best
     filled = replace(
         run, optim=run.optim or best.input.optimizer, gradient_checkpointing=best.input.checkpointing != "none",
         micro_batch=best.input.micro_batch, accumulation=best.input.accumulation,
     )  # fmt: skip
     return Picked(config_of(best.input.settings), filled, choice, best)
-
-
-def rows_per_rank(run: RunValues) -> int:
-    """Sequences of a step and a rank: as the user said, as far as they did."""
-    micro, accumulation = run.micro_batch, run.accumulation
-    if micro:
-        return micro * (accumulation or 1)
-    return accumulation * max(1, SEQUENCES_PER_RANK // accumulation) if accumulation else SEQUENCES_PER_RANK
-
-
-def _keeps(candidate: Candidate, run: RunValues, blocks: int | str | None) -> bool:
-    found: PlanInput = candidate.input
-    said = run.gradient_checkpointing
-    if blocks == AUTO:  # as few as fit: none, if it fits without
-        recomputes = True
-    elif said and blocks is None:  # all blocks
-        recomputes = found.checkpointing != "none" and found.checkpoint_blocks is None
-    else:
-        recomputes = said in (None, found.checkpointing != "none")
-    return recomputes and run.micro_batch in (None, found.micro_batch) and run.accumulation in (None, found.accumulation)
 
 
 def config_of(settings: ZeroSettings) -> dict[str, Any]:
@@ -143,13 +120,16 @@ def config_of(settings: ZeroSettings) -> dict[str, Any]:
         }
     if settings.offload_optimizer and settings.ratio < 1:
         zero["offload_optimizer"]["ratio"] = settings.ratio
+    if settings.offload_optimizer:
+        zero["offload_optimizer"]["buffer_count"] = settings.buffers
     return config
 
 
 def flags(planned: PlanInput) -> dict[str, str | None]:
-    """The arguments of launch/train.py that recompute what was planned, beside `gradient_checkpointing`."""
+    """The arguments of launch/train.py that do what was planned, beside those of `RunValues`."""
     blocks = planned.checkpoint_blocks
     return {
         "checkpoint_blocks": None if blocks is None else str(blocks),
         "checkpointing_policy": "full" if planned.checkpointing == "none" else planned.checkpointing,
+        "offload_gradients": str(planned.settings.offload_gradients),
     }

@@ -185,6 +185,7 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
         frozen=tuple(args.freeze),
         policy=args.checkpointing_policy,
         blocks=args.checkpoint_blocks,
+        drawn=args.model_name_or_path.startswith("preset:"),
         rates=ranks.main_decides(lambda: stored_rates(device_type()), "reading the rates that bigtrain doctor stored"),
     )
     logger.info("%s", picked.text())
@@ -196,6 +197,8 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
         "gradient_checkpointing": run.gradient_checkpointing,
         **flags(picked.candidate.input),
     }
+    if asked_share(args.offload_gradients) is not None:
+        chosen["offload_gradients"] = args.offload_gradients
     return replace(args, **chosen), picked.config
 
 

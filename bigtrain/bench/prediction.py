@@ -75,7 +75,7 @@ def _resolved(cell: Cell, machine: Machine) -> tuple[Resolved, PlanInput | None]
             values, run, world_size=cell.num_gpus, ranks_per_node=cell.num_gpus, seq_len=cell.seq_len, gpu_memory_bytes=gpu,
             host_memory_bytes=host, device=machine.device, kernels=kernels(cell, machine),
             frozen=tuple(cell.arguments.get("freeze") or ()), rates=stored_rates(machine.device), policy=_policy(cell),
-            blocks=cell.arguments.get("checkpoint_blocks"),
+            blocks=cell.arguments.get("checkpoint_blocks"), drawn=cell.model.startswith("preset:"),
         )  # fmt: skip
         config, run, chosen = picked.config, picked.run, picked.candidate.input
     shape = ModelShape.from_config(values)
@@ -98,7 +98,9 @@ def planned(cell: Cell, machine: Machine) -> Plan:
     done, chosen = _resolved(cell, machine)
     run, args = done.run, cell.arguments
     share = asked_share(str(args.get("offload_gradients", AUTO)))
-    blocks = chosen.checkpoint_blocks if chosen else args.get("checkpoint_blocks")
+    blocks = args.get("checkpoint_blocks")
+    if chosen is not None:
+        blocks, share = chosen.checkpoint_blocks, chosen.settings.offload_gradients if share is None else share
     assert run.micro_batch and run.accumulation
     found = plan.plan_input(
         model_config(cell.model),

@@ -8,7 +8,7 @@ from bigtrain.plan.activations import block_bytes
 from bigtrain.plan.constants import GPU_MARGIN
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.judge import Candidate, judge
-from bigtrain.plan.roofline import Rates, step_time
+from bigtrain.plan.roofline import Rates
 
 
 def least_blocks(
@@ -78,30 +78,3 @@ def blocks_needed(none: Candidate, policy: str) -> int:
 
 # The allocator's units in the tensors of one block.
 _ROUNDING = 16 * 512
-
-
-def with_fewer_blocks(
-    fitting: list[Candidate], rejected: list[Candidate], gpu: int | None, host: int | None, rates: Rates | None
-) -> list[Candidate]:
-    """Of the candidates that recompute all blocks and do not fit without, those with as few as fit; only such as may win.
-
-    What may win is what would be the fastest at its micro batch with as few blocks as could suffice.
-    """
-    found: list[Candidate] = []
-    known = [*fitting, *rejected]
-    plain = [c.input for c in fitting if c.input.checkpointing == "none"]
-    for candidate in sorted(fitting, key=lambda c: c.time.total_s):
-        plan = candidate.input
-        bare = plan.but(checkpointing="none")
-        if plan.checkpointing == "none" or bare in plain:
-            continue
-        best = min(c.time.total_s for c in (*fitting, *found) if c.input.micro_batch == plan.micro_batch)
-        if step_time(bare, rates).total_s > best:
-            continue
-        at_least = blocks_needed(_judged(bare, gpu, host, rates, known), plan.checkpointing)
-        if step_time(plan.but(checkpoint_blocks=at_least), rates).total_s > best:
-            continue
-        fewer = least_blocks(plan, gpu, host, rates, known)
-        if fewer is not None and 0 < fewer.input.recomputed_blocks < plan.recomputed_blocks:
-            found.append(fewer)
-    return found

@@ -8,16 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.errors import UsageError
-from bigtrain.plan.blocks import with_fewer_blocks
-from bigtrain.plan.inputs import PlanInput, ZeroSettings
+from bigtrain.plan.inputs import PlanInput, ZeroSettings, settings_from_config
 from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge
 from bigtrain.plan.machine import show_bytes
-from bigtrain.plan.roofline import Rates
+from bigtrain.plan.roofline import Rates, step_time
+from bigtrain.plan.settled import least_s, settled, with_all_buffers
 from bigtrain.plan.spilled import least_share
 from bigtrain.plan.states import LAYOUTS
 
 # Optimizers that compute the same update as AdamW with an fp32 master, or nearly (8-bit moments).
 DEFAULT_OPTIMIZERS = ("adamw", "adamw_8bit", "adamw_split", "adamw_split_8bit")
+# Sequences of a step and a rank when the user says nothing of the batch: enough to let the micro batch vary.
+SEQUENCES_PER_RANK = 8
+# How many of the fastest are looked for: each one more has to be planned, and those that might be as fast.
+WANTED = 3
+# Settings of stage 3 alone: others leave them as DeepSpeed has them, so that the ds_config reads back as what was planned.
+_STAGE_3 = {name: getattr(ZeroSettings, name) for name in
+            ("prefetch_elems", "persistence_elems", "max_live_elems", "max_reuse_elems", "sub_group_elems")}  # fmt: skip
 _MOST_RANKS = 4096
 _MOST_SEQUENCES = 2**31
 # Rows that buckets, the dtype of gradients and where these lie have a part in.
@@ -30,7 +37,8 @@ class Choice:
 
     Attributes:
         best: the fastest that fits, None if nothing does.
-        fitting: all that fit, fastest first. rejected: the rest, nearest to fitting first.
+        fitting: the fastest that fit. rejected: those that might have been faster and do not fit, nearest to fitting first.
+        slower: how many were not planned, because they cannot be faster than the last of the fitting.
         advice: what would help, when nothing fits.
         global_batch: sequences of a step, the same for all candidates.
     """
@@ -38,6 +46,7 @@ class Choice:
     best: Candidate | None
     fitting: tuple[Candidate, ...]
     rejected: tuple[Candidate, ...]
+    slower: int
     advice: tuple[str, ...]
     global_batch: int
     gpu_memory_bytes: int | None
@@ -63,6 +72,7 @@ class Choice:
             "host_memory_bytes": self.host_memory_bytes,
             "fitting": [one(c) for c in self.fitting],
             "rejected": [one(c) for c in self.rejected],
+            "slower": self.slower,
             "advice": list(self.advice),
         }
 
@@ -90,9 +100,24 @@ def _micro_batches(per_rank: int) -> list[int]:
     return sorted({*low, *(per_rank // m for m in low)})
 
 
-def _families(base: PlanInput, optimizers: tuple[str, ...]) -> Iterator[PlanInput]:
+def rows_per_rank(micro_batch: int | None, accumulation: int | None) -> int:
+    """Sequences of a step and a rank: as the user said, as far as they did."""
+    if micro_batch:
+        return micro_batch * (accumulation or 1)
+    return accumulation * max(1, SEQUENCES_PER_RANK // accumulation) if accumulation else SEQUENCES_PER_RANK
+
+
+def search_settings(hidden: int) -> ZeroSettings:
+    """Where a search starts: stage 3 as `bigtrain config generate` writes it, with buckets as at the other stages."""
+    zero: dict[str, Any] = dict.fromkeys(("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto")
+    zero |= {"stage": 3, "overlap_comm": True, "reduce_bucket_size": 200_000_000}
+    return settings_from_config({"zero_optimization": zero, "data_types": {"grad_accum_dtype": "fp32"}}, hidden)
+
+
+def _families(base: PlanInput, optimizers: tuple[str, ...], recompute: bool | None = None) -> Iterator[PlanInput]:
     """Everything but the micro batch: the base's policy and number of blocks (without one: all, fully), and no checkpointing."""
     policy = "full" if base.checkpointing == "none" else base.checkpointing
+    policies = {None: ("none", policy), True: (policy,), False: ("none",)}[recompute]
     for optimizer in optimizers:
         layout = LAYOUTS[optimizer]
         for place in _placements(base.world_size):
@@ -100,13 +125,20 @@ def _families(base: PlanInput, optimizers: tuple[str, ...]) -> Iterator[PlanInpu
                 continue
             if layout.own_offload and place["offload_param"] and base.device == "cuda":
                 continue
-            for checkpointing in ("none", policy):
+            own = {} if place["stage"] == 3 else _STAGE_3
+            for checkpointing in policies:
                 blocks = base.checkpoint_blocks if checkpointing == policy else None
                 yield base.but(
                     optimizer=optimizer, checkpointing=checkpointing, checkpoint_blocks=blocks, bf16_states=False, overlap_comm=True,
                     offload_gradients=0.0, buffers=ZeroSettings.buffers,
-                    **{"ratio": 1.0, **place},
+                    **{"ratio": 1.0, **place, **own},
                 )  # fmt: skip
+
+
+def _at(family: PlanInput, micro: int, accumulation: int) -> PlanInput:
+    """The family at a micro batch. One micro step has nothing to sum: bf16 has the same bits (config/resolve_training.py)."""
+    alike = accumulation == 1 and family.settings.stage >= 2
+    return family.but(micro_batch=micro, accumulation=accumulation, grad_bytes=2 if alike else family.settings.grad_bytes)
 
 
 def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> Candidate:
@@ -133,48 +165,93 @@ def choose(
     gpu_memory_bytes: int | None,
     host_memory_bytes: int | None,
     global_batch: int | None = None,
+    micro_batch: int | None = None,
+    accumulation: int | None = None,
+    recompute: bool | None = None,
     optimizers: tuple[str, ...] = DEFAULT_OPTIMIZERS,
     rates: Rates | None = None,
+    wanted: int | None = None,
 ) -> Choice:
     """Search stage, offload, optimizer states, checkpointing and micro batch at a fixed global batch.
 
-    Where a configuration fits with checkpointing only, the fewest blocks with which it does are looked for too, unless `base`
-    says a number.
+    What a run leaves open (`plan.settled`) is part of each candidate, so that the one that is taken runs as it was ranked.
 
     Args:
         base: model, ranks, sequence length, kernels, policy of checkpointing; its other values are what the search replaces.
         gpu_memory_bytes, host_memory_bytes: of one card and of one host; None: no limit.
         global_batch: sequences of one step over all ranks; None: what `base` has.
+        micro_batch, accumulation: as the user said; None: to be chosen.
+        recompute: False: no block; True: those that `base` says; None: either, or as few as fit, unless `base` says a number.
         optimizers: which ones may be chosen, best liked first (ties in speed go to the earlier one).
+        wanted: how many of the fastest; what cannot be one of them is not planned. None: all.
 
     Raises:
         UsageError: the global batch cannot be divided by the ranks, or is beyond any run.
     """
-    world = base.world_size
+    world, gpu, host = base.world_size, gpu_memory_bytes, host_memory_bytes
     batch = global_batch or world * base.micro_batch * base.accumulation
     if batch % world:
         raise UsageError(f"a global batch of {batch} sequences cannot be divided by {world} ranks")
     if batch // world > _MOST_SEQUENCES:
         raise UsageError(f"a global batch of {batch} sequences is more than {_MOST_SEQUENCES:,} for each of {world} ranks")
-    fitting: list[Candidate] = []
-    rejected: list[Candidate] = []
-    for family in _families(base, optimizers):
-        for micro in _micro_batches(batch // world):
-            settings = family.but(micro_batch=micro, accumulation=batch // world // micro)
-            candidate = _first_fitting(settings, gpu_memory_bytes, host_memory_bytes, rates)
-            (fitting if candidate.fits else rejected).append(candidate)
-            if not candidate.fits and candidate.gpu_short_bytes:
-                break  # a larger micro batch holds more
-    if base.checkpoint_blocks is None and base.blocks_are_all:
-        fitting += with_fewer_blocks(fitting, rejected, gpu_memory_bytes, host_memory_bytes, rates)
-    order = {name: at for at, name in enumerate(optimizers)}
-    fitting.sort(key=lambda c: (round(c.time.total_s, 3), order[c.input.optimizer], c.input.settings.stage))
+    pairs = [(m, batch // world // m) for m in _micro_batches(batch // world)]
+    pairs = [(m, a) for m, a in pairs if micro_batch in (None, m) and accumulation in (None, a)]
+    families = list(_families(base, optimizers, recompute))
+    open_blocks = recompute is None and base.checkpoint_blocks is None and base.blocks_are_all
+    asked = [(at, _at(family, *pair)) for at, family in enumerate(families) for pair in pairs]
+
+    fitting, rejected, slower = _search(asked, gpu, host, optimizers, rates, wanted, open_blocks)
     rejected.sort(key=lambda c: c.gpu_short_bytes * world + c.host_short_bytes)
-    advice = () if fitting else _advice(base, rejected, gpu_memory_bytes, host_memory_bytes, optimizers)
-    return Choice(
-        fitting[0] if fitting else None, tuple(fitting), tuple(rejected), tuple(advice), batch, gpu_memory_bytes,
-        host_memory_bytes,
-    )  # fmt: skip
+    advice = () if fitting else _advice(base, rejected, gpu, host, optimizers)
+    return Choice(fitting[0] if fitting else None, tuple(fitting), tuple(rejected), slower, tuple(advice), batch, gpu, host)
+
+
+def _search(
+    asked: list[tuple[int, PlanInput]], gpu: int | None, host: int | None, optimizers: tuple[str, ...], rates: Rates | None,
+    wanted: int | None, blocks: bool,
+) -> tuple[list[Candidate], list[Candidate], int]:  # fmt: skip
+    """(the fastest that fit, those that do not fit, how many are slower), by bounds on seconds, the least first.
+
+    `asked`: families by number, at their micro batches. `blocks`: how many are recomputed is open.
+    """
+    Rank = tuple[float, int, int]
+
+    def rank(plan: PlanInput, total_s: float) -> Rank:
+        return round(total_s, 3), optimizers.index(plan.optimizer), plan.settings.stage
+
+    def bound(plan: PlanInput) -> Rank:
+        least = plan.but(checkpointing="none") if blocks else plan
+        return rank(plan, step_time(with_all_buffers(least, rates), rates).total_s)
+
+    def too_slow(least: Rank) -> bool:
+        return wanted is not None and len(fitting) >= wanted and least >= fitting[wanted - 1][0]
+
+    fitting: list[tuple[Rank, Candidate]] = []
+    rejected: list[Candidate] = []
+    too_large: dict[int, int] = {}
+    slower = 0
+    for least, at, plan in sorted(((bound(plan), at, plan) for at, plan in asked), key=lambda row: row[0]):
+        if too_slow(least):
+            slower += 1
+            continue
+        if plan.micro_batch >= too_large.get(at, _MOST_SEQUENCES + 1):  # a larger micro batch holds more
+            continue
+        candidate = _first_fitting(plan, gpu, host, rates)
+        if not candidate.fits:
+            rejected.append(candidate)
+            if candidate.gpu_short_bytes:
+                too_large[at] = plan.micro_batch
+            continue
+        fewer = blocks and plan.checkpointing != "none"
+        if wanted and too_slow(rank(plan, least_s(candidate.input, gpu, host, rates, blocks=fewer))):
+            slower += 1
+            continue
+        best = settled(candidate.input, gpu, host, rates, share=False, buffers=True, blocks=fewer)
+        candidate = candidate if best == candidate.input else judge(best, gpu, host, rates)
+        if all(candidate.input != other.input for _, other in fitting):
+            fitting.append((rank(best, candidate.time.total_s), candidate))
+            fitting.sort(key=lambda row: row[0])
+    return [candidate for _, candidate in fitting[:wanted]], rejected, slower
 
 
 def _smallest(base: PlanInput, optimizers: tuple[str, ...]) -> list[PlanInput]:

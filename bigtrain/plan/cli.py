@@ -9,7 +9,7 @@ from typing import Any
 
 from bigtrain import shapes
 from bigtrain.errors import DoesNotFitError, UsageError
-from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, Candidate, Choice, choose
+from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
 from bigtrain.plan.families import read_json
 from bigtrain.plan.inputs import PlanInput, plan_input
 from bigtrain.plan.machine import expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
@@ -21,8 +21,6 @@ from bigtrain.plan.spilled import AUTO, asked_share
 from bigtrain.plan.states import LAYOUTS, layout_name
 
 DOES_NOT_FIT = DoesNotFitError.exit_code
-# Sequences of a step and a rank when --auto is told no batch: enough to let the micro batch vary.
-AUTO_SEQUENCES_PER_RANK = 8
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -102,6 +100,7 @@ def _input(args: argparse.Namespace, ds_config: dict[str, Any]) -> PlanInput:
         "checkpointing": args.checkpointing, "checkpoint_blocks": args.checkpoint_blocks, "kernels": args.kernels, "loss": args.loss, "device": args.device,
         "micro_batch": args.micro_batch, "accumulation": args.accumulation, "optimizer": args.optim,
         "frozen": tuple(args.freeze), "expandable": expandable_segments(),
+        "drawn": bool(args.model) and args.model.startswith(shapes.PREFIX),
     }  # fmt: skip
     values = {k: v for k, v in values.items() if v is not None}
     config = model_config(args.model) if args.model else None
@@ -153,11 +152,13 @@ def _rates(args: argparse.Namespace) -> Rates:
 def _choice(args: argparse.Namespace, base: PlanInput, gpu: int | None, host: int | None, rates: Rates) -> Choice:
     usual = DEFAULT_OPTIMIZERS if args.device == "cuda" else DEFAULT_OPTIMIZERS[:1]
     wanted = args.optimizers.split(",") if args.optimizers else [args.optim] if args.optim else usual
-    given = args.micro_batch is not None or args.accumulation is not None
-    batch = args.global_batch or base.world_size * (base.micro_batch * base.accumulation if given else AUTO_SEQUENCES_PER_RANK)
     names = tuple(layout_name(name) for name in wanted)
+    base = base.but(settings=search_settings(base.geometry.hidden))
+    micro, accumulation = args.micro_batch, args.accumulation
     return choose(
-        base, gpu_memory_bytes=gpu, host_memory_bytes=host, global_batch=batch, optimizers=names, rates=rates
+        base, gpu_memory_bytes=gpu, host_memory_bytes=host, optimizers=names, rates=rates, micro_batch=micro,
+        accumulation=accumulation, global_batch=args.global_batch or base.world_size * rows_per_rank(micro, accumulation),
+        wanted=max(WANTED, args.measure or 0),
     )  # fmt: skip
 
 
@@ -185,11 +186,7 @@ def _print_choice(args: argparse.Namespace, choice: Choice, rates: Rates) -> int
     """The ladder, and the plan of the chosen one as launch/train.py runs it."""
     gpu, host, measured = choice.gpu_memory_bytes, choice.host_memory_bytes, _measured(args, choice)
     best = _fastest(choice, measured)
-    plan = None
-    if best is not None:
-        run = best.input.but(offload_gradients=0.0)
-        run = settled(run, gpu, host, rates, share=True, buffers=True, blocks=False)
-        plan = predict(run, gpu_memory_bytes=gpu)
+    plan = predict(best.input, gpu_memory_bytes=gpu) if best is not None else None
     if args.json:
         said = {**choice.to_json(), "plan": plan.to_json() if plan else None}
         print(json.dumps({**said, **({"measured": measured} if measured else {})}, indent=2))

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.plan.flat import slice_elems
-from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.inputs import PlanInput, ZeroSettings
 from bigtrain.plan.machine import show_bytes
-from bigtrain.plan.predict import Plan, predict
+from bigtrain.plan.predict import Plan, quick
 from bigtrain.plan.roofline import Rates, StepTime, step_time
 from bigtrain.plan.states import LAYOUTS
 
@@ -62,6 +62,8 @@ class Candidate:
             parts[1] += f" ratio {o['ratio']:g}"
         if self.input.leaving:
             parts[1] += f" and {self.input.settings.offload_gradients:.0%} of the gradients"
+        if self.input.streams and self.input.settings.buffers != ZeroSettings.buffers:
+            parts.append(f"{self.input.settings.buffers} buffers")
         parts.append(_checkpointing(self.input))
         parts.append(f"micro batch {o['micro_batch']} x {o['accumulation']}")
         if o["reduce_bucket_size"] == SMALL_BUCKET_ELEMS:
@@ -119,7 +121,7 @@ def judge(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | Non
     gpu_short, host_short = _short(least_gpu, gpu), _short(least_host * ranks, host)
     if gpu_short or host_short:
         return Candidate(plan, False, _reason(gpu_short, host_short, None), gpu_short, host_short, None, time)
-    found = predict(plan, reserve=False)
+    found = quick(plan)
     gpu_short, host_short = _short(found.gpu_least_bytes(), gpu), _short(found.host_need_bytes(), host)
     why = _reason(gpu_short, host_short, found)
     if not why and not found.fits(gpu, host):

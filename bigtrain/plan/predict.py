@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from bigtrain.plan.allocator import least_limit, replay
@@ -224,3 +224,9 @@ def predict(plan: PlanInput, *, gpu_memory_bytes: int | None = None, reserve: bo
     used = held + _beside_the_tape(plan)
     whole = tuple(tapes) if reserve else ()
     return Plan(plan, gpu_tree, reserved, used, _tree("host", host.ledger()), plan.ranks_per_node, whole)
+
+
+@lru_cache(maxsize=32)  # a search comes back to the same plans; each may keep its tapes
+def quick(plan: PlanInput) -> Plan:
+    """`predict` without what is reserved."""
+    return predict(plan, reserve=False)

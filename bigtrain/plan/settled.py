@@ -5,16 +5,17 @@ The program runs what is decided here, and whoever says beforehand what it will 
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain.plan.blocks import least_blocks
+from bigtrain.plan.blocks import blocks_needed, least_blocks
+from bigtrain.plan.constants import GPU_MARGIN
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.predict import predict
-from bigtrain.plan.roofline import Rates, forward_s
+from bigtrain.plan.judge import judge
+from bigtrain.plan.predict import quick
+from bigtrain.plan.roofline import Rates, forward_s, step_time
 from bigtrain.plan.spilled import least_share
-from bigtrain.plan.streamed import buffers_that_help
+from bigtrain.plan.streamed import buffers_that_help, bytes_per_elem, chunk_elems
 
 SPARE_SHARE = 0.9  # of a card, beside the margin of every plan: memory that is only useful must not bring a run near the edge
 
@@ -23,6 +24,9 @@ def settled(
     plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None, *, share: bool, buffers: bool, blocks: bool
 ) -> PlanInput:
     """The plan with what it leaves open filled in.
+
+    Where buffers and blocks compete for a card, what is faster goes first: a GiB of buffers hides traffic once a step, a GiB of
+    results saves a recompute in each micro step.
 
     Args:
         plan: for now with no gradients leaving, the least buffers, all blocks recomputed, where these are open.
@@ -33,12 +37,15 @@ def settled(
     """
     if share:
         plan = plan.but(offload_gradients=least_share(plan, gpu, host))
-    if buffers:  # before the blocks: a GiB of them hides more than a block's recompute costs
-        plan = plan.but(buffers=_spare_buffers(plan, gpu, host, rates))
-    if blocks and plan.blocks_are_all:
-        found = least_blocks(plan, gpu, host)
-        plan = found.input if found is not None else plan
-    return plan
+    blocks = blocks and plan.blocks_are_all
+    most = _spare_buffers(plan, gpu, host, rates) if buffers else plan
+    if not blocks:
+        return most
+    found = _fewest_blocks(most, gpu, host)
+    if most == plan or not found.recomputed_blocks:
+        return found
+    other = _spare_buffers(_fewest_blocks(plan, gpu, host), gpu, host, rates)
+    return min(found, other, key=lambda p: step_time(p, rates).total_s)
 
 
 def buffers_are_open(config: Mapping[str, Any]) -> bool:
@@ -53,13 +60,37 @@ def buffers_wanted(plan: PlanInput, rates: Rates | None) -> int:
     return buffers_that_help(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s(plan, rates))
 
 
-def _spare_buffers(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> int:
-    least = plan.settings.buffers
+def _fewest_blocks(plan: PlanInput, gpu: int | None, host: int | None) -> PlanInput:
+    found = least_blocks(plan, gpu, host)
+    return found.input if found is not None else plan
+
+
+def _spare_buffers(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> PlanInput:
     if gpu is None or not plan.streams:
-        return least
-    room = int(SPARE_SHARE * gpu)
+        return plan
+    low, high, room = plan.settings.buffers, buffers_wanted(plan, rates) + 1, int(SPARE_SHARE * gpu)
+    if high - low <= 1:
+        return plan
+    each = chunk_elems(plan) * bytes_per_elem(plan) * (1 + GPU_MARGIN)
+    guess, step = low + int((room - quick(plan).gpu_least_bytes()) / each), 1  # mostly right, where the peak is in a step
+    while high - low > 1:
+        guess = min(max(guess, low + 1), high - 1)
+        if quick(plan.but(buffers=guess)).fits(room, host):
+            low, guess = guess, guess + step
+        else:
+            high, guess = guess, guess - step
+        step *= 2
+    return plan.but(buffers=low)
 
-    def too_many(count: int) -> bool:
-        return not predict(plan.but(buffers=count), reserve=False).fits(room, host)
 
-    return least + bisect.bisect_left(range(least + 1, buffers_wanted(plan, rates) + 1), True, key=too_many)
+def least_s(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None, *, blocks: bool) -> float:
+    """Seconds of a step, no more than with what `settled` would say for this plan, which fits: quicker to tell."""
+    if blocks:
+        none = judge(plan.but(checkpointing="none"), gpu, host, rates)
+        plan = none.input if none.fits else plan.but(checkpoint_blocks=blocks_needed(none, plan.checkpointing))
+    return step_time(with_all_buffers(plan, rates), rates).total_s
+
+
+def with_all_buffers(plan: PlanInput, rates: Rates | None) -> PlanInput:
+    """The plan with all buffers that help, whether the card holds them or not: no other number is faster."""
+    return plan.but(buffers=max(plan.settings.buffers, buffers_wanted(plan, rates))) if plan.streams else plan

@@ -87,8 +87,10 @@ def plan_text(plan: Plan, gpu_memory: int | None, host_memory: int | None, rates
 
 def choice_text(choice: Choice, rates: Rates | None = None) -> str:
     """The ladder: what fits, fastest first; what was rejected and why; the chosen plan or what would help."""
-    lines = [f"global batch {choice.global_batch} sequences; {len(choice.fitting)} configurations fit, "
-             f"{len(choice.rejected)} do not"]  # fmt: skip
+    lines = [f"global batch {choice.global_batch} sequences; the {len(choice.fitting)} fastest that fit; {len(choice.rejected)} that "
+             f"might be faster do not; {choice.slower} are slower"]  # fmt: skip
+    if choice.best is None:
+        lines = [f"global batch {choice.global_batch} sequences; none of {len(choice.rejected)} configurations fits"]
     for candidate in choice.fitting[:_LADDER_LINES]:
         need = f"GPU {show_bytes(candidate.plan.gpu_need_bytes())}" if candidate.plan else ""
         host = f"host {show_bytes(candidate.plan.host_need_bytes())}" if candidate.plan else ""

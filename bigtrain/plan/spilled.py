@@ -6,7 +6,7 @@ import bisect
 
 from bigtrain.errors import UsageError
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.predict import Plan, predict
+from bigtrain.plan.predict import Plan, quick
 
 # Of a card: gradients that leave cost bus time that is idle in backward, a run near the edge may end for want of memory.
 ROOM_SHARE = 0.95
@@ -50,4 +50,4 @@ def least_share(plan: PlanInput, gpu_memory_bytes: int | None, host_memory_bytes
 
 
 def _plan(plan: PlanInput, hundredths: int) -> Plan:
-    return predict(plan.but(offload_gradients=hundredths / STEPS), reserve=False)
+    return quick(plan.but(offload_gradients=hundredths / STEPS))

@@ -1,10 +1,22 @@
 """The planner's word on a cell is the word that launch/train.py would act on."""
 
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from bigtrain import capacity, shapes
+from bigtrain import config as ds
+from bigtrain.arguments import TrainArguments
 from bigtrain.bench.grid import expand
 from bigtrain.bench.prediction import Machine, flops_formula, planned, prediction
-from bigtrain.plan.roofline import model_flops_per_token
+from bigtrain.cli import main
+from bigtrain.config import ModelShape
+from bigtrain.job import run_values
+from bigtrain.plan.roofline import model_flops_per_token, stored_rates
+from bigtrain.plan.show import plan_text
+from bigtrain.plan.spilled import asked_share
 
 H100 = Machine(device="cuda", card="NVIDIA H100 80GB HBM3", gpu_bytes=80 * 2**30, host_bytes=126 * 2**30)
 BASE = {"seq_len": 4096, "micro_batch": 2, "gradient_checkpointing": True}
@@ -54,3 +66,59 @@ def test_what_a_cell_leaves_open_is_settled_as_by_the_run(model, cap, allocated,
     assert said["fits"] and said["gpu_used_bytes"] <= said["gpu_limit_bytes"]
     assert said["gpu_allocated_bytes"] == pytest.approx(allocated * 1e9, rel=0.01)
     assert said["gpu_reserved_bytes"] == pytest.approx(reserved * 1e9, rel=0.04)
+
+
+def test_auto_plans_and_predicts_one_plan(capsys, monkeypatch):
+    """What `bigtrain plan --auto` prints, what the program settles and plans, and what a sweep says, byte for byte."""
+    monkeypatch.setattr(capacity, "device_type", lambda: "cuda")
+    monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: True)
+    for gpu_gib, model, more in (
+        (47.4, "llama-8b", {}),
+        (79.1, "llama-8b", {"micro_batch": 4}),
+        (24, "llama-3b", {"micro_batch": 2}),
+    ):
+        machine = replace(H100, gpu_bytes=int(gpu_gib * 2**30))
+        name, limits = f"preset:{model}", (machine.gpu_bytes, machine.host_bytes)
+        found = planned(expand({"model": name, "ds_config": "auto", "seq_len": 4096, **more})[0], machine)
+        words = ["--model", name, "--gpu_memory", str(machine.gpu_bytes), "--host_memory", str(machine.host_bytes)]
+        words += [word for key, value in more.items() for word in (f"--{key}", str(value))]
+        assert main(["plan", *words, "--seq_len", "4096", "--auto", "--kernels", "liger"]) == 0
+        said = capsys.readouterr().out
+        assert "\n" + plan_text(found, *limits, stored_rates("cuda")) + "\n" in said
+
+        monkeypatch.setattr(capacity, "memory_limits", lambda cap, limits=limits: limits)
+        args = TrainArguments(
+            model_name_or_path=name, ds_config="auto", train_data="x", output_dir="y", seq_len=4096, use_liger_kernel=True,
+            per_device_train_batch_size=more.get("micro_batch"),
+        )  # fmt: skip
+        args, config = capacity.choose(args)
+        run = run_values(args, None)
+        shape = ModelShape.from_config(shapes.config_dict(model))
+        resolved = ds.resolve(config, run=run, model=shape, world_size=1, device="cuda")
+        steps = SimpleNamespace(micro_batch=run.micro_batch, accumulation=run.accumulation)
+        job = RunJob(args, resolved, SimpleNamespace(to_dict=lambda model=model: shapes.config_dict(model)), steps,
+                     asked_share(args.offload_gradients) or 0.0)  # fmt: skip
+        job = capacity.settle(job, *limits)
+        assert plan_text(capacity.plan_of(job, limits[0]), *limits) == plan_text(found, *limits)
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """The part of a Job that is planned."""
+
+    args: TrainArguments
+    resolved: Any
+    model_config: Any
+    steps: Any
+    offload_gradients: float
+    seq_len: int = 4096
+
+
+@pytest.mark.parametrize("gpu_gib", [79.1, 47.4])
+def test_auto_is_never_planned_slower_than_the_file(gpu_gib):
+    machine = replace(H100, gpu_bytes=int(gpu_gib * 2**30))
+    values = {"model": "preset:llama-8b", "seq_len": 4096, "micro_batch": 4, "accumulation": 1}
+    told = {"ds_config": "zero2_offload", "optim": "adamw_split_8bit", "checkpoint_blocks": "auto"}
+    auto, explicit = (prediction(expand({**values, **more})[0], machine) for more in ({"ds_config": "auto"}, told))
+    assert auto["fits"] and explicit["fits"]
+    assert auto["tokens_per_s_per_gpu"] >= explicit["tokens_per_s_per_gpu"]

@@ -109,8 +109,6 @@ def test_the_search_recomputes_no_more_than_it_must():
         assert f"checkpointing of {c.input.checkpoint_blocks} of 16 blocks" in c.describe()
         less = c.input.but(checkpoint_blocks=c.input.checkpoint_blocks - 1)
         assert not judge(less, 24 * GIB, 100 * GIB).fits
-    all_blocks = [c for c in choice.fitting if c.input.checkpointing == "full" and c.input.checkpoint_blocks is None]
-    assert choice.best.time.total_s <= min(c.time.total_s for c in all_blocks)
     fixed = choose(base("llama-1b", checkpoint_blocks=3), gpu_memory_bytes=80 * GIB, host_memory_bytes=None, global_batch=4)
     assert {c.input.recomputed_blocks for c in (*fixed.fitting, *fixed.rejected)} == {0, 3}
 
