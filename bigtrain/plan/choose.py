@@ -214,10 +214,11 @@ def _search(
 
     `asked`: families by number, at their micro batches. `blocks`: how many are recomputed is open.
     """
-    Rank = tuple[float, int, int]
+    Rank = tuple[float, bool, int, int]
 
     def rank(plan: PlanInput, total_s: float) -> Rank:
-        return round(total_s, 3), optimizers.index(plan.optimizer), plan.settings.stage
+        """As fast by the plan: the one that leaves the host alone."""
+        return round(total_s, 3), plan.settings.offload_optimizer, optimizers.index(plan.optimizer), plan.settings.stage
 
     def bound(plan: PlanInput) -> Rank:
         least = plan.but(checkpointing="none") if blocks else plan

@@ -16,6 +16,7 @@ from typing import Any
 from bigtrain.errors import UsageError
 from bigtrain.plan.activations import block_bytes
 from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.streamed import leaving_s, seconds
 
 
@@ -142,11 +143,13 @@ def _optimizer_s(plan: PlanInput, rates: Rates, forward_s: float) -> float:
     if world > 1 and zero.stage in (0, 1, 2):
         speed = rates.link_bytes_s if plan.ranks_per_node == world else rates.network_bytes_s
         gather = 2 * plan.parameters.elems * (world - 1) / world / speed
+    # 16 B states read and written, gradient cast and copied: about 40 B an element. One kernel of a split optimizer: half, wherever the
+    # state comes from.
+    kernel = (20 if LAYOUTS[plan.optimizer].own_offload else 40) * owned / rates.device_bytes_s
     if plan.streams:
-        return gather + seconds(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s) + 20 * owned / rates.device_bytes_s
+        return gather + seconds(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s) + kernel
     if not zero.offload_optimizer:
-        # 16 B states read and written, gradient cast and copied: about 40 B an element.
-        return gather + 40 * owned / rates.device_bytes_s
+        return gather + kernel
     share = plan.ranks_per_node if rates.ranks_share_host else 1
     on_host = owned * (zero.ratio if zero.stage == 3 else 1.0)
     eight_bit = "8bit" in plan.optimizer

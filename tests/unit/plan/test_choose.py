@@ -33,8 +33,7 @@ def test_the_public_case_gets_a_ladder_for_one_two_and_eight_cards():
         assert choice.best.plan.fits(int(47.4 * GIB), choice.host_memory_bytes)
         assert all(c.why for c in choice.rejected)
     assert one.options["offload"] != "none"
-    whole = pick(world=8, host=1024, optimizers=("adamw", "adamw_8bit"))  # those that do not stream their state
-    assert eight.best and whole.options["offload"] == "none"
+    assert eight.options["offload"] == "none"
     # The author's own attempt, all on one card, is on the ladder with what it lacks.
     tried = [c for c in one.rejected if c.options["offload"] == "none" and c.options["optimizer"] == "adamw_8bit"]
     assert tried and all("GPU short by" in c.why for c in tried)
