@@ -140,12 +140,15 @@ def test_more_blocks_than_there_are(rank_pool):
 
 
 def test_a_run_with_some_blocks_with_auto_and_with_too_many(tmp_path):
-    """auto on a host with room for what one recomputed block needs, and for no more: one. Too many are refused before data is read."""
+    """auto on a host with room for what one recomputed block needs, and for no more: one. Too many are refused before data is read.
+
+    Micro batches so large that activations need more than the buffers of a save.
+    """
     folder = stdlib_corpus(tmp_path, max_bytes=200_000, validation_every=10)
     train_tokenizer(folder.train_path, tmp_path / "tokenizer", vocab_size=512)
 
     def command(out, blocks, **more):
-        shape = {"seq_len": 512, "per_device_train_batch_size": 16, "num_train_epochs": 100, "max_steps": 2, "no_export": True}
+        shape = {"seq_len": 512, "per_device_train_batch_size": 32, "num_train_epochs": 100, "max_steps": 2, "no_export": True}
         return [TRAIN, *flags(tmp_path, out, checkpoint_blocks=blocks, ds_config="ds_configs/zero2.json", **shape, **more)]
 
     said = run_forked(command(tmp_path / "one", 1))
