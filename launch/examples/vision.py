@@ -1,9 +1,10 @@
 """A model that is no language model: a convolutional encoder with BatchNorm learns to match a frozen one.
 
-deepspeed launch/examples/vision.py TEACHER.pt OUT
+deepspeed launch/examples/vision.py TEACHER.pt OUT      (a teacher with random weights is made where there is none)
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -39,6 +40,10 @@ class Distilled(nn.Module):
 
 def main(teacher_file: str, out: str, steps: int = 30) -> None:
     init_distributed()
+    with ranks.main_first("making a teacher"):
+        if not Path(teacher_file).exists():
+            Path(teacher_file).parent.mkdir(parents=True, exist_ok=True)
+            torch.save(encoder(64).state_dict(), teacher_file)
     model = build_model(Distilled, ds_config=CONFIG, teacher_file=teacher_file)
     refuse_batchnorm_micro_batch_1(model, 8)
     engine = Engine(model, ds_config=CONFIG, learning_rate=1e-2, total_steps=steps, micro_batch=8)
