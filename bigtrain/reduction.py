@@ -286,7 +286,7 @@ class Reduction:
     def _overflow(self, partition_gradients: bool = True) -> bool:
         """DeepSpeed reads every gradient for it, through fp32 copies, and asks all ranks: their norm tells both.
 
-        20 ms a step for a partition of 0.6e9 elements on an H200, with no other kernel beside.
+        On two H200 the update of 1.2e9 parameters ended 33.7 ms after backward with it, on one without it 12.5 ms (docs/log.md).
         """
         if self._refuse:
             return True
