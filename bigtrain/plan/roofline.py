@@ -28,6 +28,7 @@ class Rates:
         matmul_flops: large bf16 matmul, FLOP/s. hf_share, liger_share: part of it that a whole model reaches.
         device_bytes_s: GPU memory copied. h2d_bytes_s, d2h_bytes_s: pinned PCIe. pageable_bytes_s: unpinned.
         cpu_adam_s_per_elem: DeepSpeedCPUAdam; cpu_adam_8bit_s_per_elem: its 8-bit stand-in (assumed twice that).
+        launch_s_per_block: of the host's thread, to launch one block's forward on a GPU; its backward takes twice that.
         host_bytes_s: elementwise passes over host memory with all cores; host_copy_bytes_s: with one thread.
         link_bytes_s: collectives between the cards of one host; network_bytes_s: between hosts.
         peak_flops: what MFU is counted against.
@@ -43,6 +44,7 @@ class Rates:
     pageable_bytes_s: float = 10e9
     cpu_adam_s_per_elem: float = 0.174e-9
     cpu_adam_8bit_s_per_elem: float = 0.348e-9
+    launch_s_per_block: float = 2.3e-3
     host_bytes_s: float = 95e9
     host_copy_bytes_s: float = 28e9
     link_bytes_s: float = 200e9
@@ -165,15 +167,21 @@ def _optimizer_s(plan: PlanInput, rates: Rates, forward_s: float) -> float:
 
 
 def forward_s(plan: PlanInput, rates: Rates) -> float:
-    """Of one micro step: a third of what forward and backward need."""
+    """Of one micro step: a third of what forward and backward need, or longer if its launches take longer."""
     share = rates.liger_share if plan.kernels == "liger" else rates.hf_share
-    return plan.tokens * model_flops_per_token(plan) / 3 / (rates.matmul_flops * share)
+    compute = plan.tokens * model_flops_per_token(plan) / 3 / (rates.matmul_flops * share)
+    return max(compute, plan.block_count * rates.launch_s_per_block)
 
 
 def _elementwise_s(plan: PlanInput, rates: Rates) -> float:
     """The recompute of selective blocks: what is made again is written once, and about twice as much is read for it."""
     one = block_bytes(plan.geometry, plan.tokens, plan.kernels, plan.geometry.dense_layers, plan.seq_len)
     return plan.recomputed_blocks * 3 * one.made_again / rates.device_bytes_s
+
+
+def _launch_s(plan: PlanInput, rates: Rates) -> float:
+    """What the host needs for the launches of one micro step: a small one is over sooner on the card than it is launched."""
+    return (3 * plan.block_count + plan.recomputed_blocks) * rates.launch_s_per_block
 
 
 def _host_inputs_s(plan: PlanInput, rates: Rates) -> float:
@@ -196,6 +204,7 @@ def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
         compute = max(compute, plan.accumulation * _host_inputs_s(plan, rates))
     if g.vocab and plan.loss_kind == "full":
         compute += plan.accumulation * 40 * plan.tokens * g.vocab / rates.device_bytes_s  # passes over fp32 logits
+    compute = max(compute, plan.accumulation * _launch_s(plan, rates))
     communication = plan.accumulation * _communication_s(plan, rates)
     fetch = 0.0
     if plan.settings.offload_param:
