@@ -11,7 +11,7 @@ from bigtrain.errors import UsageError
 from bigtrain.plan.inputs import PlanInput, ZeroSettings, settings_from_config
 from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge
 from bigtrain.plan.machine import show_bytes
-from bigtrain.plan.roofline import Rates, step_time
+from bigtrain.plan.roofline import Rates, step_time, told
 from bigtrain.plan.settled import least_s, settled, with_all_buffers
 from bigtrain.plan.spilled import least_share
 from bigtrain.plan.states import LAYOUTS
@@ -61,9 +61,8 @@ class Choice:
         """Everything as plain values."""
 
         def one(c: Candidate) -> dict[str, Any]:
-            numbers = {"seconds_per_step": c.time.total_s, "tokens_per_s": c.time.tokens_per_s, "mfu": c.time.mfu}
             need = {"gpu_need_bytes": _need(c), "host_need_bytes": c.plan.host_need_bytes()} if c.plan else {}
-            return {**c.options, "fits": c.fits, "why": c.why, **numbers, **need}
+            return {**c.options, "fits": c.fits, "why": c.why, **told(c.input.device, c.time), **need}
 
         return {
             "chosen": self.options,
@@ -277,11 +276,12 @@ def _advice(
     """What would make it fit: more memory, more ranks, shorter sequences."""
     lines = []
     smallest = [judge(option, None, None) for option in _smallest(base, optimizers)]
-    by_gpu = min(smallest, key=lambda c: c.plan.gpu_least_bytes() if c.plan else 0)
-    if by_gpu.plan:
-        need_gpu, need_host = by_gpu.plan.gpu_need_bytes(), by_gpu.plan.host_need_bytes()
-        held = f"{show_bytes(need_gpu)} a card with {show_bytes(need_host)} of host"
-        lines.append(f"least GPU memory: {held} ({by_gpu.describe()})")
+    on_cards = base.device == "cuda"
+    least = min(smallest, key=lambda c: (c.plan.gpu_least_bytes() if on_cards else c.plan.host_need_bytes()) if c.plan else 0)
+    if least.plan:
+        need_gpu, need_host = show_bytes(least.plan.gpu_need_bytes()), show_bytes(least.plan.host_need_bytes())
+        held = f"least GPU memory: {need_gpu} a card with {need_host} of host" if on_cards else f"least host memory: {need_host}"
+        lines.append(f"{held} ({least.describe()})")
     nearest = rejected[0]
     lines.append(f"nearest: {nearest.describe()}: {nearest.why}")
     lines += _more_ranks(base, gpu, host, optimizers) + _fewer_tokens(base, gpu, host, optimizers)
@@ -290,12 +290,13 @@ def _advice(
 
 def _more_ranks(base: PlanInput, gpu: int | None, host: int | None, optimizers: tuple[str, ...]) -> list[str]:
     per_node, world = base.ranks_per_node, base.world_size
+    what = "cards" if base.device == "cuda" else f"ranks, {max(8, per_node)} on a host,"
     while world < _MOST_RANKS:
         world *= 2
         found = _any_fits(base.but(world_size=world, gpus_per_node=min(world, max(8, per_node))), gpu, host, optimizers)
         if found:
-            return [f"more ranks: {world} cards would do ({found.describe()})"]
-    return [f"more ranks: even {_MOST_RANKS} cards of this size would not do"]
+            return [f"more ranks: {world} {what} would do ({found.describe()})"]
+    return [f"more ranks: even {_MOST_RANKS} {what} of this size would not do"]
 
 
 def _fewer_tokens(base: PlanInput, gpu: int | None, host: int | None, optimizers: tuple[str, ...]) -> list[str]:

@@ -14,7 +14,7 @@ from bigtrain.plan.families import read_json
 from bigtrain.plan.inputs import PlanInput, plan_input
 from bigtrain.plan.machine import expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
-from bigtrain.plan.roofline import Rates, rates_from, step_time, stored_rates
+from bigtrain.plan.roofline import Rates, rates_from, step_time, stored_rates, told
 from bigtrain.plan.settled import buffers_are_open, settled
 from bigtrain.plan.show import choice_text, measured_text, plan_text
 from bigtrain.plan.spilled import AUTO, asked_share
@@ -243,8 +243,7 @@ def _warn_about_locks(plan: Plan) -> None:
 def _print_plan(args: argparse.Namespace, plan: Plan, gpu: int | None, host: int | None, rates: Rates) -> int:
     fits = plan.fits(gpu, host)
     if args.json:
-        time = step_time(plan.input, rates)
-        speed = {"seconds_per_step": time.total_s, "tokens_per_s": time.tokens_per_s, "mfu": time.mfu}
+        speed = told(plan.input.device, step_time(plan.input, rates))
         limits = {"gpu_memory_bytes": gpu, "host_memory_bytes": host, "fits": fits}
         print(json.dumps({**plan.to_json(), **speed, **limits}, indent=2))
     else:

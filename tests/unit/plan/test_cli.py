@@ -54,6 +54,25 @@ def test_json_and_text_say_the_same(capsys):
     assert all(row["name"] in text and show_bytes(row["bytes"]) in text for tree in plan["trees"] for row in tree["rows"])
 
 
+@pytest.mark.parametrize("how", [("--offload", "optimizer"), ("--auto",)])
+def test_a_plan_for_cpus_tells_no_speed(capsys, how):
+    """The rates are a card's: 3,000,000 tokens/s were promised to two CPU ranks."""
+    words = ("--model", "preset:llama-tiny", "--gpus", 2, "--device", "cpu", "--host_memory", "16GiB", *how)
+    assert run(*words) == 0
+    said = capsys.readouterr().out
+    assert "tokens/s" not in said and "MFU" not in said and "GPU" not in said and "not planned" in said
+    run(*words, "--json")
+    said = json.loads(capsys.readouterr().out)
+    rows = said["fitting"] if how == ("--auto",) else [said]
+    assert rows and {row[name] for row in rows for name in ("seconds_per_step", "tokens_per_s", "mfu")} == {None}
+
+
+def test_what_would_help_on_cpus_is_no_card(capsys):
+    assert run("--model", "preset:llama-8b", "--gpus", 2, "--device", "cpu", "--host_memory", "16GiB", "--auto") == 3
+    said = capsys.readouterr().out
+    assert "least host memory: " in said and "card" not in said and "GPU" not in said
+
+
 def test_model_can_be_a_folder_or_a_file(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(shapes.config_dict("llama-tiny")))
     assert run("--model", tmp_path, *LIMITS) == run("--model", tmp_path / "config.json", *LIMITS) == 0
