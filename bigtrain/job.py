@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bigtrain import config as ds
-from bigtrain import data, models, optim, plan, precision, ranks, settings, zero
+from bigtrain import data, defaults, models, optim, plan, precision, ranks, settings, zero
 from bigtrain.arguments import TrainArguments
 from bigtrain.auto import AUTO
 from bigtrain.checkpoint import fit
@@ -27,8 +27,6 @@ from bigtrain.kernels.attach import use_liger
 from bigtrain.plan.spilled import asked_share
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_SEQ_LEN = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +287,7 @@ def tell_foreign_tokenizer(args: TrainArguments, tokenizer: Any) -> None:
 
 
 def choose_seq_len(args: TrainArguments, model_config: Any) -> int:
-    """Tokens per row: as asked, else DEFAULT_SEQ_LEN or the model's limit if that is lower.
+    """Tokens per row: see `defaults.seq_len`.
 
     Raises:
         UsageError: the model has no positions for so many.
@@ -297,7 +295,7 @@ def choose_seq_len(args: TrainArguments, model_config: Any) -> int:
     limit = model_limits(model_config)[1]
     if limit and (args.seq_len or 0) > limit:
         raise UsageError(f"seq_len {args.seq_len} is above the max_position_embeddings {limit} of {args.model_name_or_path}")
-    return args.seq_len or min(DEFAULT_SEQ_LEN, limit or DEFAULT_SEQ_LEN)
+    return defaults.seq_len(args.seq_len, limit)
 
 
 def refuse_too_many_blocks(args: TrainArguments, model_config: Any) -> None:
@@ -415,7 +413,7 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
 
 def fused_kernels(args: TrainArguments) -> bool:
     """Whether to replace the model's kernels: on a GPU unless told not to."""
-    return torch.cuda.is_available() if args.use_liger_kernel is None else args.use_liger_kernel
+    return defaults.fused_kernels(args.use_liger_kernel, torch.cuda.is_available())
 
 
 def choose_attention(args: TrainArguments, model_config: Any) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain import config as ds
-from bigtrain import plan
+from bigtrain import defaults, plan
 from bigtrain.auto import AUTO, pick
 from bigtrain.bench.grid import Cell
 from bigtrain.config import ModelShape, Resolved, RunValues
@@ -40,20 +40,21 @@ def run_values(cell: Cell) -> RunValues:
     """The cell's arguments in the words of `bigtrain.config`."""
     known = RunValues.__dataclass_fields__
     named = {_RUN_NAMES.get(k, k): v for k, v in cell.arguments.items()}
-    if cell.arguments.get("checkpoint_blocks") is not None or _policy(cell) != "full":
-        named.setdefault("gradient_checkpointing", True)  # as TrainArguments.recomputes
+    asked, blocks = named.get("gradient_checkpointing"), cell.arguments.get("checkpoint_blocks")
+    named["gradient_checkpointing"] = defaults.recomputes(asked, _policy(cell), blocks)
     return RunValues(**{k: v for k, v in named.items() if k in known}, total_steps=cell.steps)
 
 
 def _policy(cell: Cell) -> Checkpointing:
-    return cell.arguments.get("checkpointing_policy") or "full"
+    return cell.arguments.get("checkpointing_policy") or defaults.CHECKPOINTING_POLICY
 
 
 def kernels(cell: Cell, machine: Machine) -> str:
     """The planner's word for the cell's kernels: fused ones on a GPU unless told not to, as in launch/train.py; peers, if told."""
     asked = cell.arguments.get("use_liger_kernel")
-    fused = cell.runner == "bigtrain" if asked is None else asked
-    return "liger" if fused and machine.device == "cuda" else "hf"
+    has_gpu = machine.device == "cuda"
+    fused = defaults.fused_kernels(asked, has_gpu) if cell.runner == "bigtrain" else asked
+    return "liger" if fused and has_gpu else "hf"
 
 
 def resolved(cell: Cell, machine: Machine) -> Resolved:

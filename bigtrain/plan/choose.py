@@ -280,7 +280,9 @@ def _advice(
     least = min(smallest, key=lambda c: (c.plan.gpu_least_bytes() if on_cards else c.plan.host_need_bytes()) if c.plan else 0)
     if least.plan:
         need_gpu, need_host = show_bytes(least.plan.gpu_need_bytes()), show_bytes(least.plan.host_need_bytes())
-        held = f"least GPU memory: {need_gpu} a card with {need_host} of host" if on_cards else f"least host memory: {need_host}"
+        held = (
+            f"least GPU memory: {need_gpu} a card with {need_host} of host" if on_cards else f"least host memory: {need_host}"
+        )
         lines.append(f"{held} ({least.describe()})")
     nearest = rejected[0]
     lines.append(f"nearest: {nearest.describe()}: {nearest.why}")

@@ -92,6 +92,12 @@ def _speed(plan: PlanInput, rates: Rates | None) -> str:
     )
 
 
+def assumed_text(assumed: Mapping[str, tuple[Any, str]]) -> str:
+    """What nobody said, with the flags that change it, as one line; empty if everything was said."""
+    said = ", ".join(f"{name} {value} ({flag})" for name, (value, flag) in assumed.items())
+    return f"assumed, as launch/train.py does: {said}\n\n" if said else ""
+
+
 def choice_text(choice: Choice, rates: Rates | None = None) -> str:
     """The ladder: what fits, fastest first; what was rejected and why; the chosen plan or what would help."""
     lines = [f"global batch {choice.global_batch} sequences; the {len(choice.fitting)} fastest that fit; {len(choice.rejected)} that "
