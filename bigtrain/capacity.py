@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import plan, ranks
+from bigtrain import plan, ranks, shortage
 from bigtrain.arguments import TrainArguments
 from bigtrain.auto import flags, pick
 from bigtrain.checkpoint.files import free_bytes
@@ -41,8 +41,8 @@ def plan_of(job: Job, gpu: int | None) -> plan.Plan | None:
                 world_size=ranks.world_size(),
                 gpus_per_node=ranks_per_host(),
                 seq_len=job.seq_len,
-                micro_batch=job.steps.micro_batch,
-                accumulation=job.steps.accumulation,
+                micro_batch=run.micro_batch,
+                accumulation=run.accumulation,
                 optimizer=layout_name(run.optim or "adamw"),
                 checkpointing=args.checkpointing_policy if run.gradient_checkpointing else "none",
                 checkpoint_blocks=args.recomputed_blocks,
@@ -120,20 +120,24 @@ def _with_blocks(job: Job, blocks: int | None, reason: str) -> Job:
 
 
 def check_fit(layout: plan.Plan | None, gpu: int | None, host: int | None) -> dict[str, Any] | None:
-    """Refuse what cannot fit the smallest card and host of all; returns the plan's numbers, None without a plan.
+    """Refuse what cannot fit the smallest card and host of all; returns the plan's numbers, None without a plan. Collective.
 
     Raises:
-        DoesNotFitError: with the plan, row by row.
+        DoesNotFitError: with the plan, row by row, and the nearest configurations that fit.
     """
     if layout is None:
         return None
-    if not layout.fits(gpu, host):
-        raise DoesNotFitError(
-            f"{plan_text(layout, gpu, host)}\n\nNothing was built. Try --gradient_checkpointing (--checkpoint_blocks auto), a smaller micro batch or "
-            "seq_len, --optim adamw_8bit, the next ds_config down the ladder, --ds_config auto, or `bigtrain plan --auto`. "
-            "--no_plan starts the run all the same."
-        )
+    ranks.main_decides(lambda: _refuse(layout, gpu, host), "looking whether the run fits")
     return {k: v for k, v in layout.to_json().items() if k != "trees"}
+
+
+def _refuse(layout: plan.Plan, gpu: int | None, host: int | None) -> None:
+    if not layout.fits(gpu, host):
+        others = "\n".join(shortage.what_fits(layout.input, gpu, host))
+        raise DoesNotFitError(
+            f"{plan_text(layout, gpu, host)}\n\nNothing was built, no data was read. {others[0].upper()}{others[1:]}\n"
+            "--ds_config auto takes the fastest of all that fit; `bigtrain plan --auto` lists them; --no_plan starts the run all the same."
+        )
 
 
 def check_disk(job: Job, folder: RunFolder, reached: int) -> None:
