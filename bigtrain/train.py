@@ -240,7 +240,8 @@ class Run:
         if self.saved_step != step:
             self.save()
         self.engine.checkpoints.wait()
-        return f"stopped by {why} after step {step}; continue with --resume_from_checkpoint auto"
+        model = f"bigtrain export {shlex.quote(str(self.folder.root / f'checkpoint-{step}'))} MODEL_DIR"
+        return f"stopped by {why} after step {step}; continue with --resume_from_checkpoint auto; for a model now: {model}"
 
     def finish(self, outcome: str) -> dict[str, Any]:
         """Last evaluation and checkpoint, the exported model, the summary, the report.
