@@ -12,7 +12,7 @@ import torch
 
 from bigtrain import plan, ranks, shortage
 from bigtrain.arguments import TrainArguments
-from bigtrain.auto import flags, pick
+from bigtrain.auto import AUTO, flags, pick
 from bigtrain.checkpoint.files import free_bytes
 from bigtrain.config import Decision
 from bigtrain.errors import DoesNotFitError, UsageError
@@ -189,6 +189,7 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
         frozen=tuple(args.freeze),
         policy=args.checkpointing_policy,
         blocks=args.checkpoint_blocks,
+        share=asked_share(args.offload_gradients),
         drawn=args.model_name_or_path.startswith("preset:"),
         rates=ranks.main_decides(lambda: stored_rates(device_type()), "reading the rates that bigtrain doctor stored"),
     )
@@ -202,8 +203,31 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
         **flags(picked.candidate.input),
     }
     if asked_share(args.offload_gradients) is not None:
-        chosen["offload_gradients"] = args.offload_gradients
+        chosen["offload_gradients"] = args.offload_gradients  # the same number, as the user wrote it
     return replace(args, **chosen), picked.config
+
+
+# Arguments that the search fills in where the user left them open, and how their decisions are called.
+_CHOSEN = {
+    "per_device_train_batch_size": ("train_micro_batch_size_per_gpu",),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    "optim": ("optimizer", "optimizer.type"),
+    "gradient_checkpointing": ("gradient_checkpointing",),
+    "offload_gradients": ("offload_gradients",),
+}
+
+
+def named_auto(job: Job, asked: TrainArguments) -> Job:
+    """With `--ds_config auto` as the one who decided what neither a file nor a flag did, but the search. `asked`: as the user said."""
+    if asked.ds_config != AUTO:
+        return job
+    filled = {p for name, paths in _CHOSEN.items() if getattr(asked, name) != getattr(job.args, name) for p in paths}
+
+    def renamed(one: Decision) -> Decision:
+        found = one.source == "file" or (one.source == "flag" and one.path in filled)
+        return replace(one, source="auto", reason="ds_config auto: the fastest that fits") if found else one
+
+    return replace(job, resolved=replace(job.resolved, decisions=[renamed(one) for one in job.resolved.decisions]))
 
 
 def ranks_per_host() -> int:

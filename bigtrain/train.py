@@ -75,13 +75,14 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     )
     resume = ranks.main_decides(lambda: folder.resume_point(args.resume_from_checkpoint), "looking for a checkpoint")
     reached = ranks.main_decides(lambda: folder.reached(resume), "reading where the data stood")
-    if args.ds_config == jobs.AUTO:
+    asked = args
+    if asked.ds_config == jobs.AUTO:
         args, config = capacity.choose(args)
     limits = capacity.memory_limits(args.gpu_memory_cap)
     job = capacity.settle(jobs.prepare(args, config, resume), *limits)
     layout = capacity.plan_of(job, limits[0])
     planned = None if args.no_plan else capacity.check_fit(layout, *limits)  # before the data is tokenised, for hours maybe
-    job = jobs.with_data(job, config, reached)
+    job = capacity.named_auto(jobs.with_data(job, config, reached), asked)
     jobs.check_engine(job)
     ranks.main_decides(lambda: capacity.check_disk(job, folder, reached[0]), "looking at the disk")
     with folder.replacing(), Explained(layout, *limits, folder) as explained:

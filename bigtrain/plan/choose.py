@@ -140,8 +140,8 @@ def _at(family: PlanInput, micro: int, accumulation: int) -> PlanInput:
     return family.but(micro_batch=micro, accumulation=accumulation, grad_bytes=2 if alike else family.settings.grad_bytes)
 
 
-def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> Candidate:
-    """The plan as it is, with smaller buckets, gradients in bf16, or some of these leaving: the first that fits, else as it is."""
+def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None, open_share: bool) -> Candidate:
+    """The plan as it is, with smaller buckets, gradients in bf16, or (where open) some of these leaving: the first that fits, else as it is."""
     asked = judge(plan, gpu, host, rates)
     if asked.fits or asked.plan is None:  # weights and states alone are too large: these do not help
         return asked
@@ -153,7 +153,7 @@ def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Ra
         candidate = judge(other, gpu, host, rates)
         if candidate.fits:
             return candidate
-    share = least_share(plan.but(grad_bytes=2), gpu, host)
+    share = least_share(plan.but(grad_bytes=2), gpu, host) if open_share else 0.0
     candidate = judge(plan.but(grad_bytes=2, offload_gradients=share), gpu, host, rates) if share else asked
     return candidate if candidate.fits else asked
 
@@ -167,6 +167,7 @@ def choose(
     micro_batch: int | None = None,
     accumulation: int | None = None,
     recompute: bool | None = None,
+    share: float | None = None,
     optimizers: tuple[str, ...] = DEFAULT_OPTIMIZERS,
     rates: Rates | None = None,
     wanted: int | None = None,
@@ -181,11 +182,12 @@ def choose(
         global_batch: sequences of one step over all ranks; None: what `base` has.
         micro_batch, accumulation: as the user said; None: to be chosen.
         recompute: False: no block; True: those that `base` says; None: either, or as few as fit, unless `base` says a number.
+        share: of the gradients that leave the GPU in backward, as the user said; None: the least that fits.
         optimizers: which ones may be chosen, best liked first (ties in speed go to the earlier one).
         wanted: how many of the fastest; what cannot be one of them is not planned. None: all.
 
     Raises:
-        UsageError: the global batch cannot be divided by the ranks, or is beyond any run.
+        UsageError: the global batch cannot be divided by the ranks, or is beyond any run; no gradients can leave, though `share` says so.
     """
     world, gpu, host = base.world_size, gpu_memory_bytes, host_memory_bytes
     batch = global_batch or world * base.micro_batch * base.accumulation
@@ -199,19 +201,34 @@ def choose(
     open_blocks = recompute is None and base.checkpoint_blocks is None and base.blocks_are_all
     asked = [(at, _at(family, *pair)) for at, family in enumerate(families) for pair in pairs]
 
-    fitting, rejected, slower = _search(asked, gpu, host, optimizers, rates, wanted, open_blocks)
+    if share:
+        asked = _leaving(asked, share, optimizers)
+    fitting, rejected, slower = _search(asked, gpu, host, optimizers, rates, wanted, open_blocks, share is None)
     rejected.sort(key=lambda c: c.gpu_short_bytes * world + c.host_short_bytes)
     advice = () if fitting else _advice(base, rejected, gpu, host, optimizers)
     return Choice(fitting[0] if fitting else None, tuple(fitting), tuple(rejected), slower, tuple(advice), batch, gpu, host)
 
 
+def _leaving(asked: list[tuple[int, PlanInput]], share: float, optimizers: tuple[str, ...]) -> list[tuple[int, PlanInput]]:
+    """Those that can let gradients leave, with that share."""
+    able = [(at, plan.but(grad_bytes=2)) for at, plan in asked]
+    able = [(at, plan.but(offload_gradients=share)) for at, plan in able if plan.alone]
+    if not able:
+        one = asked[0][1] if asked else None
+        where = f"{one.world_size} rank(s) on {one.device} with {', '.join(optimizers)}" if one else "this batch"
+        raise UsageError(
+            f"offload_gradients {share:g} needs one rank on a GPU and an adamw_split optimizer; this is {where}: leave it out, or say auto"
+        )
+    return able
+
+
 def _search(
     asked: list[tuple[int, PlanInput]], gpu: int | None, host: int | None, optimizers: tuple[str, ...], rates: Rates | None,
-    wanted: int | None, blocks: bool,
+    wanted: int | None, blocks: bool, open_share: bool,
 ) -> tuple[list[Candidate], list[Candidate], int]:  # fmt: skip
     """(the fastest that fit, those that do not fit, how many are slower), by bounds on seconds, the least first.
 
-    `asked`: families by number, at their micro batches. `blocks`: how many are recomputed is open.
+    `asked`: families by number, at their micro batches. `blocks`, `open_share`: how many are recomputed, how much leaves, is open.
     """
     Rank = tuple[float, bool, int, int]
 
@@ -236,7 +253,7 @@ def _search(
             continue
         if plan.micro_batch >= too_large.get(at, _MOST_SEQUENCES + 1):  # a larger micro batch holds more
             continue
-        candidate = _first_fitting(plan, gpu, host, rates)
+        candidate = _first_fitting(plan, gpu, host, rates, open_share)
         if not candidate.fits:
             rejected.append(candidate)
             if candidate.gpu_short_bytes:

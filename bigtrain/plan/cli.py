@@ -254,7 +254,7 @@ def _choice(args: argparse.Namespace, base: PlanInput, gpu: int | None, host: in
     micro, accumulation = args.micro_batch, args.accumulation
     return choose(
         base, gpu_memory_bytes=gpu, host_memory_bytes=host, optimizers=names, rates=rates, micro_batch=micro,
-        accumulation=accumulation, recompute=None if args.blocks == AUTO else args.recompute, global_batch=args.global_batch or base.world_size * rows_per_rank(micro, accumulation),
+        accumulation=accumulation, recompute=None if args.blocks == AUTO else args.recompute, share=asked_share(args.offload_gradients), global_batch=args.global_batch or base.world_size * rows_per_rank(micro, accumulation),
         wanted=max(WANTED, args.measure or 0),
     )  # fmt: skip
 
@@ -264,8 +264,6 @@ def run(args: argparse.Namespace) -> int:
     _settle_words(args)
     _refuse_what_would_not_count(args)
     share = asked_share(args.offload_gradients)
-    if args.auto and share is not None:
-        raise UsageError(f"--auto chooses the share of the gradients that leaves: leave --offload_gradients {share:g} out")
     config = model_config(args.model) if args.model else None
     resolved = args.reader(args, config) if args.ds_config is not None else None
     ds_config = _plain_config(args) if resolved is None else resolved.engine_config()

@@ -120,7 +120,8 @@ def test_what_training_would_refuse_is_not_planned_nor_is_another_precision(tmp_
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("--auto", "--offload_gradients", "0.5"), "--auto chooses the share"),
+        (("--auto", "--offload_gradients", "0.5", "--gpus", 2), "offload_gradients 0.5 needs one rank on a GPU"),
+        (("--auto", "--offload_gradients", "0.5", "--optim", "adamw"), "adamw_split optimizer; this is 1 rank.* with adamw:"),
         (("--auto", "--offload_gradients", "most"), "got 'most'"),
         (("--checkpointing", "none", "--checkpoint_blocks", 3), "contradicts --checkpointing none"),
         (("--auto", "--stage", 2), "--stage 2: --auto decides that"),
