@@ -41,7 +41,7 @@ train: $(VENV)/.installed $(DATA)/train.jsonl
 	@echo "Look at $(OUT)/report.html"
 
 $(DATA)/train.jsonl: | $(VENV)/.installed
-	$(BIN)/python -m bigtrain.data.demo stdlib $(DATA) --max_bytes 3000000
+	$(BIN)/python -m bigtrain.data.demo stdlib $(DATA)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -c "from bigtrain import zero; print(zero.why_no_cpu_adam() or 'CPU Adam is built')"

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from bigtrain import defaults
 from bigtrain.argument_problems import TRACKERS, find_problems
 from bigtrain.errors import UsageError
 from bigtrain.runfile import read_run_file
@@ -51,7 +52,9 @@ class TrainArguments:
     eval_fraction: float | None = field(default=None, metadata=_say("share of train_data held out for evaluation, 0 to 1"))
     seq_len: int | None = field(
         default=None,
-        metadata=_say("tokens per row (default: 1024, or the model's limit)", "max_length", "max_seq_length", "cutoff_len"),
+        metadata=_say(
+            f"tokens per row (default: {defaults.SEQ_LEN}, or the model's limit)", "max_length", "max_seq_length", "cutoff_len"
+        ),
     )
     packing: Packing = field(default="isolated", metadata=_say("documents of a row: isolated, concatenate, or none"))
     freeze: list[str] = field(default_factory=list, metadata=_say("name prefixes of parameters that are not trained"))
@@ -160,8 +163,7 @@ class TrainArguments:
     @property
     def recomputes(self) -> bool | None:
         """`gradient_checkpointing`, which a number of blocks or a policy implies."""
-        implied = self.checkpoint_blocks is not None or self.checkpointing_policy != "full"
-        return True if self.gradient_checkpointing is None and implied else self.gradient_checkpointing
+        return defaults.recomputes(self.gradient_checkpointing, self.checkpointing_policy, self.checkpoint_blocks)
 
     @property
     def recomputed_blocks(self) -> int | None:

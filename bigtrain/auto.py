@@ -1,7 +1,7 @@
 """`--ds_config auto`: the fastest configuration that the planner says fits, as a ds_config. Arithmetic only, no torch.
 
 What the user said stands: an optimizer, activation checkpointing, micro batch or accumulation given on the command line are not
-searched over. The ds_config spells out every number that the plan was made with, so that what runs is what was planned.
+searched over, nor is the share of the gradients that leaves. The ds_config spells out every number that the plan was made with, so that what runs is what was planned.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def pick(
     rates: Rates | None = None,
     policy: Checkpointing = "full",
     blocks: int | str | None = None,
+    share: float | None = None,
     drawn: bool = False,
 ) -> Picked:
     """Choose stage, offload, optimizer states, checkpointing, micro batch and accumulation.
@@ -66,11 +67,12 @@ def pick(
         gpu_memory_bytes, host_memory_bytes: of one card and of one host; None: no limit.
         rates: the machine's, for the ranking; None: the planner's defaults.
         policy: of checkpointing. blocks: how many are recomputed, "auto", or None: as the user said nothing of it.
+        share: of the gradients that leaves the GPU in backward, as the user said; None: the least that fits.
         drawn: a preset, see `PlanInput`.
 
     Raises:
         DoesNotFitError: nothing that the user's values allow fits; with the ladder and what would help.
-        UsageError: the model's family has no formulas.
+        UsageError: the model's family has no formulas, or no gradients can leave, though `share` says so.
     """
     base = plan.plan_input(
         model_config, world_size=world_size, gpus_per_node=ranks_per_node, seq_len=seq_len, device=device, kernels=kernels,
@@ -85,7 +87,7 @@ def pick(
     choice = choose(
         base, gpu_memory_bytes=gpu_memory_bytes, host_memory_bytes=host_memory_bytes, optimizers=optimizers, rates=rates,
         global_batch=world_size * rows_per_rank(run.micro_batch, run.accumulation), micro_batch=run.micro_batch,
-        accumulation=run.accumulation, recompute=None if blocks == AUTO else run.gradient_checkpointing, wanted=WANTED,
+        accumulation=run.accumulation, recompute=None if blocks == AUTO else run.gradient_checkpointing, share=share, wanted=WANTED,
     )  # fmt: skip
     if choice.best is None:
         raise DoesNotFitError(

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from bigtrain import plan, ranks
+from bigtrain import plan, ranks, shortage
 from bigtrain.arguments import TrainArguments
-from bigtrain.auto import flags, pick
+from bigtrain.auto import AUTO, flags, pick
 from bigtrain.checkpoint.files import free_bytes
 from bigtrain.config import Decision
 from bigtrain.errors import DoesNotFitError, UsageError
@@ -41,8 +41,8 @@ def plan_of(job: Job, gpu: int | None) -> plan.Plan | None:
                 world_size=ranks.world_size(),
                 gpus_per_node=ranks_per_host(),
                 seq_len=job.seq_len,
-                micro_batch=job.steps.micro_batch,
-                accumulation=job.steps.accumulation,
+                micro_batch=run.micro_batch,
+                accumulation=run.accumulation,
                 optimizer=layout_name(run.optim or "adamw"),
                 checkpointing=args.checkpointing_policy if run.gradient_checkpointing else "none",
                 checkpoint_blocks=args.recomputed_blocks,
@@ -120,20 +120,24 @@ def _with_blocks(job: Job, blocks: int | None, reason: str) -> Job:
 
 
 def check_fit(layout: plan.Plan | None, gpu: int | None, host: int | None) -> dict[str, Any] | None:
-    """Refuse what cannot fit the smallest card and host of all; returns the plan's numbers, None without a plan.
+    """Refuse what cannot fit the smallest card and host of all; returns the plan's numbers, None without a plan. Collective.
 
     Raises:
-        DoesNotFitError: with the plan, row by row.
+        DoesNotFitError: with the plan, row by row, and the nearest configurations that fit.
     """
     if layout is None:
         return None
-    if not layout.fits(gpu, host):
-        raise DoesNotFitError(
-            f"{plan_text(layout, gpu, host)}\n\nNothing was built. Try --gradient_checkpointing (--checkpoint_blocks auto), a smaller micro batch or "
-            "seq_len, --optim adamw_8bit, the next ds_config down the ladder, --ds_config auto, or `bigtrain plan --auto`. "
-            "--no_plan starts the run all the same."
-        )
+    ranks.main_decides(lambda: _refuse(layout, gpu, host), "looking whether the run fits")
     return {k: v for k, v in layout.to_json().items() if k != "trees"}
+
+
+def _refuse(layout: plan.Plan, gpu: int | None, host: int | None) -> None:
+    if not layout.fits(gpu, host):
+        others = "\n".join(shortage.what_fits(layout.input, gpu, host))
+        raise DoesNotFitError(
+            f"{plan_text(layout, gpu, host)}\n\nNothing was built, no data was read. {others[0].upper()}{others[1:]}\n"
+            "--ds_config auto takes the fastest of all that fit; `bigtrain plan --auto` lists them; --no_plan starts the run all the same."
+        )
 
 
 def check_disk(job: Job, folder: RunFolder, reached: int) -> None:
@@ -185,6 +189,7 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
         frozen=tuple(args.freeze),
         policy=args.checkpointing_policy,
         blocks=args.checkpoint_blocks,
+        share=asked_share(args.offload_gradients),
         drawn=args.model_name_or_path.startswith("preset:"),
         rates=ranks.main_decides(lambda: stored_rates(device_type()), "reading the rates that bigtrain doctor stored"),
     )
@@ -198,8 +203,31 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
         **flags(picked.candidate.input),
     }
     if asked_share(args.offload_gradients) is not None:
-        chosen["offload_gradients"] = args.offload_gradients
+        chosen["offload_gradients"] = args.offload_gradients  # the same number, as the user wrote it
     return replace(args, **chosen), picked.config
+
+
+# Arguments that the search fills in where the user left them open, and how their decisions are called.
+_CHOSEN = {
+    "per_device_train_batch_size": ("train_micro_batch_size_per_gpu",),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    "optim": ("optimizer", "optimizer.type"),
+    "gradient_checkpointing": ("gradient_checkpointing",),
+    "offload_gradients": ("offload_gradients",),
+}
+
+
+def named_auto(job: Job, asked: TrainArguments) -> Job:
+    """With `--ds_config auto` as the one who decided what neither a file nor a flag did, but the search. `asked`: as the user said."""
+    if asked.ds_config != AUTO:
+        return job
+    filled = {p for name, paths in _CHOSEN.items() if getattr(asked, name) != getattr(job.args, name) for p in paths}
+
+    def renamed(one: Decision) -> Decision:
+        found = one.source == "file" or (one.source == "flag" and one.path in filled)
+        return replace(one, source="auto", reason="ds_config auto: the fastest that fits") if found else one
+
+    return replace(job, resolved=replace(job.resolved, decisions=[renamed(one) for one in job.resolved.decisions]))
 
 
 def ranks_per_host() -> int:

@@ -59,19 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _checked_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The ds_config to plan, with every fault that training would refuse refused here; without bf16 it means fp32."""
+def _resolved_config(args: argparse.Namespace, model_config: dict[str, Any] | None) -> Any:
+    """The ds_config to plan, resolved as training does, with every fault that it would refuse; without bf16 it means fp32."""
+    from dataclasses import replace
+
     from bigtrain import config as ds
-    from bigtrain.config.batch import ACCUMULATION, MICRO
 
     config = ds.load(args.ds_config)
-    ds.check(config, world_size=max(1, args.gpus), device=args.device, name=args.ds_config)
     said = {
         name: value for name in ("micro_batch", "accumulation", "global_batch") if (value := getattr(args, name)) and value > 0
     }
-    batch = ds.batch_numbers(config, run=ds.RunValues(**said), world_size=max(1, args.gpus))
-    config = {**config, MICRO: batch.micro, ACCUMULATION: batch.accumulation}
-    return config if {"bf16", "bfloat16"} & config.keys() else {**config, "bf16": {"enabled": False}}
+    run = ds.RunValues(**said, optim=args.optim, gradient_checkpointing=args.recompute)
+    run = replace(run, **ds.left_open(config, ds.RunValues(total_steps=10**9)).given())  # a plan has no number of steps
+    model = ds.ModelShape.from_config(model_config) if model_config else None
+    return ds.resolve(config, run=run, model=model, world_size=max(1, args.gpus), device=args.device, name=args.ds_config)
 
 
 def _refuse_unknown_names(args: argparse.Namespace) -> None:
@@ -101,5 +102,5 @@ def _run(words: list[str]) -> int:
     if getattr(args, "measure", None):  # the planner itself runs nothing: what does is handed to it
         args.measurer = importlib.import_module("bigtrain.bench.measure").measure
     if args.verb == "plan":  # nor does it know what a ds_config may say
-        args.reader = _checked_config
+        args.reader = _resolved_config
     return int(args.run(args) or 0)

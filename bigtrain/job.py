@@ -14,21 +14,18 @@ from typing import Any
 import torch
 
 from bigtrain import config as ds
-from bigtrain import data, models, optim, plan, precision, ranks, settings, zero
+from bigtrain import data, defaults, models, optim, plan, precision, ranks, settings
 from bigtrain.arguments import TrainArguments
 from bigtrain.auto import AUTO
 from bigtrain.checkpoint import fit
 from bigtrain.checkpoint.live import layout_of
 from bigtrain.config import ModelShape, Resolved, RunValues
 from bigtrain.data.tokens import model_limits
-from bigtrain.diagnostics.metrics import FlopsFormula
 from bigtrain.errors import DataError, ModelError, UsageError
 from bigtrain.kernels.attach import use_liger
 from bigtrain.plan.spilled import asked_share
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_SEQ_LEN = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +33,7 @@ class Job:
     """What a run trains on and how.
 
     Attributes:
+        rows, eval_rows, steps (a `data.StepPlan`): None before `with_data`.
         checkpoint_bytes, model_bytes: of one checkpoint and of the exported model; None for a model that only building tells.
         offload_gradients: share of the gradients that leave the GPU in backward; 0.0 until "auto" is decided (`capacity`).
     """
@@ -46,7 +44,7 @@ class Job:
     seq_len: int
     rows: Any
     eval_rows: Any
-    steps: data.StepPlan
+    steps: Any
     model_config: Any
     config_overrides: dict[str, Any]
     resize_vocab_to: int | None
@@ -126,15 +124,14 @@ def run_values(args: TrainArguments, total_steps: int | None) -> RunValues:
 # ---------------------------------------------------------------- together
 
 
-def prepare(args: TrainArguments, config: dict[str, Any], reached: tuple[int, int] = (0, 0), resume: Path | None = None) -> Job:
-    """Tokenizer, data, step plan, and the ds_config with nothing left open. Collective.
+def prepare(args: TrainArguments, config: dict[str, Any], resume: Path | None = None) -> Job:
+    """A job but for its data, which may take hours to tokenise: tokenizer, model config, and the ds_config. Collective.
 
     Args:
-        reached: (step, rows used) of the checkpoint that the run starts from.
-        resume: the folder of that checkpoint.
+        resume: the folder of the checkpoint that the run starts from.
 
     Raises:
-        UsageError, ConfigError, DataError, ModelError: on every rank alike, before anything is built.
+        UsageError, ConfigError, ModelError: on every rank alike, before anything is built.
         CheckpointError, WeightsError: the checkpoint is damaged.
     """
     name = args.tokenizer_name_or_path or args.model_name_or_path
@@ -148,31 +145,52 @@ def prepare(args: TrainArguments, config: dict[str, Any], reached: tuple[int, in
         shape = ModelShape.from_config(model_config)
         refuse_too_many_blocks(args, model_config)
         data.isolation_for(model_config, args.packing)
-    world = ranks.world_size()
     first = resolve(args, config, shape, None)
-    assert first.run.micro_batch and first.run.accumulation
     share = asked_share(args.offload_gradients) or 0.0
-    _settle(args, first, first.run.total_steps, share)  # tokenising may take hours: not before a name that is misspelt
+    _settle(args, first, first.run.total_steps, share)
     sizes = ranks.main_decides(lambda: look_ahead(args, first, model_config, overrides, resume), "looking at the model's shape")
-    rows, eval_rows = load_rows(args, tokenizer, model_config, seq_len)
-    steps = data.plan_steps(
-        len(rows), first.run.micro_batch, first.run.accumulation, world, args.num_train_epochs, args.max_steps, done=reached
-    )
-    ranks.agree((steps.describe(), len(eval_rows or ())), "the step plan")
     return Job(
         args=args,
-        resolved=resolve(args, config, shape, steps.steps),
+        resolved=first,
         tokenizer=tokenizer,
         seq_len=seq_len,
-        rows=rows,
-        eval_rows=eval_rows,
-        steps=steps,
+        rows=None,
+        eval_rows=None,
+        steps=None,
         model_config=model_config,
         config_overrides=overrides,
         resize_vocab_to=resize_to,
         offload_gradients=share,
         **sizes,
     )
+
+
+def with_data(job: Job, config: dict[str, Any], reached: tuple[int, int] = (0, 0)) -> Job:
+    """The job with its rows, its steps, and a ds_config that knows how many there are. Collective.
+
+    Args:
+        config: the ds_config as written. reached: (step, rows used) of the checkpoint that the run starts from.
+
+    Raises:
+        DataError, ConfigError: on every rank alike.
+    """
+    args, run = job.args, job.resolved.run
+    assert run.micro_batch and run.accumulation
+    rows, eval_rows = load_rows(args, job.tokenizer, job.model_config, job.seq_len)
+    batch = run.micro_batch, run.accumulation, ranks.world_size()
+    steps = data.plan_steps(len(rows), *batch, args.num_train_epochs, args.max_steps, done=reached)
+    ranks.agree((steps.describe(), len(eval_rows or ())), "the step plan")
+    done = resolve(args, config, ModelShape.from_config(job.model_config), steps.steps)
+    return replace(job, rows=rows, eval_rows=eval_rows, steps=steps, resolved=_as_planned(done, job.resolved))
+
+
+def _as_planned(done: Resolved, planned: Resolved) -> Resolved:
+    """With what the plan had decided (`capacity.settle`), which the number of steps does not change."""
+    known = {decision.path for decision in done.decisions}
+    more = [decision for decision in planned.decisions if decision.path not in known]
+    config = {**done.config, **{name: planned.config[name] for name in ("zero_optimization",) if name in planned.config}}
+    run = replace(done.run, gradient_checkpointing=planned.run.gradient_checkpointing)
+    return replace(done, config=config, decisions=[*done.decisions, *more], run=run)
 
 
 def look_ahead(
@@ -289,7 +307,7 @@ def tell_foreign_tokenizer(args: TrainArguments, tokenizer: Any) -> None:
 
 
 def choose_seq_len(args: TrainArguments, model_config: Any) -> int:
-    """Tokens per row: as asked, else DEFAULT_SEQ_LEN or the model's limit if that is lower.
+    """Tokens per row: see `defaults.seq_len`.
 
     Raises:
         UsageError: the model has no positions for so many.
@@ -297,7 +315,7 @@ def choose_seq_len(args: TrainArguments, model_config: Any) -> int:
     limit = model_limits(model_config)[1]
     if limit and (args.seq_len or 0) > limit:
         raise UsageError(f"seq_len {args.seq_len} is above the max_position_embeddings {limit} of {args.model_name_or_path}")
-    return args.seq_len or min(DEFAULT_SEQ_LEN, limit or DEFAULT_SEQ_LEN)
+    return defaults.seq_len(args.seq_len, limit)
 
 
 def refuse_too_many_blocks(args: TrainArguments, model_config: Any) -> None:
@@ -415,7 +433,7 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
 
 def fused_kernels(args: TrainArguments) -> bool:
     """Whether to replace the model's kernels: on a GPU unless told not to."""
-    return torch.cuda.is_available() if args.use_liger_kernel is None else args.use_liger_kernel
+    return defaults.fused_kernels(args.use_liger_kernel, torch.cuda.is_available())
 
 
 def choose_attention(args: TrainArguments, model_config: Any) -> str:
@@ -430,21 +448,3 @@ def choose_attention(args: TrainArguments, model_config: Any) -> str:
     if torch.cuda.is_available() and pluggable and data.has_varlen():
         return data.register_varlen()
     return "sdpa"
-
-
-def flops_formula(model: torch.nn.Module, seq_len: int) -> FlopsFormula:
-    """FLOPs per token of a built model; of routed experts only the active ones count."""
-    text = model.config.get_text_config() if hasattr(model, "config") else None  # type: ignore[operator,union-attr]
-    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
-    active = getattr(text, "num_experts_per_tok", None) or 1
-    counts = {True: 0, False: 0}
-    for name, param in model.named_parameters():
-        share = active / experts if ".experts." in name else 1.0
-        counts[param.requires_grad] += int(zero.full_numel(param) * share)
-    return FlopsFormula(
-        trained_parameters=counts[True],
-        frozen_parameters=counts[False],
-        layers=getattr(text, "num_hidden_layers", 0) or 0,
-        hidden=getattr(text, "hidden_size", 0) or 0,
-        seq_len=seq_len,
-    )

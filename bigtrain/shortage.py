@@ -127,13 +127,19 @@ class Explained:
 
     def _what_fits(self, gpu: int | None, host: int | None) -> list[str]:
         assert self.planned is not None
-        try:
-            found = nearest(self.planned.input, gpu, host)
-        except BigtrainError as error:
-            return [f"no other configuration was looked for: {error}"]
-        if not found:
-            return ["nothing near fits this card and host: shorten seq_len, take more cards, or see `bigtrain plan --auto`"]
-        return ["nearest that fit:", *(f"  {c.describe()}" for c in found)]
+        return what_fits(self.planned.input, gpu, host)
+
+
+def what_fits(now: PlanInput, gpu_memory_bytes: int | None, host_memory_bytes: int | None) -> list[str]:
+    """Lines about the nearest configurations that fit; takes seconds."""
+    try:
+        found = nearest(now, gpu_memory_bytes, host_memory_bytes)
+    except BigtrainError as error:
+        return [f"no other configuration was looked for: {error}"]
+    if not found:
+        more = "take more ranks" if now.device == "cpu" else "take more cards"
+        return [f"nothing near fits: shorten seq_len, {more}, or see `bigtrain plan --auto`"]
+    return ["nearest that fit:", *(f"  {c.describe()}" for c in found)]
 
 
 def planned_bytes(tree: Tree) -> dict[str, int]:

@@ -50,6 +50,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     """One run; returns its summary. Every rank calls it with the same arguments."""
     from bigtrain import capacity, hosts, placement, preflight, ranks, watch, zero
     from bigtrain import job as jobs
+    from bigtrain.diagnostics.metrics import flops_formula
     from bigtrain.engine import Engine
     from bigtrain.runfolder import RunFolder
     from bigtrain.shortage import Explained
@@ -74,13 +75,15 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     )
     resume = ranks.main_decides(lambda: folder.resume_point(args.resume_from_checkpoint), "looking for a checkpoint")
     reached = ranks.main_decides(lambda: folder.reached(resume), "reading where the data stood")
-    if args.ds_config == jobs.AUTO:
+    asked = args
+    if asked.ds_config == jobs.AUTO:
         args, config = capacity.choose(args)
     limits = capacity.memory_limits(args.gpu_memory_cap)
-    job = capacity.settle(jobs.prepare(args, config, reached, resume), *limits)
-    jobs.check_engine(job)
+    job = capacity.settle(jobs.prepare(args, config, resume), *limits)
     layout = capacity.plan_of(job, limits[0])
-    planned = None if args.no_plan else capacity.check_fit(layout, *limits)
+    planned = None if args.no_plan else capacity.check_fit(layout, *limits)  # before the data is tokenised, for hours maybe
+    job = capacity.named_auto(jobs.with_data(job, config, reached), asked)
+    jobs.check_engine(job)
     ranks.main_decides(lambda: capacity.check_disk(job, folder, reached[0]), "looking at the disk")
     with folder.replacing(), Explained(layout, *limits, folder) as explained:
         ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
@@ -93,7 +96,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         if resume is not None:
             job.tell_changed_data(engine.load_checkpoint(resume))
             logger.info("resumed from %s at step %d, row %d", resume, engine.global_step, engine.data_position)
-        flops = jobs.flops_formula(model, job.seq_len)
+        flops = flops_formula(model, job.seq_len)
         with ranks.together("opening loaders and trackers"):
             run = Run(job, engine, folder, stop, flops, places, isolation.document_bounds)
         try:
@@ -238,7 +241,8 @@ class Run:
         if self.saved_step != step:
             self.save()
         self.engine.checkpoints.wait()
-        return f"stopped by {why} after step {step}; continue with --resume_from_checkpoint auto"
+        model = f"bigtrain export {shlex.quote(str(self.folder.root / f'checkpoint-{step}'))} MODEL_DIR"
+        return f"stopped by {why} after step {step}; continue with --resume_from_checkpoint auto; for a model now: {model}"
 
     def finish(self, outcome: str) -> dict[str, Any]:
         """Last evaluation and checkpoint, the exported model, the summary, the report.

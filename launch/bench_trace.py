@@ -29,6 +29,7 @@ from bigtrain import capacity, data, placement, ranks, train, zero
 from bigtrain import job as jobs
 from bigtrain.arguments import TrainArguments, parse
 from bigtrain.config import ModelShape
+from bigtrain.diagnostics.metrics import flops_formula
 from bigtrain.engine import Engine
 
 
@@ -175,7 +176,7 @@ def main(argv: list[str]) -> None:
     job = capacity.settle(make_job(args, config), *limits)
     jobs.check_engine(job)
     model, _ = jobs.build(job)
-    flops = jobs.flops_formula(model, job.seq_len)
+    flops = flops_formula(model, job.seq_len)
     engine = Marked(model, hang_s=None, **jobs.engine_settings(job))
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")

@@ -27,13 +27,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
+from bigtrain import defaults
 from bigtrain.arguments import Policy, TrainArguments
 from bigtrain.config import load
 from bigtrain.errors import UsageError
 from bigtrain.runfile import read_run_file
 
 RUNNERS = ("bigtrain", "raw_deepspeed", "hf_trainer")
-DEFAULT_SEQ_LEN = 1024
 _OWN = ("runner", "num_gpus", "steps", "warmup", "max_cell_s", "env")
 _SHORT = {"model": "model_name_or_path", "accumulation": "gradient_accumulation_steps", "num_ranks": "num_gpus"}
 # The sweep decides these itself.
@@ -164,7 +164,7 @@ def _cell(values: Mapping[str, Any], folder: Path) -> Cell:
     if not isinstance(env, dict):
         raise UsageError(f"grid: env is {env!r}; it must be a mapping of variables, {{NAME: value}}")
     own["env"] = {str(k): str(v) for k, v in env.items()}
-    left.setdefault("seq_len", DEFAULT_SEQ_LEN)
+    left.setdefault("seq_len", defaults.SEQ_LEN)
     cell = Cell(**own, ds_config=config, ds_name=name, arguments=left)
     _check(cell)
     return cell

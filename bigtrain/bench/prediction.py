@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain import config as ds
-from bigtrain import plan
+from bigtrain import defaults, plan
 from bigtrain.auto import AUTO, pick
 from bigtrain.bench.grid import Cell
 from bigtrain.config import ModelShape, Resolved, RunValues
@@ -40,20 +40,25 @@ def run_values(cell: Cell) -> RunValues:
     """The cell's arguments in the words of `bigtrain.config`."""
     known = RunValues.__dataclass_fields__
     named = {_RUN_NAMES.get(k, k): v for k, v in cell.arguments.items()}
-    if cell.arguments.get("checkpoint_blocks") is not None or _policy(cell) != "full":
-        named.setdefault("gradient_checkpointing", True)  # as TrainArguments.recomputes
+    asked, blocks = named.get("gradient_checkpointing"), cell.arguments.get("checkpoint_blocks")
+    named["gradient_checkpointing"] = defaults.recomputes(asked, _policy(cell), blocks)
     return RunValues(**{k: v for k, v in named.items() if k in known}, total_steps=cell.steps)
 
 
 def _policy(cell: Cell) -> Checkpointing:
-    return cell.arguments.get("checkpointing_policy") or "full"
+    return cell.arguments.get("checkpointing_policy") or defaults.CHECKPOINTING_POLICY
+
+
+def _share(cell: Cell) -> float | None:
+    return asked_share(str(cell.arguments.get("offload_gradients", AUTO)))
 
 
 def kernels(cell: Cell, machine: Machine) -> str:
     """The planner's word for the cell's kernels: fused ones on a GPU unless told not to, as in launch/train.py; peers, if told."""
     asked = cell.arguments.get("use_liger_kernel")
-    fused = cell.runner == "bigtrain" if asked is None else asked
-    return "liger" if fused and machine.device == "cuda" else "hf"
+    has_gpu = machine.device == "cuda"
+    fused = defaults.fused_kernels(asked, has_gpu) if cell.runner == "bigtrain" else asked
+    return "liger" if fused and has_gpu else "hf"
 
 
 def resolved(cell: Cell, machine: Machine) -> Resolved:
@@ -75,7 +80,7 @@ def _resolved(cell: Cell, machine: Machine) -> tuple[Resolved, PlanInput | None]
             values, run, world_size=cell.num_gpus, ranks_per_node=cell.num_gpus, seq_len=cell.seq_len, gpu_memory_bytes=gpu,
             host_memory_bytes=host, device=machine.device, kernels=kernels(cell, machine),
             frozen=tuple(cell.arguments.get("freeze") or ()), rates=stored_rates(machine.device), policy=_policy(cell),
-            blocks=cell.arguments.get("checkpoint_blocks"), drawn=cell.model.startswith("preset:"),
+            blocks=cell.arguments.get("checkpoint_blocks"), share=_share(cell), drawn=cell.model.startswith("preset:"),
         )  # fmt: skip
         config, run, chosen = picked.config, picked.run, picked.candidate.input
     shape = ModelShape.from_config(values)
@@ -97,10 +102,10 @@ def planned(cell: Cell, machine: Machine) -> Plan:
     """
     done, chosen = _resolved(cell, machine)
     run, args = done.run, cell.arguments
-    share = asked_share(str(args.get("offload_gradients", AUTO)))
+    share = _share(cell)
     blocks = args.get("checkpoint_blocks")
     if chosen is not None:
-        blocks, share = chosen.checkpoint_blocks, chosen.settings.offload_gradients if share is None else share
+        blocks, share = chosen.checkpoint_blocks, chosen.settings.offload_gradients
     assert run.micro_batch and run.accumulation
     found = plan.plan_input(
         model_config(cell.model),

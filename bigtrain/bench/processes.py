@@ -2,7 +2,8 @@
 
 The ranks are started directly, with the variables that every launcher sets: the exit code of each is then known (torchrun
 reports 1 for all of them), and a failed rank does not cost the others' time-outs. Each is a session of its own; everything that
-they start inherits a mark in the environment, by which it is found and killed, also where it left its session.
+they start inherits a mark in the environment, by which it is found and killed, also where it left its session. Should this process be
+killed itself (SIGKILL, the kernel short of memory), a guard does that: it reads a pipe, which ends with this process.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -24,6 +26,9 @@ MARK = "BIGTRAIN_BENCH_CELL"
 SAMPLE_S = 0.05
 GRACE_S = 15.0
 _SMI = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits", "-lms", "200"]
+
+
+_GUARD = "import sys; from bigtrain.bench.processes import end_marked; sys.stdin.read(); end_marked(sys.argv[1])"
 
 
 @dataclass
@@ -73,7 +78,7 @@ def run_ranks(command: Sequence[str], *, world: int, logs: Path, limit_s: float,
     mark, port, begin = uuid.uuid4().hex, free_port(), time.monotonic()
     ended = Ended([None] * world)
     ranks: list[subprocess.Popen[bytes]] = []
-    with _CardWatch() as cards:
+    with _CardWatch() as cards, _guard(mark):
         try:
             for rank in range(world):
                 with open(logs / f"rank{rank}.log", "wb") as log:
@@ -210,18 +215,38 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]], mark: str) -> None:
     for process in ranks:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-    end = time.monotonic() + 10
+    end_marked(mark, but=[process.pid for process in ranks])
+    for process in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)  # a process in the middle of unpinning 100 GB takes its time to go
+
+
+def end_marked(mark: str, but: Sequence[int] = (), limit_s: float = 10.0) -> None:
+    """Kill everything that carries the mark, and what it starts meanwhile; `but`: process ids that are dealt with already."""
+    end = time.monotonic() + limit_s
     while time.monotonic() < end:
-        left = [pid for pid in marked(mark) if pid not in {p.pid for p in ranks}]
+        left = [pid for pid in marked(mark) if pid not in but]
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if not left:
             break
         time.sleep(0.1)
-    for process in ranks:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)  # a process in the middle of unpinning 100 GB takes its time to go
+
+
+@contextlib.contextmanager
+def _guard(mark: str) -> Iterator[None]:
+    """A process that ends what is marked when this one is gone, however it went."""
+    env = {**os.environ, "PYTHONPATH": python_path(Path(__file__).resolve().parents[2])}
+    guard = subprocess.Popen(
+        [sys.executable, "-c", _GUARD, mark], env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        guard.kill()  # the ranks are gone
+        guard.communicate()
 
 
 def marked(mark: str) -> Iterator[int]:

@@ -10,7 +10,7 @@ from bigtrain.config.rules import Context
 from bigtrain.config.run import DEFAULTS, FLAGS, RunValues
 from bigtrain.config.shape import ModelShape
 
-Source = Literal["file", "flag", "launcher", "model", "device", "plan", "default"]
+Source = Literal["file", "flag", "launcher", "model", "device", "plan", "auto", "default"]
 AUTO = "auto"
 
 
@@ -21,7 +21,7 @@ class Decision:
     Attributes:
         path: dotted path in the file, or the name of a run value that has no place there.
         value: what it is now.
-        source: who decided: `file`, `flag`, `launcher`, `model`, `device`, `plan`, or `default`.
+        source: who decided: `file`, `flag`, `launcher`, `model`, `device`, `plan`, `auto` (--ds_config auto), or `default`.
         reason: in a few words.
     """
 

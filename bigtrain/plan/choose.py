@@ -11,7 +11,7 @@ from bigtrain.errors import UsageError
 from bigtrain.plan.inputs import PlanInput, ZeroSettings, settings_from_config
 from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge
 from bigtrain.plan.machine import show_bytes
-from bigtrain.plan.roofline import Rates, step_time
+from bigtrain.plan.roofline import Rates, step_time, told
 from bigtrain.plan.settled import least_s, settled, with_all_buffers
 from bigtrain.plan.spilled import least_share
 from bigtrain.plan.states import LAYOUTS
@@ -61,9 +61,8 @@ class Choice:
         """Everything as plain values."""
 
         def one(c: Candidate) -> dict[str, Any]:
-            numbers = {"seconds_per_step": c.time.total_s, "tokens_per_s": c.time.tokens_per_s, "mfu": c.time.mfu}
             need = {"gpu_need_bytes": _need(c), "host_need_bytes": c.plan.host_need_bytes()} if c.plan else {}
-            return {**c.options, "fits": c.fits, "why": c.why, **numbers, **need}
+            return {**c.options, "fits": c.fits, "why": c.why, **told(c.input.device, c.time), **need}
 
         return {
             "chosen": self.options,
@@ -141,8 +140,8 @@ def _at(family: PlanInput, micro: int, accumulation: int) -> PlanInput:
     return family.but(micro_batch=micro, accumulation=accumulation, grad_bytes=2 if alike else family.settings.grad_bytes)
 
 
-def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> Candidate:
-    """The plan as it is, with smaller buckets, gradients in bf16, or some of these leaving: the first that fits, else as it is."""
+def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None, open_share: bool) -> Candidate:
+    """The plan as it is, with smaller buckets, gradients in bf16, or (where open) some of these leaving: the first that fits, else as it is."""
     asked = judge(plan, gpu, host, rates)
     if asked.fits or asked.plan is None:  # weights and states alone are too large: these do not help
         return asked
@@ -154,7 +153,7 @@ def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Ra
         candidate = judge(other, gpu, host, rates)
         if candidate.fits:
             return candidate
-    share = least_share(plan.but(grad_bytes=2), gpu, host)
+    share = least_share(plan.but(grad_bytes=2), gpu, host) if open_share else 0.0
     candidate = judge(plan.but(grad_bytes=2, offload_gradients=share), gpu, host, rates) if share else asked
     return candidate if candidate.fits else asked
 
@@ -168,6 +167,7 @@ def choose(
     micro_batch: int | None = None,
     accumulation: int | None = None,
     recompute: bool | None = None,
+    share: float | None = None,
     optimizers: tuple[str, ...] = DEFAULT_OPTIMIZERS,
     rates: Rates | None = None,
     wanted: int | None = None,
@@ -182,11 +182,12 @@ def choose(
         global_batch: sequences of one step over all ranks; None: what `base` has.
         micro_batch, accumulation: as the user said; None: to be chosen.
         recompute: False: no block; True: those that `base` says; None: either, or as few as fit, unless `base` says a number.
+        share: of the gradients that leave the GPU in backward, as the user said; None: the least that fits.
         optimizers: which ones may be chosen, best liked first (ties in speed go to the earlier one).
         wanted: how many of the fastest; what cannot be one of them is not planned. None: all.
 
     Raises:
-        UsageError: the global batch cannot be divided by the ranks, or is beyond any run.
+        UsageError: the global batch cannot be divided by the ranks, or is beyond any run; no gradients can leave, though `share` says so.
     """
     world, gpu, host = base.world_size, gpu_memory_bytes, host_memory_bytes
     batch = global_batch or world * base.micro_batch * base.accumulation
@@ -200,19 +201,34 @@ def choose(
     open_blocks = recompute is None and base.checkpoint_blocks is None and base.blocks_are_all
     asked = [(at, _at(family, *pair)) for at, family in enumerate(families) for pair in pairs]
 
-    fitting, rejected, slower = _search(asked, gpu, host, optimizers, rates, wanted, open_blocks)
+    if share:
+        asked = _leaving(asked, share, optimizers)
+    fitting, rejected, slower = _search(asked, gpu, host, optimizers, rates, wanted, open_blocks, share is None)
     rejected.sort(key=lambda c: c.gpu_short_bytes * world + c.host_short_bytes)
     advice = () if fitting else _advice(base, rejected, gpu, host, optimizers)
     return Choice(fitting[0] if fitting else None, tuple(fitting), tuple(rejected), slower, tuple(advice), batch, gpu, host)
 
 
+def _leaving(asked: list[tuple[int, PlanInput]], share: float, optimizers: tuple[str, ...]) -> list[tuple[int, PlanInput]]:
+    """Those that can let gradients leave, with that share."""
+    able = [(at, plan.but(grad_bytes=2)) for at, plan in asked]
+    able = [(at, plan.but(offload_gradients=share)) for at, plan in able if plan.alone]
+    if not able:
+        one = asked[0][1] if asked else None
+        where = f"{one.world_size} rank(s) on {one.device} with {', '.join(optimizers)}" if one else "this batch"
+        raise UsageError(
+            f"offload_gradients {share:g} needs one rank on a GPU and an adamw_split optimizer; this is {where}: leave it out, or say auto"
+        )
+    return able
+
+
 def _search(
     asked: list[tuple[int, PlanInput]], gpu: int | None, host: int | None, optimizers: tuple[str, ...], rates: Rates | None,
-    wanted: int | None, blocks: bool,
+    wanted: int | None, blocks: bool, open_share: bool,
 ) -> tuple[list[Candidate], list[Candidate], int]:  # fmt: skip
     """(the fastest that fit, those that do not fit, how many are slower), by bounds on seconds, the least first.
 
-    `asked`: families by number, at their micro batches. `blocks`: how many are recomputed is open.
+    `asked`: families by number, at their micro batches. `blocks`, `open_share`: how many are recomputed, how much leaves, is open.
     """
     Rank = tuple[float, bool, int, int]
 
@@ -237,7 +253,7 @@ def _search(
             continue
         if plan.micro_batch >= too_large.get(at, _MOST_SEQUENCES + 1):  # a larger micro batch holds more
             continue
-        candidate = _first_fitting(plan, gpu, host, rates)
+        candidate = _first_fitting(plan, gpu, host, rates, open_share)
         if not candidate.fits:
             rejected.append(candidate)
             if candidate.gpu_short_bytes:
@@ -277,11 +293,14 @@ def _advice(
     """What would make it fit: more memory, more ranks, shorter sequences."""
     lines = []
     smallest = [judge(option, None, None) for option in _smallest(base, optimizers)]
-    by_gpu = min(smallest, key=lambda c: c.plan.gpu_least_bytes() if c.plan else 0)
-    if by_gpu.plan:
-        need_gpu, need_host = by_gpu.plan.gpu_need_bytes(), by_gpu.plan.host_need_bytes()
-        held = f"{show_bytes(need_gpu)} a card with {show_bytes(need_host)} of host"
-        lines.append(f"least GPU memory: {held} ({by_gpu.describe()})")
+    on_cards = base.device == "cuda"
+    least = min(smallest, key=lambda c: (c.plan.gpu_least_bytes() if on_cards else c.plan.host_need_bytes()) if c.plan else 0)
+    if least.plan:
+        need_gpu, need_host = show_bytes(least.plan.gpu_need_bytes()), show_bytes(least.plan.host_need_bytes())
+        held = (
+            f"least GPU memory: {need_gpu} a card with {need_host} of host" if on_cards else f"least host memory: {need_host}"
+        )
+        lines.append(f"{held} ({least.describe()})")
     nearest = rejected[0]
     lines.append(f"nearest: {nearest.describe()}: {nearest.why}")
     lines += _more_ranks(base, gpu, host, optimizers) + _fewer_tokens(base, gpu, host, optimizers)
@@ -290,12 +309,13 @@ def _advice(
 
 def _more_ranks(base: PlanInput, gpu: int | None, host: int | None, optimizers: tuple[str, ...]) -> list[str]:
     per_node, world = base.ranks_per_node, base.world_size
+    what = "cards" if base.device == "cuda" else f"ranks, {max(8, per_node)} on a host,"
     while world < _MOST_RANKS:
         world *= 2
         found = _any_fits(base.but(world_size=world, gpus_per_node=min(world, max(8, per_node))), gpu, host, optimizers)
         if found:
-            return [f"more ranks: {world} cards would do ({found.describe()})"]
-    return [f"more ranks: even {_MOST_RANKS} cards of this size would not do"]
+            return [f"more ranks: {world} {what} would do ({found.describe()})"]
+    return [f"more ranks: even {_MOST_RANKS} {what} of this size would not do"]
 
 
 def _fewer_tokens(base: PlanInput, gpu: int | None, host: int | None, optimizers: tuple[str, ...]) -> list[str]:

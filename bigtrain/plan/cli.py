@@ -4,38 +4,51 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bigtrain import shapes
+from bigtrain import defaults, shapes
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
-from bigtrain.plan.families import read_json
+from bigtrain.plan.families import position_limit, read_json
 from bigtrain.plan.inputs import PlanInput, plan_input
 from bigtrain.plan.machine import expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
-from bigtrain.plan.roofline import Rates, rates_from, step_time, stored_rates
+from bigtrain.plan.roofline import Rates, rates_from, step_time, stored_rates, told
 from bigtrain.plan.settled import buffers_are_open, settled
-from bigtrain.plan.show import choice_text, measured_text, plan_text
+from bigtrain.plan.show import assumed_text, choice_text, measured_text, plan_text
 from bigtrain.plan.spilled import AUTO, asked_share
 from bigtrain.plan.states import LAYOUTS, layout_name
 
 DOES_NOT_FIT = DoesNotFitError.exit_code
+Assumed = Mapping[str, tuple[Any, str]]  # name: value, the flag that changes it
 
 
 def add_parsers(subparsers: Any) -> None:
     """Register the verb `plan`; the parser sets `run`, a function from args to exit code."""
     p = subparsers.add_parser("plan", help="memory and speed of a job before it is launched; exit 3: does not fit")
     model = p.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", metavar="DIR|preset:NAME", help="folder with config.json, that file, or a named shape")
+    model.add_argument(
+        "--model",
+        "--model_name_or_path",
+        metavar="DIR|preset:NAME",
+        help="folder with config.json, that file, or a named shape",
+    )
     model.add_argument("--shapes", metavar="FILE", help="JSON [[name, [sizes...]], ...] of any module")
     p.add_argument("--gpus", "--world_size", type=int, default=1, metavar="N", help="ranks in all")
     p.add_argument("--gpus_per_node", type=int, metavar="N", help="ranks of one host (default: all)")
     p.add_argument("--gpu_memory", metavar="SIZE", help="of one card, for example 47.4GiB (default: nvidia-smi)")
     p.add_argument("--host_memory", metavar="SIZE", help="of one host (default: machine or container limit)")
-    p.add_argument("--seq_len", "--max_length", "--max_seq_length", "--cutoff_len", type=int, default=4096, metavar="N")
-    p.add_argument("--micro_batch", "--per_device_train_batch_size", type=int, metavar="N")
-    p.add_argument("--accumulation", "--gradient_accumulation_steps", type=int, metavar="N")
+    p.add_argument(
+        "--seq_len", "--max_length", "--max_seq_length", "--cutoff_len", type=int, metavar="N",
+        help=f"tokens per row (default: {defaults.SEQ_LEN}, or the model's limit)",
+    )  # fmt: skip
+    p.add_argument("--micro_batch", "--per_device_train_batch_size", type=int, metavar="N", help="rows per rank and micro step")
+    p.add_argument(
+        "--accumulation", "--gradient_accumulation_steps", type=int, metavar="N", help="micro steps per optimizer step"
+    )
     p.add_argument("--global_batch", type=int, metavar="N", help="sequences of a step over all ranks")
     _configuration(p)
     p.add_argument("--json", action="store_true", help="everything as JSON on standard output")
@@ -44,7 +57,13 @@ def add_parsers(subparsers: Any) -> None:
 
 def _configuration(p: argparse.ArgumentParser) -> None:
     how = p.add_mutually_exclusive_group()
-    how.add_argument("--ds_config", "--deepspeed", "--deepspeed_config", metavar="FILE", help="plan this DeepSpeed JSON")
+    how.add_argument(
+        "--ds_config",
+        "--deepspeed",
+        "--deepspeed_config",
+        metavar="FILE|auto",
+        help="plan this DeepSpeed JSON; auto: as --auto",
+    )
     how.add_argument("--auto", action="store_true", help="choose the fastest configuration that fits")
     p.add_argument("--stage", type=int, choices=[0, 1, 2, 3], help="ZeRO stage without a file (default 3)")
     p.add_argument("--offload", choices=["none", "optimizer", "all"], help="what lives on the host, without a file")
@@ -54,18 +73,28 @@ def _configuration(p: argparse.ArgumentParser) -> None:
     p.add_argument("--optim", "--optimizer", metavar="NAME", help=f"one of {', '.join(LAYOUTS)}")
     p.add_argument("--optimizers", metavar="A,B", help=f"what --auto may choose (default {','.join(DEFAULT_OPTIMIZERS)})")
     p.add_argument(
-        "--checkpointing",
-        choices=["none", "full", "selective", "offload"],
-        default="full",
-        help="activation checkpointing: what of a recomputed block is kept",
+        "--checkpointing", choices=["none", "full", "selective", "offload"],
+        help="activation checkpointing in one word: none, or the policy (default: none, or as the ds_config says)",
+    )  # fmt: skip
+    p.add_argument(
+        "--gradient_checkpointing", "--activation_checkpointing", nargs="?", const=True, type=_yes_or_no, metavar="BOOL",
+        help="as launch/train.py takes it: recompute activations in backward",
+    )  # fmt: skip
+    p.add_argument(
+        "--checkpointing_policy", choices=["full", "selective", "offload"], help="what of a recomputed block is kept"
     )
-    p.add_argument("--checkpoint_blocks", type=int, metavar="N", help="recompute only the first N blocks (default: all)")
+    p.add_argument(
+        "--checkpoint_blocks", metavar="N|auto", help="recompute only the first N blocks; auto: as few as fit (default: all)"
+    )
     p.add_argument("--freeze", nargs="+", default=(), metavar="NAME", help="modules or parameters that do not train")
-    p.add_argument("--kernels", choices=["hf", "liger"], default="hf")
+    p.add_argument("--kernels", choices=["hf", "liger"], help="transformers' own, or fused ones (default: liger on a GPU)")
+    p.add_argument(
+        "--use_liger_kernel", nargs="?", const=True, type=_yes_or_no, metavar="BOOL", help="as launch/train.py takes it"
+    )
     p.add_argument(
         "--loss", choices=["full", "chunked", "fused"], help="all logits in fp32, a chunk of tokens at a time, or that in place"
     )
-    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="what the run is on (default: cuda)")
     p.add_argument(
         "--calibration",
         metavar="FILE",
@@ -74,6 +103,13 @@ def _configuration(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--measure", type=int, metavar="N", help="with --auto: run the N best for a few steps here, take the fastest"
     )
+
+
+def _yes_or_no(text: str) -> bool:
+    known = {**dict.fromkeys(("true", "yes", "1"), True), **dict.fromkeys(("false", "no", "0"), False)}
+    if text.lower() not in known:
+        raise argparse.ArgumentTypeError(f"true or false is needed, not {text!r}")
+    return known[text.lower()]
 
 
 def model_config(name: str) -> dict[str, Any]:
@@ -93,20 +129,81 @@ def model_config(name: str) -> dict[str, Any]:
     return config
 
 
-def _input(args: argparse.Namespace, ds_config: dict[str, Any]) -> PlanInput:
-    """The command line as an input; --auto searches from it."""
+def _settle_words(args: argparse.Namespace) -> None:
+    """Several spellings of one thing become one: `auto`, `recompute` (None: nobody said), `policy`, `blocks`, `kernels`."""
+    if args.ds_config == AUTO:
+        args.auto, args.ds_config = True, None
+    if args.checkpointing is not None and (args.gradient_checkpointing is not None or args.checkpointing_policy):
+        raise UsageError(
+            "--checkpointing says what --gradient_checkpointing and --checkpointing_policy say: give one or the others"
+        )
+    if args.kernels is not None and args.use_liger_kernel is not None:
+        raise UsageError("--kernels and --use_liger_kernel say one thing: give one of them")
+    args.blocks = args.checkpoint_blocks
+    if args.blocks not in (None, AUTO):
+        if not args.blocks.isdecimal():
+            raise UsageError(f"--checkpoint_blocks is {args.blocks!r}: a whole number, or auto, is needed")
+        args.blocks = int(args.blocks)
+    said = args.gradient_checkpointing if args.checkpointing is None else args.checkpointing != "none"
+    if said is False and (args.blocks or args.checkpointing_policy):
+        name = "checkpoint_blocks" if args.blocks else "checkpointing_policy"
+        how = "gradient_checkpointing false" if args.checkpointing is None else "checkpointing none"
+        raise UsageError(f"--{name} {getattr(args, name)} contradicts --{how}: leave one of them out")
+    args.policy = args.checkpointing_policy or (args.checkpointing if said else None) or defaults.CHECKPOINTING_POLICY
+    args.recompute = defaults.recomputes(said, args.policy, args.blocks)
+    has_gpu = args.device == "cuda"
+    fused = has_gpu and defaults.fused_kernels(args.use_liger_kernel, has_gpu)
+    args.kernels = args.kernels or ("liger" if fused else "hf")
+
+
+def _input(args: argparse.Namespace, config: dict[str, Any] | None, ds_config: dict[str, Any], run: Any) -> PlanInput:
+    """The command line as an input; --auto searches from it. `run`: the values of the ds_config's run, None without a file."""
+    recompute = args.recompute if run is None else run.gradient_checkpointing
+    if args.auto:
+        recompute = recompute is not False
     values: dict[str, Any] = {
-        "world_size": args.gpus, "gpus_per_node": args.gpus_per_node, "seq_len": args.seq_len,
-        "checkpointing": args.checkpointing, "checkpoint_blocks": args.checkpoint_blocks, "kernels": args.kernels, "loss": args.loss, "device": args.device,
-        "micro_batch": args.micro_batch, "accumulation": args.accumulation, "optimizer": args.optim,
+        "world_size": args.gpus, "gpus_per_node": args.gpus_per_node,
+        "seq_len": defaults.seq_len(args.seq_len, position_limit(config) if config else None),
+        "checkpointing": args.policy if recompute or (recompute is None and defaults.GRADIENT_CHECKPOINTING) else "none",
+        "checkpoint_blocks": None if args.blocks == AUTO else args.blocks,
+        "kernels": args.kernels, "loss": args.loss, "device": args.device,
+        "micro_batch": args.micro_batch if run is None else run.micro_batch,
+        "accumulation": args.accumulation if run is None else run.accumulation,
+        "optimizer": (args.optim or defaults.OPTIM) if run is None else run.optim,
         "frozen": tuple(args.freeze), "expandable": expandable_segments(),
         "drawn": bool(args.model) and args.model.startswith(shapes.PREFIX),
     }  # fmt: skip
     values = {k: v for k, v in values.items() if v is not None}
-    config = model_config(args.model) if args.model else None
     pairs = read_json(args.shapes, "the list of shapes") if args.shapes else None
     base = plan_input(config, shapes=pairs, ds_config=ds_config, **values)
     return _with_global_batch(base, args) if args.global_batch and not args.auto else base
+
+
+def _assumed(args: argparse.Namespace, base: PlanInput, resolved: Any) -> dict[str, tuple[Any, str]]:
+    """What nobody said, as launch/train.py would have it: name to (value, the flag that changes it)."""
+    nobody = {d.path for d in resolved.decisions if d.source == "default"} if resolved is not None else None
+
+    def is_open(said: Any, path: str) -> bool:
+        return said is None and (nobody is None or path in nobody)
+
+    rows: dict[str, tuple[Any, str]] = {}
+    if args.seq_len is None:
+        rows["seq_len"] = base.seq_len, "--seq_len N"
+    if args.auto:
+        if not (args.global_batch or args.micro_batch or args.accumulation):
+            rows["rows a step and rank"] = rows_per_rank(None, None), "--global_batch N"
+        return rows
+    if is_open(args.micro_batch, "train_micro_batch_size_per_gpu"):
+        rows["micro_batch"] = base.micro_batch, "--micro_batch N"
+    if is_open(args.accumulation or args.global_batch, "gradient_accumulation_steps"):
+        rows["accumulation"] = base.accumulation, "--accumulation N"
+    if is_open(args.recompute, "gradient_checkpointing"):
+        rows["checkpointing"] = base.checkpointing, "--gradient_checkpointing"
+    if is_open(args.optim, "optimizer.type"):
+        rows["optimizer"] = base.optimizer, "--optim NAME"
+    if resolved is None and args.stage is None:
+        rows["stage"] = base.settings.stage, "--stage N or --ds_config FILE"
+    return rows
 
 
 def _plain_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -157,46 +254,50 @@ def _choice(args: argparse.Namespace, base: PlanInput, gpu: int | None, host: in
     micro, accumulation = args.micro_batch, args.accumulation
     return choose(
         base, gpu_memory_bytes=gpu, host_memory_bytes=host, optimizers=names, rates=rates, micro_batch=micro,
-        accumulation=accumulation, global_batch=args.global_batch or base.world_size * rows_per_rank(micro, accumulation),
+        accumulation=accumulation, recompute=None if args.blocks == AUTO else args.recompute, share=asked_share(args.offload_gradients), global_batch=args.global_batch or base.world_size * rows_per_rank(micro, accumulation),
         wanted=max(WANTED, args.measure or 0),
     )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan or choose, print it, and say by the exit code whether it fits."""
+    _settle_words(args)
     _refuse_what_would_not_count(args)
     share = asked_share(args.offload_gradients)
-    if args.auto and share is not None:
-        raise UsageError(f"--auto chooses the share of the gradients that leaves: leave --offload_gradients {share:g} out")
-    if args.checkpointing == "none" and args.checkpoint_blocks:
-        raise UsageError(
-            f"--checkpoint_blocks {args.checkpoint_blocks} contradicts --checkpointing none: leave one of them out"
-        )
-    ds_config = args.reader(args) if args.ds_config is not None else _plain_config(args)
-    base, rates = _input(args, ds_config), _rates(args)
+    config = model_config(args.model) if args.model else None
+    resolved = args.reader(args, config) if args.ds_config is not None else None
+    ds_config = _plain_config(args) if resolved is None else resolved.engine_config()
+    base, rates = _input(args, config, ds_config, resolved and resolved.run), _rates(args)
     gpu, host = _memories(args)
+    assumed = _assumed(args, base, resolved)
+    _warn_about_positions(base.seq_len, position_limit(config) if config else None)
     if not args.auto:
         base, buffers = base.but(offload_gradients=share or 0.0), buffers_are_open(ds_config)
-        base = settled(base, gpu, host, rates, share=share is None, buffers=buffers, blocks=False)
-        return _print_plan(args, predict(base, gpu_memory_bytes=gpu), gpu, host, rates)
-    return _print_choice(args, _choice(args, base, gpu, host, rates), rates)
+        base = settled(base, gpu, host, rates, share=share is None, buffers=buffers, blocks=args.blocks == AUTO)
+        return _print_plan(args, predict(base, gpu_memory_bytes=gpu), gpu, host, rates, assumed)
+    return _print_choice(args, _choice(args, base, gpu, host, rates), rates, assumed)
 
 
-def _print_choice(args: argparse.Namespace, choice: Choice, rates: Rates) -> int:
+def _print_choice(args: argparse.Namespace, choice: Choice, rates: Rates, assumed: Assumed) -> int:
     """The ladder, and the plan of the chosen one as launch/train.py runs it."""
     gpu, host, measured = choice.gpu_memory_bytes, choice.host_memory_bytes, _measured(args, choice)
     best = _fastest(choice, measured)
     plan = predict(best.input, gpu_memory_bytes=gpu) if best is not None else None
     if args.json:
-        said = {**choice.to_json(), "plan": plan.to_json() if plan else None}
+        said = {**choice.to_json(), **_values(assumed), "plan": plan.to_json() if plan else None}
         print(json.dumps({**said, **({"measured": measured} if measured else {})}, indent=2))
     else:
+        print(assumed_text(assumed), end="")
         print(choice_text(choice, rates))
         if best is not None and plan is not None:
             print(f"\n{measured_text(measured)}chosen: {best.describe()}\n")
             print(plan_text(plan, gpu, host, rates))
             _warn_about_locks(plan)
     return 0 if choice.best else DOES_NOT_FIT
+
+
+def _values(assumed: Assumed) -> dict[str, Any]:
+    return {"assumed": {name: value for name, (value, _) in assumed.items()}}
 
 
 def _refuse_what_would_not_count(args: argparse.Namespace) -> None:
@@ -230,6 +331,12 @@ def _fastest(choice: Choice, measured: list[dict[str, Any]]) -> Candidate | None
     return choice.fitting[ran[0]["candidate"]] if ran else choice.best
 
 
+def _warn_about_positions(seq_len: int, limit: int | None) -> None:
+    if limit is not None and seq_len > limit:
+        warning = f"warning: seq_len {seq_len} is above the model's max_position_embeddings {limit}: launch/train.py refuses it"
+        print(warning, file=sys.stderr)
+
+
 def _warn_about_locks(plan: Plan) -> None:
     """Pinned memory that this machine may not lock is an error at start-up that looks like a full GPU."""
     found, pinned = host_memory(), plan.host_pinned_bytes
@@ -240,14 +347,14 @@ def _warn_about_locks(plan: Plan) -> None:
         )
 
 
-def _print_plan(args: argparse.Namespace, plan: Plan, gpu: int | None, host: int | None, rates: Rates) -> int:
+def _print_plan(args: argparse.Namespace, plan: Plan, gpu: int | None, host: int | None, rates: Rates, assumed: Assumed) -> int:
     fits = plan.fits(gpu, host)
     if args.json:
-        time = step_time(plan.input, rates)
-        speed = {"seconds_per_step": time.total_s, "tokens_per_s": time.tokens_per_s, "mfu": time.mfu}
+        speed = told(plan.input.device, step_time(plan.input, rates))
         limits = {"gpu_memory_bytes": gpu, "host_memory_bytes": host, "fits": fits}
-        print(json.dumps({**plan.to_json(), **speed, **limits}, indent=2))
+        print(json.dumps({**plan.to_json(), **_values(assumed), **speed, **limits}, indent=2))
     else:
+        print(assumed_text(assumed), end="")
         print(plan_text(plan, gpu, host, rates))
         _warn_about_locks(plan)
     return 0 if fits else DOES_NOT_FIT

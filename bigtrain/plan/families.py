@@ -12,8 +12,18 @@ from typing import Any, TypeVar
 
 from bigtrain.errors import UsageError
 from bigtrain.plan.family_decoders import DECODERS, decoder_model
-from bigtrain.plan.family_defaults import DEFAULTS
-from bigtrain.plan.family_others import HEADS, MODELS, ROBERTA, T5, VISION_LANGUAGE, text_is_tied, values, vision_language
+from bigtrain.plan.family_defaults import DEFAULTS, OTHER_NAMES
+from bigtrain.plan.family_others import (
+    HEADS,
+    MODELS,
+    ROBERTA,
+    T5,
+    VISION_LANGUAGE,
+    text_is_tied,
+    text_values,
+    values,
+    vision_language,
+)
 from bigtrain.plan.parameters import Parameter, not_counted
 
 T = TypeVar("T")
@@ -82,6 +92,14 @@ def is_tied(config: Mapping[str, Any]) -> bool:
         return True
     default = _TIED_BY_DEFAULT.get(kind, DEFAULTS.get(kind, {}).get("tie_word_embeddings", False))
     return bool(config.get("tie_word_embeddings", default)) or (kind in VISION_LANGUAGE and text_is_tied(config))
+
+
+def position_limit(config: Mapping[str, Any]) -> int | None:
+    """Tokens that the model has positions for; None where there is no limit or only the config's class would tell."""
+    kind = str(config.get("model_type"))
+    text = text_values(config) if kind in VISION_LANGUAGE else values(config)
+    found = text.get(OTHER_NAMES.get(kind, {}).get("max_position_embeddings", "max_position_embeddings"))
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def model_parameters(config: Mapping[str, Any]) -> ModelParameters:

@@ -218,3 +218,13 @@ def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
     total = micro + exposed + optimizer
     mfu = model * tokens / plan.world_size / total / rates.peak_flops
     return StepTime(compute, communication + exposed, fetch, optimizer, total, tokens, mfu)
+
+
+def told(device: str, time: StepTime) -> dict[str, float | None]:
+    """What people are told of the speed: nothing for CPUs, for which the rates, a card's, are good for an order only."""
+    known = device == "cuda"
+    return {
+        "seconds_per_step": time.total_s if known else None,
+        "tokens_per_s": time.tokens_per_s if known else None,
+        "mfu": time.mfu if known else None,
+    }

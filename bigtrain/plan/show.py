@@ -8,6 +8,7 @@ from typing import Any
 from bigtrain.plan.choose import Choice
 from bigtrain.plan.constants import GPU_MARGIN, HOST_MARGIN
 from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.judge import Candidate
 from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.predict import Plan, Tree
 from bigtrain.plan.roofline import Rates, step_time
@@ -59,7 +60,6 @@ def _verdict(name: str, need: int, have: int | None, margin: float, fits: bool) 
 
 def plan_text(plan: Plan, gpu_memory: int | None, host_memory: int | None, rates: Rates | None = None) -> str:
     """The whole plan: heading, trees, what the driver will show, verdicts, speed."""
-    time = step_time(plan.input, rates)
     lines = [heading(plan.input), ""]
     if plan.input.device == "cuda":
         lines += [
@@ -77,12 +77,25 @@ def plan_text(plan: Plan, gpu_memory: int | None, host_memory: int | None, rates
     if plan.input.device == "cuda":
         lines.append(_verdict("GPU", plan.gpu_need_bytes(), gpu_memory, GPU_MARGIN, plan.fits(gpu_memory, None)))
     lines.append(_verdict("host", plan.host_need_bytes(), host_memory, HOST_MARGIN, plan.fits(None, host_memory)))
-    lines.append(
+    lines.append(_speed(plan.input, rates))
+    return "\n".join(lines)
+
+
+def _speed(plan: PlanInput, rates: Rates | None) -> str:
+    if plan.device != "cuda":
+        return "speed: not planned for CPUs; `bigtrain bench` measures it"
+    time = step_time(plan, rates)
+    return (
         f"speed (roofline): {time.total_s:.2f} s a step, {time.tokens_per_s:,.0f} tokens/s, MFU {time.mfu:.1%} "
         f"(compute {time.compute_s:.2f}, communication {time.communication_s:.2f}, fetch {time.fetch_s:.2f}, "
         f"optimizer {time.optimizer_s:.2f})"
     )
-    return "\n".join(lines)
+
+
+def assumed_text(assumed: Mapping[str, tuple[Any, str]]) -> str:
+    """What nobody said, with the flags that change it, as one line; empty if everything was said."""
+    said = ", ".join(f"{name} {value} ({flag})" for name, (value, flag) in assumed.items())
+    return f"assumed, as launch/train.py does: {said}\n\n" if said else ""
 
 
 def choice_text(choice: Choice, rates: Rates | None = None) -> str:
@@ -91,13 +104,14 @@ def choice_text(choice: Choice, rates: Rates | None = None) -> str:
              f"might be faster do not; {choice.slower} are slower"]  # fmt: skip
     if choice.best is None:
         lines = [f"global batch {choice.global_batch} sequences; none of {len(choice.rejected)} configurations fits"]
+    elif choice.best.input.device != "cuda":
+        lines.append("  (in the order of a card's speed: how fast these are on CPUs is not planned)")
     for candidate in choice.fitting[:_LADDER_LINES]:
-        need = f"GPU {show_bytes(candidate.plan.gpu_need_bytes())}" if candidate.plan else ""
+        need = f"GPU {show_bytes(candidate.plan.gpu_need_bytes())}, " if candidate.plan and _on_cards(candidate) else ""
         host = f"host {show_bytes(candidate.plan.host_need_bytes())}" if candidate.plan else ""
-        speed = f"{candidate.time.tokens_per_s:>9,.0f} tokens/s"
-        lines.append(f"  fits      {speed}  {candidate.describe()}  ({need}, {host})")
+        lines.append(f"  fits      {_rate(candidate)}{candidate.describe()}  ({need}{host})")
     for candidate in choice.rejected[:_LADDER_LINES]:
-        lines.append(f"  rejected  {candidate.time.tokens_per_s:>9,.0f} tokens/s  {candidate.describe()}: {candidate.why}")
+        lines.append(f"  rejected  {_rate(candidate)}{candidate.describe()}: {candidate.why}")
     hidden = max(0, len(choice.fitting) - _LADDER_LINES) + max(0, len(choice.rejected) - _LADDER_LINES)
     if hidden:
         lines.append(f"  ... and {hidden} more (--json lists all)")
@@ -106,12 +120,25 @@ def choice_text(choice: Choice, rates: Rates | None = None) -> str:
     return "\n".join(lines)
 
 
+def _on_cards(candidate: Candidate) -> bool:
+    return candidate.input.device == "cuda"
+
+
+def _rate(candidate: Candidate) -> str:
+    return f"{candidate.time.tokens_per_s:>9,.0f} tokens/s  " if _on_cards(candidate) else ""
+
+
 def measured_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """What --measure found, fastest first, and how to train with it; empty without rows."""
     lines = []
     for row in rows:
         seen = f"{row['tokens_per_s']:>9,.0f} tokens/s" if row["tokens_per_s"] else f"{row['status']:>18}"
-        lines.append(f"  measured  {seen}  (planned {row['planned_tokens_per_s']:,.0f})  {row['what']}{row['error']}")
+        lines.append(f"  measured  {seen}  {_planned(row)}{row['what']}{row['error']}")
     if rows and rows[0]["tokens_per_s"]:
         lines += ["", f"to train with it: {rows[0]['command']}"]
     return "\n".join([*lines, ""]) if lines else ""
+
+
+def _planned(row: Mapping[str, Any]) -> str:
+    rate = row["planned_tokens_per_s"]
+    return "" if rate is None else f"(planned {rate:,.0f})  "

@@ -3,7 +3,7 @@
 deepspeed launch/examples/custom_loop.py TEXT TOKENIZER_DIR OUT
 """
 
-import sys
+import argparse
 
 from transformers import AutoTokenizer
 
@@ -34,4 +34,10 @@ def main(text: str, tokenizer_dir: str, out: str, steps: int = 10) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[-3], sys.argv[-2], sys.argv[-1])  # the launcher puts --local_rank first
+    parser = argparse.ArgumentParser(description="Train a tiny Llama on a text, with a loop of your own.")
+    parser.add_argument("text", help="what to train on: plain text, JSON Lines, Parquet or Arrow")
+    parser.add_argument("tokenizer_dir", help="a tokenizer, for example out/stdlib/tokenizer")
+    parser.add_argument("out", help="the model goes to OUT/model")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # from the deepspeed launcher
+    told = parser.parse_args()
+    main(told.text, told.tokenizer_dir, told.out)

@@ -3,7 +3,7 @@
 deepspeed launch/examples/vision.py TEACHER.pt OUT      (a teacher with random weights is made where there is none)
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -56,4 +56,9 @@ def main(teacher_file: str, out: str, steps: int = 30) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[-2], sys.argv[-1])
+    parser = argparse.ArgumentParser(description="Train a small convolutional network to match a frozen one.")
+    parser.add_argument("teacher", help="its weights, TEACHER.pt; made with random weights where there is none")
+    parser.add_argument("out", help="the checkpoint goes to OUT/last")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # from the deepspeed launcher
+    told = parser.parse_args()
+    main(told.teacher, told.out)

@@ -72,13 +72,13 @@ def test_a_rank_on_a_cpu_gives_back_what_it_frees(rank_pool):
     assert rank_pool(1).run(_mapped_mib) == [(1, 0)]
 
 
-def train(folder, root, steps):
+def train(folder, root, steps, data=None):
     """Two ranks of launch/train.py that believe in the faked tree."""
     rows = inputs.make_rows(folder, vocab=512, seq_len=32, at_least=4)
     words = [
         ROOT / "launch/train.py", "--ds_config", str(ROOT / "ds_configs/zero2_offload.json"),
         "--model_name_or_path", "preset:llama-tiny", "--tokenizer_name_or_path", str(inputs.make_tokenizer(folder)),
-        "--train_data", str(rows / "rows.parquet"), "--packing", "none", "--seq_len", "32", "--max_steps", str(steps),
+        "--train_data", str(data or rows / "rows.parquet"), "--packing", "none", "--seq_len", "32", "--max_steps", str(steps),
         "--per_device_train_batch_size", "1", "--num_train_epochs", "1000", "--report_to", "none", "--disable_tqdm",
         "--no_export", "--output_dir", str(folder / "out"),
     ]  # fmt: skip
@@ -88,11 +88,14 @@ def train(folder, root, steps):
     return [rank.poll() for rank in both.ranks], [rank.said() for rank in both.ranks]
 
 
-def test_a_host_that_cannot_hold_the_run_is_refused_before_building(tmp_path):
-    codes, said = train(tmp_path, container(tmp_path / "host", GIB // 2, GIB // 8), steps=2)
+def test_a_host_that_cannot_hold_the_run_is_refused_before_the_data_is_read(tmp_path):
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text('{"text": "no end\n')  # reading it would be another error
+    codes, said = train(tmp_path, container(tmp_path / "host", GIB // 2, GIB // 8), steps=2, data=wrong)
     assert codes == [DoesNotFitError.exit_code] * 2, said
     assert "host: needs" in said[0] and "of 0.50 GiB with a margin of 5%: DOES NOT FIT" in said[0]
-    assert "Nothing was built" in said[0] and not (tmp_path / "out" / "run.json").exists()
+    assert "Nothing was built, no data was read. Nothing near fits: shorten seq_len, take more ranks" in said[0]
+    assert not (tmp_path / "out" / "run.json").exists()
 
 
 def test_the_run_stops_with_a_table_before_the_host_is_full(tmp_path):

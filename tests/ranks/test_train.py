@@ -258,7 +258,8 @@ def test_two_stops_and_the_curve_is_that_of_the_unbroken_run(demo, tmp_path, mon
         stopped = bench_sigterm.leg(scenario, out, Scripted(first, to), tmp_path / "stopped.log")
         assert stopped is not None and stopped.code == StoppedError.exit_code == 75
         last = rows_of(out)[-1]["step"]
-        assert f"after step {last}; continue with --resume_from_checkpoint auto" in (tmp_path / "stopped.log").read_text()
+        said = f"after step {last}; continue with --resume_from_checkpoint auto; for a model now: bigtrain export {out}/checkpoint-{last} MODEL_DIR"
+        assert said in (tmp_path / "stopped.log").read_text()
         assert f"checkpoint-{last}" in {p.name for p in out.glob("checkpoint-*")} and not (out / "model").exists()
         assert json.loads((out / "run.json").read_text())["outcome"].startswith("stopped by")
     assert bench_sigterm.finish(scenario, "stopped") == bench_sigterm.finish(scenario, "whole") == 0
@@ -352,7 +353,7 @@ def test_a_rank_killed_before_the_first_step_is_named(demo, tmp_path):
 
 def test_custom_loop_example(demo, tmp_path):
     script = ROOT / "launch" / "examples" / "custom_loop.py"
-    assert len(script.read_text().splitlines()) < 40
+    assert len(script.read_text().splitlines()) < 50  # as the README says
     said = run_forked([script, "--local_rank=0", demo / "train.jsonl", demo / "tokenizer", tmp_path], world=2)
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in said.splitlines() if line.startswith("step ")]
     assert len(losses) == 10 and losses[-1] < losses[0]

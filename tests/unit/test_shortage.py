@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from bigtrain import plan, shapes
+from bigtrain import capacity, plan, shapes
+from bigtrain.errors import DoesNotFitError
 from bigtrain.shortage import CATEGORIES, Explained, held_bytes, nearest, planned_bytes, table
 
 GIB = 2**30
@@ -75,3 +76,14 @@ def test_the_table_of_a_host_that_fills_up():
     assert "filled too fast" in said
     explained._look_for_others(Room(int(0.93 * limit), limit, "container limit"))
     assert "nearest that fit:" in explained.host_text(Room(int(0.98 * limit), limit, "container limit"))
+
+
+def test_a_run_that_does_not_fit_is_refused_with_the_nearest_that_do():
+    layout = planned(micro_batch=1, seq_len=1024)
+    gpu, host = 24 * GIB, 128 * GIB
+    with pytest.raises(DoesNotFitError) as caught:
+        capacity.check_fit(layout, gpu, host)
+    said = str(caught.value)
+    lines = said[said.index("Nearest that fit:") :].splitlines()[1:4]
+    assert [line.strip() for line in lines] == [c.describe() for c in nearest(layout.input, gpu, host)] and len(lines) == 3
+    assert said.index("DOES NOT FIT") < said.index("no data was read") and "--no_plan" in said

@@ -1,4 +1,4 @@
-"""`bigtrain doctor`: is this machine fit to train? Exit 0: fine, 1: warnings, 2: something is broken."""
+"""`bigtrain doctor`: is this machine fit to train? Exit 0: fine, or only warnings; 1: a run would fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from bigtrain.errors import UsageError
 
 def add_parsers(subparsers: Any) -> None:
     """Register the verb; the parser sets `run`, a function from args to exit code."""
-    p = subparsers.add_parser("doctor", help="test this machine; exit 0: fine, 1: warnings, 2: broken")
+    p = subparsers.add_parser(
+        "doctor",
+        help="test this machine, and say what to mend",
+        description="Test this machine, and say what to mend. Exit code 0: nothing that makes a run fail (there may be warnings); 1: "
+        "something would fail; 2: wrong usage.",
+    )
     p.add_argument("--world_size", type=int, metavar="N", help="ranks to test with (default: one a GPU, 2 without)")
     p.add_argument("--quick", action="store_true", help="facts only, in a second: no compiling, no speeds, no ranks")
     p.add_argument("--build", action="store_true", help="compile native parts anew, in a scratch folder (a minute)")
@@ -45,9 +50,10 @@ def run(args: argparse.Namespace) -> int:
     if int(os.environ.get("RANK", "0")) == 0:
         table = {"exit_code": code, "seconds": round(seconds, 1), "findings": [f.as_dict() for f in findings]}
         print(json.dumps(table, indent=2) if args.json else show.text(findings, seconds))
-    elif code and os.environ.get("LOCAL_RANK", "0") == "0":  # another host under a launcher: its complaints
+    elif (
+        any(f.status != "ok" for f in findings) and os.environ.get("LOCAL_RANK", "0") == "0"
+    ):  # another host under a launcher: its complaints
         import socket
 
         print(f"{socket.gethostname()}:\n{show.text([f for f in findings if f.status != 'ok'], seconds)}", file=sys.stderr)
-    # A launcher takes any exit code but 0 for a crash and prints a page about it: only what is broken is worth that.
-    return 0 if code == 1 and "RANK" in os.environ else code
+    return code

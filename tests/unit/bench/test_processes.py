@@ -1,8 +1,10 @@
 """Ranks as real processes: what launchers tell them, exit codes, time limits, and nothing left behind."""
 
 import json
+import subprocess
 import sys
 import time
+import uuid
 
 import pytest
 
@@ -55,6 +57,30 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, "import time; time.sleep(60)")
     assert started and list(marked("interrupted-cell")) == []
+
+
+def test_a_sweep_that_is_killed_leaves_nothing_behind(tmp_path):
+    """The ranks are sessions of their own: they went on training, on cards that the next sweep took for free."""
+    inner = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True); time.sleep(60)"
+    outer = (
+        "import pathlib, sys, uuid\nfrom bigtrain.bench import processes\n"
+        "processes.uuid.uuid4 = lambda: uuid.UUID(sys.argv[2])\n"
+        "here = pathlib.Path(sys.argv[1])\n"
+        f"processes.run_ranks([sys.executable, '-c', {inner!r}], world=2, logs=here, limit_s=60, env={{}}, cwd=here)"
+    )
+    mark = uuid.uuid4().hex
+    sweep = subprocess.Popen([sys.executable, "-c", outer, str(tmp_path), mark])
+    wait_for(lambda: len(list(marked(mark))) == 4)  # two ranks, and a child of each in a session of its own
+    sweep.kill()
+    sweep.wait()
+    wait_for(lambda: not list(marked(mark)))
+
+
+def wait_for(is_so, limit_s=20.0):
+    end = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_memory_is_seen_from_outside(tmp_path):

@@ -40,6 +40,21 @@ def test_command_writes_what_the_training_path_reads(tmp_path, capsys):
     assert ChatEncoder(tokenizer).marks_answers
 
 
+def test_data_that_is_there_is_not_replaced(tmp_path, capsys):
+    """`make train` had made out/stdlib; the README's command for SmolLM2 replaced it with other text."""
+    out = tmp_path / "stdlib"
+    words = ["stdlib", str(out), "--vocab_size", "300"]
+    assert demo.main([*words, "--max_bytes", "400000"]) == 0
+    there = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in out.rglob("*") if p.is_file()}
+    assert demo.main([*words, "--max_bytes", "400000"]) == 0  # the same again: nothing to do
+    assert demo.main([*words, "--max_bytes", "500000"]) == 2
+    assert f"{out} already holds train.jsonl with another content" in capsys.readouterr().err
+    assert demo.main(["stdlib", str(out), "--vocab_size", "310", "--max_bytes", "400000"]) == 2
+    assert "tokenizer already holds tokenizer.json with" in capsys.readouterr().err
+    assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in out.rglob("*") if p.is_file()} == there
+    assert [p.name for p in tmp_path.iterdir()] == ["stdlib"]
+
+
 def test_too_small_a_vocabulary_is_refused(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(DataError, match="vocab_size=100"):

@@ -72,7 +72,7 @@ def tools_without(tmp_path):
 def test_B65_no_compiler(tools_without):
     folder = tools_without("c++", "g++")
     found, code = doctor(PATH=str(folder), CXX="")
-    assert code == 2 and found["compiler"]["status"] == "broken" and "not on PATH" in found["compiler"]["measured"]
+    assert code == 1 and found["compiler"]["status"] == "broken" and "not on PATH" in found["compiler"]["measured"]
     assert "export CXX=/path/to/g++" in found["compiler"]["remedy"]
     mended, _ = doctor(f"export CXX={shutil.which('g++')}", PATH=str(folder))
     assert mended["compiler"]["status"] == "ok"
@@ -81,7 +81,7 @@ def test_B65_no_compiler(tools_without):
 def test_B65_no_ninja(tools_without):
     folder = tools_without("ninja")
     found, code = doctor(PATH=str(folder))
-    assert code == 2 and found["ninja"]["status"] == "broken" and "pip install ninja" in found["ninja"]["remedy"]
+    assert code == 1 and found["ninja"]["status"] == "broken" and "pip install ninja" in found["ninja"]["remedy"]
     (folder / "ninja").symlink_to(shutil.which("ninja"))
     assert doctor(PATH=str(folder))[0]["ninja"]["status"] == "ok"
 
@@ -90,7 +90,7 @@ def test_B65_no_ninja(tools_without):
 def test_B55_small_shared_memory():
     steps = ["mount -t tmpfs -o size=16m tmpfs /dev/shm"]
     found, code = doctor(*steps, private_mounts=True)
-    assert code == 2 and found["/dev/shm"]["status"] == "broken" and "16.0 MiB" in found["/dev/shm"]["measured"]
+    assert code == 1 and found["/dev/shm"]["status"] == "broken" and "16.0 MiB" in found["/dev/shm"]["measured"]
     remedy = re.search(r"mount -o remount,size=8G /dev/shm", found["/dev/shm"]["remedy"]).group()
     assert doctor(*steps, remedy, private_mounts=True)[0]["/dev/shm"]["status"] == "ok"
 
@@ -99,20 +99,20 @@ def test_B55_small_shared_memory():
 def test_B55_full_shared_memory():
     steps = ["mount -t tmpfs -o size=256m tmpfs /dev/shm", "head -c 250000000 /dev/zero > /dev/shm/left_over"]
     found, code = doctor(*steps, private_mounts=True)
-    assert code == 2 and "failed" in found["/dev/shm"]["what"] and "ls -la /dev/shm" in found["/dev/shm"]["remedy"]
+    assert code == 1 and "failed" in found["/dev/shm"]["what"] and "ls -la /dev/shm" in found["/dev/shm"]["remedy"]
     assert doctor(*steps, "rm /dev/shm/left_over", private_mounts=True)[0]["/dev/shm"]["status"] == "warning"
 
 
 def test_B46_little_lockable_memory():
     found, code = doctor("ulimit -S -l 64")
-    assert code == 2 and found["lockable memory"]["status"] == "broken" and "0.1 MiB" in found["lockable memory"]["measured"]
+    assert code == 1 and found["lockable memory"]["status"] == "broken" and "0.1 MiB" in found["lockable memory"]["measured"]
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] != 64 * 1024:
         assert doctor("ulimit -S -l 64", mends(found["lockable memory"]))[0]["lockable memory"]["status"] == "ok"
 
 
 def test_few_open_files():
     found, code = doctor("ulimit -S -n 128")
-    assert code == 2 and found["open files"]["status"] == "broken"
+    assert code == 1 and found["open files"]["status"] == "broken"
     assert doctor("ulimit -S -n 128", mends(found["open files"]))[0]["open files"]["status"] == "ok"
 
 
@@ -122,7 +122,7 @@ def test_B53_port_taken():
         taken.listen(1)
         port = str(taken.getsockname()[1])
         found, code = doctor(MASTER_PORT=port)
-        assert code == 2 and found["meeting port"]["status"] == "broken" and port in found["meeting port"]["measured"]
+        assert code == 1 and found["meeting port"]["status"] == "broken" and port in found["meeting port"]["measured"]
         assert doctor(mends(found["meeting port"]).rstrip(";"), MASTER_PORT=port)[0]["meeting port"]["status"] == "ok"
 
 
@@ -134,7 +134,7 @@ def test_B54_two_ranks_on_one_device(tmp_path):
     (tmp_path / "nvidia-smi").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     found, code = doctor(args="--world_size 2", PATH=path)
-    assert code == 2 and "ranks 0, 1 on GPU-aaa" in found["rank placement"]["what"]
+    assert code == 1 and "ranks 0, 1 on GPU-aaa" in found["rank placement"]["what"]
     assert "Start fewer ranks" in found["rank placement"]["remedy"]
     assert doctor(args="--world_size 1", PATH=path)[0]["rank placement"]["status"] == "ok"
 
@@ -142,7 +142,7 @@ def test_B54_two_ranks_on_one_device(tmp_path):
 def test_architecture_list_that_stops_builds():
     found, code = doctor(TORCH_CUDA_ARCH_LIST="9.0 10.0a")
     finding = found["TORCH_CUDA_ARCH_LIST"]
-    assert code == 2 and finding["status"] == "broken" and "10.0a" in finding["what"]
+    assert code == 1 and finding["status"] == "broken" and "10.0a" in finding["what"]
     assert doctor(mends(finding), TORCH_CUDA_ARCH_LIST="9.0 10.0a")[0]["TORCH_CUDA_ARCH_LIST"]["status"] == "ok"
 
 
@@ -163,14 +163,14 @@ def test_container_with_2_gib(kind, tmp_path):
 def test_read_only_extension_cache(tmp_path):
     step = f"mount -t tmpfs -o ro tmpfs {tmp_path}"
     found, code = doctor(step, private_mounts=True, TORCH_EXTENSIONS_DIR=str(tmp_path))
-    assert code == 2 and found["extension cache"]["status"] == "broken" and "Read-only" in found["extension cache"]["measured"]
+    assert code == 1 and found["extension cache"]["status"] == "broken" and "Read-only" in found["extension cache"]["measured"]
     remedy = mends(found["extension cache"])
     assert doctor(step, remedy, private_mounts=True, TORCH_EXTENSIONS_DIR=str(tmp_path))[0]["extension cache"]["status"] == "ok"
 
 
 def test_wrong_interface_name():
     found, code = doctor(GLOO_SOCKET_IFNAME="nope0")
-    assert code == 2 and found["interfaces"]["status"] == "broken" and "nope0" in found["interfaces"]["what"]
+    assert code == 1 and found["interfaces"]["status"] == "broken" and "nope0" in found["interfaces"]["what"]
     assert doctor(mends(found["interfaces"]), GLOO_SOCKET_IFNAME="nope0")[0]["interfaces"]["status"] == "ok"
 
 
@@ -179,7 +179,7 @@ def test_version_pair(tmp_path):
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.2.0\n")
     found, code = doctor(PYTHONPATH=f"{ROOT}:{tmp_path}")
-    assert code == 2 and found["version pairs"]["status"] == "broken" and "torch 2.2.0" in found["version pairs"]["measured"]
+    assert code == 1 and found["version pairs"]["status"] == "broken" and "torch 2.2.0" in found["version pairs"]["measured"]
     assert found["version of torch"]["status"] == "broken" and "pip install" in found["version pairs"]["remedy"]
     shutil.rmtree(folder)
     assert doctor(PYTHONPATH=f"{ROOT}:{tmp_path}")[0]["version pairs"]["status"] == "ok"
@@ -189,6 +189,6 @@ def test_version_pair(tmp_path):
 def test_full_disk(tmp_path):
     steps = [f"mount -t tmpfs -o size=8m tmpfs {tmp_path}", f"head -c 9000000 /dev/zero > {tmp_path}/x 2>/dev/null"]
     found, code = doctor(*steps, args=f"--dir {tmp_path}", private_mounts=True)
-    assert code == 2 and found["disk space"]["status"] == "broken" and "No space left" in found["disk space"]["what"]
+    assert code == 1 and found["disk space"]["status"] == "broken" and "No space left" in found["disk space"]["what"]
     assert "--dir" in found["disk space"]["remedy"]
     assert doctor(*steps, args=f"--dir {tmp_path.parent}", private_mounts=True)[0]["disk space"]["status"] == "ok"

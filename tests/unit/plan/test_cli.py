@@ -54,6 +54,25 @@ def test_json_and_text_say_the_same(capsys):
     assert all(row["name"] in text and show_bytes(row["bytes"]) in text for tree in plan["trees"] for row in tree["rows"])
 
 
+@pytest.mark.parametrize("how", [("--offload", "optimizer"), ("--auto",)])
+def test_a_plan_for_cpus_tells_no_speed(capsys, how):
+    """The rates are a card's: 3,000,000 tokens/s were promised to two CPU ranks."""
+    words = ("--model", "preset:llama-tiny", "--gpus", 2, "--device", "cpu", "--host_memory", "16GiB", *how)
+    assert run(*words) == 0
+    said = capsys.readouterr().out
+    assert "tokens/s" not in said and "MFU" not in said and "GPU" not in said and "not planned" in said
+    run(*words, "--json")
+    said = json.loads(capsys.readouterr().out)
+    rows = said["fitting"] if how == ("--auto",) else [said]
+    assert rows and {row[name] for row in rows for name in ("seconds_per_step", "tokens_per_s", "mfu")} == {None}
+
+
+def test_what_would_help_on_cpus_is_no_card(capsys):
+    assert run("--model", "preset:llama-8b", "--gpus", 2, "--device", "cpu", "--host_memory", "16GiB", "--auto") == 3
+    said = capsys.readouterr().out
+    assert "least host memory: " in said and "card" not in said and "GPU" not in said
+
+
 def test_model_can_be_a_folder_or_a_file(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(shapes.config_dict("llama-tiny")))
     assert run("--model", tmp_path, *LIMITS) == run("--model", tmp_path / "config.json", *LIMITS) == 0
@@ -87,7 +106,7 @@ def test_values_that_mean_nothing_are_named(block, said):
         ('{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}', "train_batch_size 7"),
         ('{"zero_optimization": {"stage": 2}, "zero_optimization": {"stage": 3}}', "stands twice"),
         ('{"zero_optimization": {"stage": 2}}', "bf16 is not enabled"),
-        ('{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}', "bf16 is not enabled"),
+        ('{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}', "without loss scaling"),
     ],
 )
 def test_what_training_would_refuse_is_not_planned_nor_is_another_precision(tmp_path, text, said):
@@ -101,7 +120,8 @@ def test_what_training_would_refuse_is_not_planned_nor_is_another_precision(tmp_
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("--auto", "--offload_gradients", "0.5"), "--auto chooses the share"),
+        (("--auto", "--offload_gradients", "0.5", "--gpus", 2), "offload_gradients 0.5 needs one rank on a GPU"),
+        (("--auto", "--offload_gradients", "0.5", "--optim", "adamw"), "adamw_split optimizer; this is 1 rank.* with adamw:"),
         (("--auto", "--offload_gradients", "most"), "got 'most'"),
         (("--checkpointing", "none", "--checkpoint_blocks", 3), "contradicts --checkpointing none"),
         (("--auto", "--stage", 2), "--stage 2: --auto decides that"),
@@ -170,7 +190,8 @@ def test_auto_prints_the_ladder_and_the_plan(capsys):
 
 @pytest.mark.parametrize("how", [("--auto",), ("--ds_config", "zero2_offload")])
 def test_buffers_that_the_run_will_take_are_in_the_plan(capsys, how):
-    words = ("--model", "preset:llama-8b", "--optim", "adamw_split_8bit", "--gpu_memory", "80GiB", "--host_memory", "126GiB")
+    words = ("--model", "preset:llama-8b", "--optim", "adamw_split_8bit", "--gpu_memory", "80GiB", "--host_memory", "126GiB", "--seq_len", 4096,
+             "--kernels", "hf")  # fmt: skip
     assert run(*words, *how, "--json") == 0
     said = json.loads(capsys.readouterr().out)
     plan = said["plan"] if "--auto" in how else said

@@ -1,0 +1,30 @@
+"""What holds where nobody says anything: one table for launch/train.py, sweeps and the planner.
+
+Numbers of the optimizer and the schedule are in config/run.py, which resolves them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+SEQ_LEN = 1024
+"""Tokens per row, unless the model has positions for fewer."""
+OPTIM = "adamw"
+GRADIENT_CHECKPOINTING = False
+CHECKPOINTING_POLICY: Final = "full"
+"""Of blocks that are recomputed."""
+
+
+def seq_len(asked: int | None, limit: int | None) -> int:
+    """Tokens per row: as asked, else `SEQ_LEN` or the model's `limit` if that is lower; None: not said, not known."""
+    return asked or min(SEQ_LEN, limit or SEQ_LEN)
+
+
+def fused_kernels(asked: bool | None, has_gpu: bool) -> bool:
+    """Whether to replace the model's kernels: on a GPU, unless told otherwise."""
+    return has_gpu if asked is None else asked
+
+
+def recomputes(asked: bool | None, policy: str, blocks: object) -> bool | None:
+    """Whether activations are recomputed, which a policy or a number of blocks implies; None: not said."""
+    return True if asked is None and (blocks is not None or policy != CHECKPOINTING_POLICY) else asked
