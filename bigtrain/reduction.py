@@ -46,6 +46,7 @@ class Reduction:
     Attributes:
         kind: which wrapper DeepSpeed chose (`zero.optimizer_kind`).
         during_backward: True if gradients are reduced inside backward, so that ranks must use the same parameters.
+        alone: in this step gradients stay where autograd puts them.
         order_hash: hash of the order of reduction since the last step.
     """
 
@@ -62,33 +63,45 @@ class Reduction:
         self._seen: dict[int, None] = {}  # in this backward, in the order in which they came
         self._entries: list[tuple[torch.nn.Parameter, tuple[int, ...]]] = []  # in the order that all ranks share
         self.stream = getattr(getattr(ds_engine, "basic_optimizer", None), "stream", None)  # optim.stream, with offload
-        self.alone = self._nobody_to_reduce_with()
+        self._one_rank = self._nobody_to_reduce_with()
+        self._own_dtype = self._one_rank and self._summed_as_they_are()
         self._flags = flags
-        flags.summing = not self.alone or torch.device(ds_engine.device).type != "cuda"  # else their norms are taken anyway
+        self._stay(self._own_dtype)
         self._norms: torch.Tensor | None = None  # of each gradient, in the order of the partitions
         self._taken: torch.Tensor | None = None  # the step's norm, if it was asked for before
         if self.kind in ("zero12", "zero3"):
             self._substitute()
 
     def _nobody_to_reduce_with(self) -> bool:
-        """One rank at stage 2 without offload, gradients kept in their own dtype: they can stay where autograd puts them.
+        """One rank at stage 2 without offload: gradients that are summed in their own dtype can stay where autograd puts them.
 
         DeepSpeed would copy each into a bucket, divide it by one, and copy it out again: 65 ms a step and two buckets of
         memory for 3.2e9 parameters on an H200.
         """
         o = self.optimizer
-        if self.kind != "zero12" or torch.distributed.get_world_size() > 1 or not o.partition_gradients or o.cpu_offload:
-            return False
+        return (
+            self.kind == "zero12" and torch.distributed.get_world_size() == 1 and o.partition_gradients and not o.cpu_offload
+        )
+
+    def _summed_as_they_are(self) -> bool:
+        o = self.optimizer
         return all(p.dtype == o.gradient_accumulation_dtype for group in o.bit16_groups for p in group)
+
+    def _stay(self, alone: bool) -> None:
+        """Whether gradients stay where autograd puts them, and who looks whether each is finite: else their norms do it."""
+        self.alone = alone
+        self._flags.summing = not alone or torch.device(self.ds.device).type != "cuda"
 
     # ------------------------------------------------------------ which parameters this backward uses
 
-    def begin_backward(self, last: bool) -> None:
-        """Before each backward, `last` for the last one of its step.
+    def begin_backward(self, last: bool, only: bool = False) -> None:
+        """Before each backward, `last` for the last one of its step, `only` for one that is all of it.
 
+        An only one has nothing to sum, so that the dtype of sums is no matter: the same bits (tests/ranks/test_engine_alone.py).
         DeepSpeed ends one backward where the next forward begins. Where losses of several forwards are kept, the next one may
         come without a forward between, and stage 3 would put its gradients in the place of the earlier ones.
         """
+        self._stay(self._own_dtype or (self._one_rank and only))
         self.ds.set_gradient_accumulation_boundary(last)
         if self.kind != "plain":
             self.optimizer.clear_backward_seen_flag()
@@ -166,8 +179,9 @@ class Reduction:
             optimizer._add_to_grad_partition_buffer = add_to
             if optimizer.cpu_offload and torch.device(self.ds.device).type == "cpu":
                 HostGradients(optimizer)
-            if self.alone:
-                optimizer.process_gradients = self._leave_it
+            if self._one_rank:
+                self._process = optimizer.process_gradients
+                optimizer.process_gradients = self._process_or_leave
             if not optimizer.cpu_offload:
                 optimizer.has_overflow = self._overflow
             self._global_norm = optimizer.scaled_global_norm
@@ -210,7 +224,10 @@ class Reduction:
         if self.ds.is_gradient_accumulation_boundary() and not (spilled is not None and spilled.holds_sums):
             self.stream.prefetch()
 
-    def _leave_it(self, param: torch.nn.Parameter, _group: int) -> None:
+    def _process_or_leave(self, param: torch.nn.Parameter, group: int) -> None:
+        if not self.alone:
+            self._process(param, group)
+            return
         self._bring_up_state()
         self._see(param)
         if self.stream is not None and self.stream.gradients is not None:

@@ -44,6 +44,34 @@ def _sums(stage: int, dtype: str):
     return [(r.loss, r.grad_norm) for r in results], weights
 
 
+def _changing_steps(alone: bool):
+    """Steps of one micro batch and of two, sums in fp32."""
+    original = Reduction._nobody_to_reduce_with
+    if not alone:
+        Reduction._nobody_to_reduce_with = lambda self: False
+    try:
+        torch.manual_seed(0)
+        cfg = {**config(2), "data_types": {"grad_accum_dtype": "fp32"}, "gradient_clipping": 0.5}
+        engine = Engine(TinyLM(width=34), ds_config=cfg, optimizer="adamw_split", learning_rate=1e-3, hang_s=None)
+        results, stayed = [], []
+        for step, parts in enumerate((1, 2, 1, 1, 3)):
+            results.append(engine.train_step(share(rows(step, 12), 0, 1, parts)))
+            stayed.append(engine._reduction.alone)
+        weights = whole_weights(engine.module)
+        engine.close()
+        return [(r.loss, r.grad_norm) for r in results], weights, stayed
+    finally:
+        Reduction._nobody_to_reduce_with = original
+
+
+def test_a_step_of_one_micro_batch_copies_no_gradient_whatever_sums_are_in(rank_pool):
+    (mine, weights, stayed), *_ = rank_pool(1).run(_changing_steps, True)
+    (theirs, others, copied), *_ = rank_pool(1).run(_changing_steps, False)
+    assert stayed == [True, False, True, True, False] and not any(copied)
+    assert mine == theirs
+    assert all(torch.equal(weights[n], others[n]) for n in weights)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_micro_step_needs_no_fp32_sum(rank_pool, stage):
     mine, theirs = (rank_pool(2).run(_sums, stage, dtype) for dtype in ("bf16", "fp32"))
