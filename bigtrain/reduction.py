@@ -79,9 +79,7 @@ class Reduction:
         memory for 3.2e9 parameters on an H200.
         """
         o = self.optimizer
-        return (
-            self.kind == "zero12" and torch.distributed.get_world_size() == 1 and o.partition_gradients and not o.cpu_offload
-        )
+        return self.kind == "zero12" and torch.distributed.get_world_size() == 1 and o.partition_gradients and not o.cpu_offload
 
     def _summed_as_they_are(self) -> bool:
         o = self.optimizer
