@@ -64,9 +64,9 @@ class Reduction:
         self._entries: list[tuple[torch.nn.Parameter, tuple[int, ...]]] = []  # in the order that all ranks share
         self.stream = getattr(getattr(ds_engine, "basic_optimizer", None), "stream", None)  # optim.stream, with offload
         self._one_rank = self._nobody_to_reduce_with()
-        self._own_dtype = self._one_rank and self._summed_as_they_are()
+        self._dtypes = self._dtypes_of_sums()
         self._flags = flags
-        self._stay(self._own_dtype)
+        self._arrange(only=False)
         self._norms: torch.Tensor | None = None  # of each gradient, in the order of the partitions
         self._taken: torch.Tensor | None = None  # the step's norm, if it was asked for before
         if self.kind in ("zero12", "zero3"):
@@ -81,25 +81,37 @@ class Reduction:
         o = self.optimizer
         return self.kind == "zero12" and torch.distributed.get_world_size() == 1 and o.partition_gradients and not o.cpu_offload
 
-    def _summed_as_they_are(self) -> bool:
+    def _dtypes_of_sums(self) -> tuple[torch.dtype, torch.dtype] | None:
+        """At stage 2 (gradients' own, that of sums over micro batches); None elsewhere, or if gradients are of several dtypes."""
         o = self.optimizer
-        return all(p.dtype == o.gradient_accumulation_dtype for group in o.bit16_groups for p in group)
+        if self.kind != "zero12" or not o.partition_gradients or o.cpu_offload:
+            return None
+        own = {p.dtype for group in o.bit16_groups for p in group}
+        return (own.pop(), o.gradient_accumulation_dtype) if len(own) == 1 else None
 
-    def _stay(self, alone: bool) -> None:
-        """Whether gradients stay where autograd puts them, and who looks whether each is finite: else their norms do it."""
-        self.alone = alone
-        self._flags.summing = not alone or torch.device(self.ds.device).type != "cuda"
+    def _arrange(self, only: bool) -> None:
+        """Before a backward, `only` if it is all of its step: what gradients are summed in, and whether they stay where they are.
+
+        One backward has nothing to sum, so its own dtype gives the same bits (tests/ranks/test_engine_alone.py) without a
+        partition in a wider one.
+        """
+        self.alone = False
+        if self._dtypes is not None:
+            own, sums = self._dtypes
+            self.optimizer.gradient_accumulation_dtype = own if only else sums
+            self.alone = self._one_rank and (only or own == sums)
+        # Whether each gradient is finite is seen from its norm, where that is taken anyway.
+        self._flags.summing = not self.alone or torch.device(self.ds.device).type != "cuda"
 
     # ------------------------------------------------------------ which parameters this backward uses
 
     def begin_backward(self, last: bool, only: bool = False) -> None:
         """Before each backward, `last` for the last one of its step, `only` for one that is all of it.
 
-        An only one has nothing to sum, so that the dtype of sums is no matter: the same bits (tests/ranks/test_engine_alone.py).
         DeepSpeed ends one backward where the next forward begins. Where losses of several forwards are kept, the next one may
         come without a forward between, and stage 3 would put its gradients in the place of the earlier ones.
         """
-        self._stay(self._own_dtype or (self._one_rank and only))
+        self._arrange(only)
         self.ds.set_gradient_accumulation_boundary(last)
         if self.kind != "plain":
             self.optimizer.clear_backward_seen_flag()
@@ -365,6 +377,7 @@ class GradientFlags:
     which take the gradient away.
 
     Attributes:
+        marks: fp32, one of each parameter; finite if its gradients were.
         check: called for every gradient that arrives.
         summing: look at each gradient as it arrives; else `take` is called before the marks are read.
     """
@@ -384,8 +397,8 @@ class GradientFlags:
             self.check()
             if self.summing and param.grad is not None:
                 with torch.no_grad():
-                    # 0 for a finite gradient, NaN otherwise: a sum of finite numbers in fp32 does not overflow below 1e38.
-                    mark.add_(param.grad.sum(dtype=torch.float32).mul_(0.0))
+                    # Finite as long as all gradients are: a sum of finite numbers in fp32 does not overflow below 1e38.
+                    mark.add_(param.grad.sum(dtype=torch.float32))
 
         return note
 
