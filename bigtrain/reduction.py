@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import zero
+from bigtrain import flat, zero
 from bigtrain.errors import ModelError
 from bigtrain.hostgradients import HostGradients, add_to, norm_of, norms_of
 
@@ -186,6 +186,7 @@ class Reduction:
         optimizer.reduce_ready_partitions_and_remove_grads = self._reduce_one
         optimizer.overlapping_partition_gradients_reduce_epilogue = self._finish_backward
         if self.kind == "zero12":
+            flat.point_only_what_moved(optimizer)
             optimizer._add_to_grad_partition_buffer = add_to
             if optimizer.cpu_offload and torch.device(self.ds.device).type == "cpu":
                 HostGradients(optimizer)
