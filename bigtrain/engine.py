@@ -194,7 +194,7 @@ class Engine:
         scaled = loss.float() * (weight * self.world_size)
         if self._reduction.during_backward and not self._uniform:
             scaled.register_hook(self._agree_on_parameters)
-        self._reduction.begin_backward(self._since.at_last)
+        self._reduction.begin_backward(self._since.at_last, self._since.planned == 1)
         with self._since.adding(loss.detach() * weight), self._origin.backward(), HERE.together("engine.backward()"):
             self._ds.backward(scaled, scale_wrt_gas=False)
         return loss.detach()

@@ -3,7 +3,8 @@
 Imports nothing of DeepSpeed; uses these internal attributes of 0.19.8's ZeRO optimizers:
     fp32_partitioned_groups_flat, fp16_partitioned_groups_flat, fp16_partitioned_groups, fp16_groups,
     _get_sub_group_process_group, single_partition_of_fp32_groups, parallel_partitioned_bit16_groups, round_robin_bit16_groups,
-    round_robin_bit16_offsets, fp32_groups_flat_partition, bf16_groups, real_dp_process_group, update_lp_params, unflatten,
+    round_robin_bit16_offsets, round_robin_bit16_meta, bit16_groups_flat, _update_model_bit16_weights,
+    fp32_groups_flat_partition, bf16_groups, real_dp_process_group, update_lp_params, unflatten,
     persistent_parameters, bf16_partitioned_groups, averaged_gradients, loss_scale, clip_grad, unscale_and_clip_grads, _link_all_hp_params,
     _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition, _partition_all_parameters; of a parameter: partition_numel, all_gather
 A test in tests/architecture checks that DeepSpeed has each of them.
@@ -169,6 +170,21 @@ def alias_master(ds_optimizer: Any) -> None:
         master.grad = None  # stage 3 allocates one at the start
     if hasattr(ds_optimizer, "_link_all_hp_params"):
         ds_optimizer._link_all_hp_params()  # the parameters' links into the old copy would keep it alive
+
+
+def point_only_what_moved(ds_optimizer: Any) -> None:
+    """Stages 1 and 2 make every weight a view of its group's flat tensor after each step, which it is already: look first."""
+    point = ds_optimizer._update_model_bit16_weights
+
+    def look(group: int) -> None:
+        whole = ds_optimizer.bit16_groups_flat[group]
+        first, size = whole.data_ptr(), whole.element_size()
+        members, metas = ds_optimizer.round_robin_bit16_groups[group], ds_optimizer.round_robin_bit16_meta[group]
+        offsets = ds_optimizer.round_robin_bit16_offsets[group]
+        if any(p.data_ptr() != first + at * size or p.shape != m.shape for p, m, at in zip(members, metas, offsets)):
+            point(group)
+
+    ds_optimizer._update_model_bit16_weights = look
 
 
 def hand_over_gradients(ds_optimizer: Any, client: Any) -> None:

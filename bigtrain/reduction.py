@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import zero
+from bigtrain import flat, zero
 from bigtrain.errors import ModelError
 from bigtrain.hostgradients import HostGradients, add_to, norm_of, norms_of
 
@@ -46,6 +46,7 @@ class Reduction:
     Attributes:
         kind: which wrapper DeepSpeed chose (`zero.optimizer_kind`).
         during_backward: True if gradients are reduced inside backward, so that ranks must use the same parameters.
+        alone: in this step gradients stay where autograd puts them.
         order_hash: hash of the order of reduction since the last step.
     """
 
@@ -62,33 +63,55 @@ class Reduction:
         self._seen: dict[int, None] = {}  # in this backward, in the order in which they came
         self._entries: list[tuple[torch.nn.Parameter, tuple[int, ...]]] = []  # in the order that all ranks share
         self.stream = getattr(getattr(ds_engine, "basic_optimizer", None), "stream", None)  # optim.stream, with offload
-        self.alone = self._nobody_to_reduce_with()
+        self._one_rank = self._nobody_to_reduce_with()
+        self._dtypes = self._dtypes_of_sums()
         self._flags = flags
-        flags.summing = not self.alone or torch.device(ds_engine.device).type != "cuda"  # else their norms are taken anyway
+        self._arrange(only=False)
         self._norms: torch.Tensor | None = None  # of each gradient, in the order of the partitions
         self._taken: torch.Tensor | None = None  # the step's norm, if it was asked for before
         if self.kind in ("zero12", "zero3"):
             self._substitute()
 
     def _nobody_to_reduce_with(self) -> bool:
-        """One rank at stage 2 without offload, gradients kept in their own dtype: they can stay where autograd puts them.
+        """One rank at stage 2 without offload: gradients that are summed in their own dtype can stay where autograd puts them.
 
         DeepSpeed would copy each into a bucket, divide it by one, and copy it out again: 65 ms a step and two buckets of
         memory for 3.2e9 parameters on an H200.
         """
         o = self.optimizer
-        if self.kind != "zero12" or torch.distributed.get_world_size() > 1 or not o.partition_gradients or o.cpu_offload:
-            return False
-        return all(p.dtype == o.gradient_accumulation_dtype for group in o.bit16_groups for p in group)
+        return self.kind == "zero12" and torch.distributed.get_world_size() == 1 and o.partition_gradients and not o.cpu_offload
+
+    def _dtypes_of_sums(self) -> tuple[torch.dtype, torch.dtype] | None:
+        """At stage 2 (gradients' own, that of sums over micro batches); None elsewhere, or if gradients are of several dtypes."""
+        o = self.optimizer
+        if self.kind != "zero12" or not o.partition_gradients or o.cpu_offload:
+            return None
+        own = {p.dtype for group in o.bit16_groups for p in group}
+        return (own.pop(), o.gradient_accumulation_dtype) if len(own) == 1 else None
+
+    def _arrange(self, only: bool) -> None:
+        """Before a backward, `only` if it is all of its step: what gradients are summed in, and whether they stay where they are.
+
+        One backward has nothing to sum, so its own dtype gives the same bits (tests/ranks/test_engine_alone.py) without a
+        partition in a wider one.
+        """
+        self.alone = False
+        if self._dtypes is not None:
+            own, sums = self._dtypes
+            self.optimizer.gradient_accumulation_dtype = own if only else sums
+            self.alone = self._one_rank and (only or own == sums)
+        # Whether each gradient is finite is seen from its norm, where that is taken anyway.
+        self._flags.summing = not self.alone or torch.device(self.ds.device).type != "cuda"
 
     # ------------------------------------------------------------ which parameters this backward uses
 
-    def begin_backward(self, last: bool) -> None:
-        """Before each backward, `last` for the last one of its step.
+    def begin_backward(self, last: bool, only: bool = False) -> None:
+        """Before each backward, `last` for the last one of its step, `only` for one that is all of it.
 
         DeepSpeed ends one backward where the next forward begins. Where losses of several forwards are kept, the next one may
         come without a forward between, and stage 3 would put its gradients in the place of the earlier ones.
         """
+        self._arrange(only)
         self.ds.set_gradient_accumulation_boundary(last)
         if self.kind != "plain":
             self.optimizer.clear_backward_seen_flag()
@@ -163,11 +186,13 @@ class Reduction:
         optimizer.reduce_ready_partitions_and_remove_grads = self._reduce_one
         optimizer.overlapping_partition_gradients_reduce_epilogue = self._finish_backward
         if self.kind == "zero12":
+            flat.point_only_what_moved(optimizer)
             optimizer._add_to_grad_partition_buffer = add_to
             if optimizer.cpu_offload and torch.device(self.ds.device).type == "cpu":
                 HostGradients(optimizer)
-            if self.alone:
-                optimizer.process_gradients = self._leave_it
+            if self._one_rank:
+                self._process = optimizer.process_gradients
+                optimizer.process_gradients = self._process_or_leave
             if not optimizer.cpu_offload:
                 optimizer.has_overflow = self._overflow
             self._global_norm = optimizer.scaled_global_norm
@@ -210,7 +235,10 @@ class Reduction:
         if self.ds.is_gradient_accumulation_boundary() and not (spilled is not None and spilled.holds_sums):
             self.stream.prefetch()
 
-    def _leave_it(self, param: torch.nn.Parameter, _group: int) -> None:
+    def _process_or_leave(self, param: torch.nn.Parameter, group: int) -> None:
+        if not self.alone:
+            self._process(param, group)
+            return
         self._bring_up_state()
         self._see(param)
         if self.stream is not None and self.stream.gradients is not None:
@@ -350,6 +378,7 @@ class GradientFlags:
     which take the gradient away.
 
     Attributes:
+        marks: fp32, one of each parameter; finite if its gradients were.
         check: called for every gradient that arrives.
         summing: look at each gradient as it arrives; else `take` is called before the marks are read.
     """
@@ -369,8 +398,8 @@ class GradientFlags:
             self.check()
             if self.summing and param.grad is not None:
                 with torch.no_grad():
-                    # 0 for a finite gradient, NaN otherwise: a sum of finite numbers in fp32 does not overflow below 1e38.
-                    mark.add_(param.grad.sum(dtype=torch.float32).mul_(0.0))
+                    # Finite as long as all gradients are: a sum of finite numbers in fp32 does not overflow below 1e38.
+                    mark.add_(param.grad.sum(dtype=torch.float32))
 
         return note
 

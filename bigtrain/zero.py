@@ -1,7 +1,7 @@
 """The one door to DeepSpeed (pinned: 0.19.8). No other module imports it.
 
 Public symbols used:   deepspeed.initialize, init_distributed, zero.Init, zero.GatheredParameters, ops.adam.DeepSpeedCPUAdam,
-Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__,
+Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__, accelerator.get_accelerator,
                        ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops;
                        runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer, runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3,
                        runtime.bf16_optimizer.BF16_Optimizer, utils.set_z3_leaf_modules, utils.logger;
@@ -318,7 +318,7 @@ def initialize(
     model: torch.nn.Module, config: dict[str, Any], optimizer: Any = None, params: Any = None, through_host: bool = False
 ) -> Any:
     """DeepSpeed's engine; `through_host`: ZeRO-1/2 flattens weights there, as where the GPU has no room for a second copy."""
-    accelerator = deepspeed.accelerator.get_accelerator()
+    startup.remember_streams(accelerator := deepspeed.accelerator.get_accelerator())
     stage = (config.get("zero_optimization") or {}).get("stage", 0)
     if through_host:
         accelerator.available_memory = lambda *_: 0

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigtrain.errors import ModelError
 from bigtrain.models.hostinputs import HostInputs
+from bigtrain.models.replay import replayed
 
 Policy = Literal["full", "selective", "offload"]
 # Called as `run(function, *args, **kwargs)`: what `function(*args, **kwargs)` gives, with less kept for backward.
@@ -47,7 +48,7 @@ def runner(policy: Policy, blocks: int) -> Runner:
 
 
 def _full(blocks: int) -> Runner:
-    return functools.partial(checkpoint, use_reentrant=False)
+    return replayed
 
 
 def _selective(blocks: int) -> Runner:

@@ -51,3 +51,27 @@ def train(accumulation):
     how = engine._reduction.alone, engine._flags.summing
     engine.close()
     return *how, name, [r.applied for r in results], [r.reason for r in results], [r.grad_norm for r in results]
+
+
+def test_deepspeed_gets_the_current_stream_as_torch_says_it():
+    code = "from tests.gpu.test_reduction_gpu import streams; print(streams())"
+    env = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().splitlines()[-1] == "[True, True, True, True]"
+
+
+def streams():
+    """Whether the streams are torch's own, inside and outside of another stream, and one object each."""
+    import deepspeed
+
+    from bigtrain import startup
+
+    accelerator = deepspeed.accelerator.get_accelerator()
+    startup.remember_streams(accelerator)
+    before, other = accelerator.current_stream(), torch.cuda.Stream()
+    right = [before == torch.cuda.current_stream()]
+    with torch.cuda.stream(other):
+        right.append(accelerator.current_stream() == other)
+    right.append(accelerator.current_stream(0) == torch.cuda.default_stream(0))
+    return [*right, accelerator.current_stream() is before]

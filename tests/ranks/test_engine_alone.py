@@ -44,6 +44,38 @@ def _sums(stage: int, dtype: str):
     return [(r.loss, r.grad_norm) for r in results], weights
 
 
+def _changing_steps(as_given: bool):
+    """Steps of one micro batch and of several, sums in fp32; `as_given`: also where there is nothing to sum."""
+    original = Reduction._dtypes_of_sums
+    if as_given:
+        Reduction._dtypes_of_sums = lambda self: None
+    try:
+        torch.manual_seed(0)
+        cfg = {**config(2), "data_types": {"grad_accum_dtype": "fp32"}, "gradient_clipping": 0.5}
+        engine = Engine(TinyLM(width=34), ds_config=cfg, optimizer="adamw_split", learning_rate=1e-3, hang_s=None)
+        results, how = [], []
+        for step, parts in enumerate((1, 2, 1, 1, 3)):
+            results.append(engine.train_step(share(rows(step, 12), engine.rank, engine.world_size, parts)))
+            how.append((engine._reduction.alone, engine._reduction.optimizer.gradient_accumulation_dtype))
+        weights = whole_weights(engine.module)
+        engine.close()
+        return [(r.loss, r.grad_norm) for r in results], weights, how
+    finally:
+        Reduction._dtypes_of_sums = original
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_of_one_micro_batch_needs_no_sum_whatever_sums_are_in(rank_pool, world):
+    given, saved = (rank_pool(world).run(_changing_steps, as_given) for as_given in (True, False))
+    for (curve, weights, how), (other, others, saving) in zip(given, saved):
+        assert how == [(False, torch.float32)] * 5
+        assert saving == [
+            (parts == 1 and world == 1, torch.bfloat16 if parts == 1 else torch.float32) for parts in (1, 2, 1, 1, 3)
+        ]
+        assert curve == other
+        assert all(torch.equal(weights[n], others[n]) for n in weights)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_micro_step_needs_no_fp32_sum(rank_pool, stage):
     mine, theirs = (rank_pool(2).run(_sums, stage, dtype) for dtype in ("bf16", "fp32"))
