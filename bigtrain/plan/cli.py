@@ -12,7 +12,7 @@ from typing import Any
 from bigtrain import defaults, shapes
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
-from bigtrain.plan.families import position_limit, read_json
+from bigtrain.plan.families import position_limit, read_json, said_twice
 from bigtrain.plan.inputs import PlanInput, plan_input
 from bigtrain.plan.machine import expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
@@ -270,7 +270,7 @@ def run(args: argparse.Namespace) -> int:
     base, rates = _input(args, config, ds_config, resolved and resolved.run), _rates(args)
     gpu, host = _memories(args)
     assumed = _assumed(args, base, resolved)
-    _warn_about_positions(base.seq_len, position_limit(config) if config else None)
+    _warn_about_config(base.seq_len, config or {})
     if not args.auto:
         base, buffers = base.but(offload_gradients=share or 0.0), buffers_are_open(ds_config)
         base = settled(base, gpu, host, rates, share=share is None, buffers=buffers, blocks=args.blocks == AUTO)
@@ -331,10 +331,12 @@ def _fastest(choice: Choice, measured: list[dict[str, Any]]) -> Candidate | None
     return choice.fitting[ran[0]["candidate"]] if ran else choice.best
 
 
-def _warn_about_positions(seq_len: int, limit: int | None) -> None:
+def _warn_about_config(seq_len: int, config: dict[str, Any]) -> None:
+    limit, warnings = position_limit(config), said_twice(config)
     if limit is not None and seq_len > limit:
-        warning = f"warning: seq_len {seq_len} is above the model's max_position_embeddings {limit}: launch/train.py refuses it"
-        print(warning, file=sys.stderr)
+        warnings.append(f"seq_len {seq_len} is above the model's max_position_embeddings {limit}: launch/train.py refuses it")
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _warn_about_locks(plan: Plan) -> None:
