@@ -42,8 +42,20 @@ def make_parser(verb: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"bigtrain {__version__}")
     if verb is not None:
         parser.usage = None
-        importlib.import_module(VERBS[verb][0]).add_parsers(parser.add_subparsers(dest="verb", metavar="VERB", required=True))
+        verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+        importlib.import_module(VERBS[verb][0]).add_parsers(verbs)
+        _describe(verbs)
     return parser
+
+
+def _describe(verbs: Any) -> None:
+    """Let the help of a verb begin with what its parent's list says of it."""
+    for choice in verbs._choices_actions:
+        parser = verbs.choices[choice.dest]
+        parser.description = parser.description or choice.help[0].upper() + choice.help[1:] + "."
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                _describe(action)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

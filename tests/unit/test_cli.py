@@ -1,5 +1,6 @@
 """The `bigtrain` command: verbs, errors, and a start that a login node can afford."""
 
+import argparse
 import resource
 import subprocess
 import sys
@@ -46,6 +47,20 @@ def test_every_verb_has_a_parser_that_says_what_to_run(verb, capsys):
         cli.main([verb, "--help"])
     assert caught.value.code == 0
     assert verb in capsys.readouterr().out
+
+
+def test_every_verb_says_what_it_is_for_and_every_flag_what_it_does():
+    def look(parser):
+        assert parser.description, parser.prog
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for inner in action.choices.values():
+                    look(inner)
+            else:
+                assert action.help, (parser.prog, action.option_strings or action.dest)
+
+    for verb in cli.VERBS:
+        look(cli.make_parser(verb))
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], *([verb, "--help"] for verb in sorted(cli.VERBS))], ids=" ".join)
