@@ -15,6 +15,7 @@ import difflib
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -199,6 +200,7 @@ INSTEAD = {
     **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "use --eval_steps N"),
     "save_strategy": "use --save_steps N",
     "logging_strategy": "use --logging_steps N",
+    **dict.fromkeys(("batch_size", "train_batch_size"), "use --per_device_train_batch_size N (rows per rank and micro step)"),
     "train_file": "use --train_data PATH",
     "validation_file": "use --eval_data PATH",
     "dataset_name": "use --train_data PATH",
@@ -234,7 +236,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     class Parser(HfArgumentParser):
         def error(self, message: str) -> Any:  # argparse would print and exit on every rank
-            raise UsageError(message)
+            raise UsageError(re.sub(r"/--[\w-]+", "", message))  # of each flag the first spelling
 
     parser = Parser(
         TrainArguments,  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 from collections.abc import Mapping
@@ -122,7 +123,11 @@ def model_config(name: str) -> dict[str, Any]:
     if name.startswith(shapes.PREFIX) or (not path.exists() and name.lower() in shapes.names()):
         return shapes.config_dict(name)
     if not path.exists():
-        raise UsageError(f"there is no folder or file '{name}'; named shapes are written {shapes.PREFIX}NAME")
+        near = difflib.get_close_matches(name.lower(), shapes.names(), n=3)
+        known = " or ".join(shapes.PREFIX + one for one in near) or f"{shapes.PREFIX}NAME"
+        raise UsageError(
+            f"there is no folder or file '{name}': give a folder with its config.json (no hub is asked), or a named shape, {known}"
+        )
     config = read_json(path / "config.json" if path.is_dir() else path, "the model config")
     if not isinstance(config, dict) or "model_type" not in config:
         raise UsageError(f"the model config of '{name}' has no 'model_type'")

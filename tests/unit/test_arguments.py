@@ -247,6 +247,11 @@ def test_the_help_can_be_read():
     assert "(default: 3.0)" in said and "(default: tensorboard)" in said and said.count("(default: isolated)") == 1
 
 
+def test_what_is_missing_is_named_once():
+    with pytest.raises(UsageError, match=r"required: --model_name_or_path, --train_data, --output_dir, --ds_config$"):
+        parse([])
+
+
 def test_a_bare_flag_is_yes(base):
     for name in ("bf16", "gradient_checkpointing", "use_liger_kernel"):
         assert getattr(make_parser().parse_args([*base, f"--{name}"]), name) is True

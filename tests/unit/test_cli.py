@@ -49,6 +49,27 @@ def test_every_verb_has_a_parser_that_says_what_to_run(verb, capsys):
     assert verb in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (
+            ["plan", "--model", "preset:llama-1b", "--batch", "--micro_bach", "3"],
+            "bigtrain plan does not know --batch --micro_bach 3",
+        ),
+        (["plan", "--model", "preset:llama-1b", "--micro_bach", "3"], "did you mean --micro_batch?"),
+        (["config", "lint", "zero2", "--world_sise", "3"], "did you mean --world_size?"),
+        (["plan", "--model", "llama-3"], "preset:llama-3b"),
+        (["plan", "--model", "meta-llama/Llama-3-8B"], "no hub is asked"),
+        (["export", "/nothing/there", "/tmp/x"], "there is no folder /nothing/there"),
+        (["verify", "/nothing/there"], "there is no folder /nothing/there"),
+        (["inspect", "/nothing/there"], "there is no folder /nothing/there"),
+    ],
+)
+def test_what_is_not_there_is_said_to_be(words, said, capsys):
+    assert cli.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_every_verb_says_what_it_is_for_and_every_flag_what_it_does():
     def look(parser):
         assert parser.description, parser.prog
