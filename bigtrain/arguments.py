@@ -15,6 +15,7 @@ import difflib
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -199,6 +200,7 @@ INSTEAD = {
     **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "use --eval_steps N"),
     "save_strategy": "use --save_steps N",
     "logging_strategy": "use --logging_steps N",
+    **dict.fromkeys(("batch_size", "train_batch_size"), "use --per_device_train_batch_size N (rows per rank and micro step)"),
     "train_file": "use --train_data PATH",
     "validation_file": "use --eval_data PATH",
     "dataset_name": "use --train_data PATH",
@@ -210,22 +212,42 @@ INSTEAD = {
 LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 
 
+class _Help(argparse.HelpFormatter):
+    """Flags in their spellings with underscores alone (hyphens do as well), and defaults where the text says none."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = [name for name in action.option_strings if "-" not in name[2:]]
+        value = "" if action.nargs == 0 else " " + self._format_args(action, "VALUE")
+        return ", ".join(names) + value
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        default = " ".join(map(str, action.default)) if isinstance(action.default, list) else action.default
+        said = default in (None, "", False, argparse.SUPPRESS) or "(default" in text
+        return text if said else f"{text} (default: {default})"
+
+
+USAGE = "launch/train.py --ds_config FILE|auto --model_name_or_path DIR|ID|preset:NAME --train_data PATH --output_dir OUT [--FLAG VALUE ...]"
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser behind `parse`: HfArgumentParser over `TrainArguments`, without abbreviations."""
     from transformers import HfArgumentParser
 
     class Parser(HfArgumentParser):
         def error(self, message: str) -> Any:  # argparse would print and exit on every rank
-            raise UsageError(message)
+            raise UsageError(re.sub(r"/--[\w-]+", "", message))  # of each flag the first spelling
 
     parser = Parser(
         TrainArguments,  # type: ignore[arg-type]
         prog="launch/train.py",
+        usage=USAGE,
+        formatter_class=_Help,
         allow_abbrev=False,
         description="Train a model with DeepSpeed. A YAML or JSON run file may be the only argument, or --config FILE.",
     )
     for action in parser._actions:  # HfArgumentParser gives `bool | None` no bare form, but people write `--bf16`
-        if action.dest in ("bf16", "gradient_checkpointing"):
+        if action.dest in ("bf16", "gradient_checkpointing", "use_liger_kernel"):
             action.nargs, action.const = "?", True
     return parser
 

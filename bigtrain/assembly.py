@@ -13,6 +13,7 @@ import torch
 from bigtrain import buffers, guards, heap, optim, ranks, weights, zero
 from bigtrain.errors import ModelError
 from bigtrain.master import MasterOptimizer
+from bigtrain.models.sharding import refuse_empty
 from bigtrain.optim.build import build_optimizer
 from bigtrain.optim.groups import param_groups
 from bigtrain.precision import refuse_other_dtypes, to_bf16
@@ -51,7 +52,8 @@ def assemble(
     """Hand the model to DeepSpeed with our optimizer; buffers keep their dtype and values.
 
     Raises:
-        ModelError: if leaf_modules match nothing, no parameter is trainable, or the model was built for another stage or dtype.
+        ModelError: if leaf_modules match nothing, no parameter is trainable, some have no elements (stage 3), or the model was
+            built for another stage or dtype.
     """
     s = settings
     if s.stage < 3 and any(zero.is_partitioned(p) for p in model.parameters()):
@@ -59,6 +61,8 @@ def assemble(
             f"the model is partitioned as for ZeRO stage 3, and the Engine's ds_config says stage {s.stage}: give build_model and "
             "Engine the same ds_config."
         )
+    if s.stage == 3:
+        refuse_empty({name: zero.full_shape(p) for name, p in model.named_parameters()})
     refuse_other_dtypes(model, s.bf16)
     if leaf_modules and s.stage == 3 and not zero.set_leaf_modules(model, leaf_modules):
         raise ModelError(f"leaf_modules: the model has no module of {[c.__name__ for c in leaf_modules]}")

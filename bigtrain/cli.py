@@ -42,8 +42,35 @@ def make_parser(verb: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"bigtrain {__version__}")
     if verb is not None:
         parser.usage = None
-        importlib.import_module(VERBS[verb][0]).add_parsers(parser.add_subparsers(dest="verb", metavar="VERB", required=True))
+        verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+        importlib.import_module(VERBS[verb][0]).add_parsers(verbs)
+        _describe(verbs)
     return parser
+
+
+def _unknown(verb: str, words: list[str], parser: argparse.ArgumentParser) -> str:
+    """What cannot be read of a verb's arguments, with the nearest flags."""
+    import difflib
+
+    def flags(of: argparse.ArgumentParser) -> list[str]:
+        inner = [p for a in of._actions if isinstance(a, argparse._SubParsersAction) for p in a.choices.values()]
+        return [*of._option_string_actions, *(flag for one in inner for flag in flags(one))]
+
+    near = (
+        difflib.get_close_matches(words[0].split("=")[0], sorted(set(flags(parser))), n=1) if words[0].startswith("-") else []
+    )
+    hint = f": did you mean {near[0]}?" if near else ""
+    return f"bigtrain {verb} does not know {' '.join(words)}{hint}\nRun bigtrain {verb} --help for the list."
+
+
+def _describe(verbs: Any) -> None:
+    """Let the help of a verb begin with what its parent's list says of it."""
+    for choice in verbs._choices_actions:
+        parser = verbs.choices[choice.dest]
+        parser.description = parser.description or choice.help[0].upper() + choice.help[1:] + "."
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                _describe(action)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +123,10 @@ def _run(words: list[str]) -> int:
         near = difflib.get_close_matches(words[0], VERBS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known verbs: {', '.join(VERBS)}"
         raise UsageError(f"unknown verb {words[0]!r}: {hint}\n{TRAIN_HINT}")
-    args = make_parser(words[0]).parse_args(words)
+    parser = make_parser(words[0])
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise UsageError(_unknown(words[0], unknown, parser))
     if args.verb == "config":  # it does not know which optimizers and schedules there are
         _refuse_unknown_names(args)
     if getattr(args, "measure", None):  # the planner itself runs nothing: what does is handed to it

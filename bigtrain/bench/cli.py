@@ -20,7 +20,7 @@ def add_parsers(subparsers: Any) -> None:
         "Call it again with the same OUT: cells that have a row for this code and card are not run again.",
     )
     p.add_argument("grid", nargs="*", metavar="GRID", help="YAML or JSON files; none: only make the report again")
-    p.add_argument("--output_dir", required=True, metavar="OUT")
+    p.add_argument("--output_dir", required=True, metavar="OUT", help="folder for rows, logs and the report")
     p.add_argument(
         "--max_cell_s", type=_positive, metavar="S", help="kill a cell after this many seconds (default: the grid's, 900)"
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 from bigtrain.checkpoint import store
 from bigtrain.checkpoint.verify import verify
+from bigtrain.errors import UsageError
 from bigtrain.weights import cli as weights_cli
 
 _COUNTERS = ("global_step", "updates", "tokens", "data_position", "seed", "schedule", "skipped", "user")
@@ -32,6 +33,7 @@ def add_parsers(subparsers: Any) -> None:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Exit 0 when whole, 1 when damaged."""
+    _refuse_missing(args.checkpoint)
     opened, problems = verify(args.checkpoint)
     if problems or opened is None:
         print(f"{args.checkpoint}: DAMAGED", *problems, sep="\n  ", file=sys.stderr)
@@ -44,6 +46,7 @@ def run_verify(args: argparse.Namespace) -> int:
 def run_inspect(args: argparse.Namespace) -> int:
     """Print what is in a folder, whichever kind it is."""
     path = Path(args.path)
+    _refuse_missing(path)
     if not is_checkpoint(path):
         return weights_cli.run_inspect(args)
     sys.stdout.write((json.dumps(facts(path), indent=2) if args.json else describe(path)) + "\n")
@@ -53,6 +56,7 @@ def run_inspect(args: argparse.Namespace) -> int:
 def run_export(args: argparse.Namespace) -> int:
     """Write a Hugging Face folder from a checkpoint."""
     path = Path(args.checkpoint)
+    _refuse_missing(path)
     tagged = path if args.tag is None else path / (f"checkpoint-{args.tag}" if args.tag.isdecimal() else args.tag)
     if not is_checkpoint(tagged) and (tagged.exists() or not is_checkpoint(path)):
         return weights_cli.run_export(args)
@@ -66,6 +70,11 @@ def run_export(args: argparse.Namespace) -> int:
         f"{report.seconds:.1f} s\n"
     )
     return 0
+
+
+def _refuse_missing(path: Path) -> None:
+    if not path.exists():
+        raise UsageError(f"there is no folder {path}")
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -341,7 +341,8 @@ def set_scalars(engine: Any, saved: list[dict[str, Any]]) -> None:
     fused = bool(getattr(engine.deepspeed.optimizer, "optimizer", engine.deepspeed.optimizer).defaults.get("fused"))
     names = {id(p): n for n, p in engine.module.named_parameters()}
     for flat in flat_tensors(engine.deepspeed, names):
-        for name, *_ in flat.pieces[:1]:
+        # A tensor without elements has no moments in a checkpoint; torch's AdamW would take a count of steps for all of its state.
+        for name, *_ in flat.pieces[:1] if flat.tensor.numel() else ():
             for key, (type_name, value) in by_param.get(name, {}).items():
                 flat.state[key] = _unscalar(type_name, value, flat.tensor.device if fused else torch.device("cpu"))
     zero.replay_cpu_adam(getattr(engine.deepspeed.optimizer, "optimizer", None))

@@ -33,13 +33,13 @@ def add_parsers(subparsers: Any) -> None:
 def _generate_parser(actions: Any) -> None:
     p = actions.add_parser("generate", help="write a ds_config from a few choices")
     p.add_argument("--preset", choices=[*PRESETS], help="start from a preset; other flags change it")
-    p.add_argument("--stage", type=int, choices=[0, 1, 2, 3])
-    p.add_argument("--offload", choices=["none", "optimizer", "all"])
-    p.add_argument("--nvme_path", metavar="DIR")
-    _switch(p, "--activation_checkpointing")
-    _switch(p, "--bf16")
+    p.add_argument("--stage", type=int, choices=[0, 1, 2, 3], help="ZeRO stage")
+    p.add_argument("--offload", choices=["none", "optimizer", "all"], help="what leaves the GPU; all: parameters too")
+    p.add_argument("--nvme_path", metavar="DIR", help="offload to files there instead of host memory")
+    _switch(p, "--activation_checkpointing", "recompute activations in backward")
+    _switch(p, "--bf16", "bf16 compute with fp32 master weights")
     p.add_argument("--optimizer", metavar="NAME", help="DeepSpeed's name, for example AdamW")
-    p.add_argument("--scheduler", choices=["linear", "cosine", "constant"])
+    p.add_argument("--scheduler", choices=["linear", "cosine", "constant"], help="schedule that DeepSpeed builds")
     p.add_argument("--world_size", type=int, metavar="N", help="ranks; completes the batch numbers")
     p.add_argument("--model", metavar="DIR|preset:NAME", help="turns the bucket formulas into numbers")
     _run_flags(p)
@@ -61,20 +61,22 @@ def _resolve_parser(actions: Any) -> None:
     _run_flags(p)
     p.add_argument("--optim", metavar="NAME", help="adamw, adamw_8bit, muon, ...")
     p.add_argument("--lr_scheduler_type", metavar="NAME", help="linear, cosine, constant, wsd")
-    _switch(p, "--bf16")
-    _switch(p, "--gradient_checkpointing")
+    _switch(p, "--bf16", "bf16 compute with fp32 master weights")
+    _switch(p, "--gradient_checkpointing", "recompute activations in backward")
     p.set_defaults(run=_resolve)
 
 
 def _known(p: argparse.ArgumentParser) -> None:
     p.add_argument("--world_size", type=int, metavar="N", help="number of ranks")
-    p.add_argument("--model", metavar="DIR|preset:NAME", help="a Hugging Face folder or config.json")
-    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    p.add_argument(
+        "--model", metavar="DIR|preset:NAME", help="a Hugging Face folder, config.json or named shape: buckets fit its sizes"
+    )
+    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="what the run is on (default: cuda)")
 
 
-def _switch(p: argparse.ArgumentParser, flag: str) -> None:
+def _switch(p: argparse.ArgumentParser, flag: str, help: str) -> None:
     """`--x`, `--x true` and `--x false`, as HfArgumentParser has it."""
-    p.add_argument(flag, type=_truth, nargs="?", const=True, metavar="true|false")
+    p.add_argument(flag, type=_truth, nargs="?", const=True, metavar="true|false", help=help)
 
 
 def _truth(word: str) -> bool:
@@ -85,26 +87,26 @@ def _truth(word: str) -> bool:
     raise argparse.ArgumentTypeError(f"{word}: write true or false")
 
 
-_FLAGS: tuple[tuple[str, str, type], ...] = (
-    ("micro_batch", "--per_device_train_batch_size", int),
-    ("accumulation", "--gradient_accumulation_steps", int),
-    ("global_batch", "--global_batch", int),
-    ("learning_rate", "--learning_rate", float),
-    ("adam_beta1", "--adam_beta1", float),
-    ("adam_beta2", "--adam_beta2", float),
-    ("adam_epsilon", "--adam_epsilon", float),
-    ("weight_decay", "--weight_decay", float),
-    ("warmup_steps", "--warmup_steps", int),
-    ("total_steps", "--max_steps", int),
-    ("max_grad_norm", "--max_grad_norm", float),
+_FLAGS: tuple[tuple[str, str, type, str], ...] = (
+    ("micro_batch", "--per_device_train_batch_size", int, "rows per rank and micro step"),
+    ("accumulation", "--gradient_accumulation_steps", int, "micro steps per optimizer step"),
+    ("global_batch", "--global_batch", int, "rows per optimizer step over all ranks"),
+    ("learning_rate", "--learning_rate", float, "peak learning rate"),
+    ("adam_beta1", "--adam_beta1", float, "decay of the first moment"),
+    ("adam_beta2", "--adam_beta2", float, "decay of the second moment"),
+    ("adam_epsilon", "--adam_epsilon", float, "added to the denominator"),
+    ("weight_decay", "--weight_decay", float, "decay of matrices"),
+    ("warmup_steps", "--warmup_steps", int, "steps until the peak learning rate"),
+    ("total_steps", "--max_steps", int, "optimizer steps of the run"),
+    ("max_grad_norm", "--max_grad_norm", float, "global norm to clip at; 0: never"),
 )
 _ALIASES = {"--per_device_train_batch_size": ["--micro_batch"], "--gradient_accumulation_steps": ["--accumulation"],
             "--max_steps": ["--num_steps", "--total_steps"]}  # fmt: skip
 
 
 def _run_flags(p: argparse.ArgumentParser) -> None:
-    for dest, flag, kind in _FLAGS:
-        p.add_argument(flag, *_ALIASES.get(flag, []), dest=dest, type=kind, metavar="N" if kind is int else "X")
+    for dest, flag, kind, text in _FLAGS:
+        p.add_argument(flag, *_ALIASES.get(flag, []), dest=dest, type=kind, metavar="N" if kind is int else "X", help=text)
 
 
 def _said(args: argparse.Namespace, cls: type) -> dict[str, Any]:

@@ -8,6 +8,7 @@ The page is one file without scripts or network: plots are inline SVG.
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import sys
@@ -301,9 +302,12 @@ def compare(folders: Sequence[str | Path]) -> str:
 
 def main(folders: Sequence[str]) -> int:
     """Command line; returns the exit code."""
-    if not folders:
-        print("usage: python -m bigtrain.diagnostics.report OUT [OUT ...]", file=sys.stderr)
-        return UsageError.exit_code
+    parser = argparse.ArgumentParser(
+        prog="python -m bigtrain.diagnostics.report",
+        description="Make the report of a run again, or put several runs side by side.",
+    )
+    parser.add_argument("out", nargs="+", metavar="OUT", help="output folder of a run")
+    folders = parser.parse_args(folders).out
     try:
         print(write_report(folders[0]) if len(folders) == 1 else compare(folders))
     except UsageError as error:

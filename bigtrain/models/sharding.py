@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch.nn import Parameter
@@ -31,12 +31,13 @@ def shard(model: torch.nn.Module, window: Window, partitioner: zero.Partitioner,
     """Partition every parameter that is not yet; call it after the window's context has ended.
 
     Raises:
-        ModelError: on all ranks, with the names of parameters that cannot be partitioned, share memory with another one,
-            or got different values on different ranks.
+        ModelError: on all ranks, with the names of parameters that cannot be partitioned, have no elements, share memory with
+            another one, or got different values on different ranks.
     """
     fresh = [(name, p) for name, p in model.named_parameters() if not zero.is_partitioned(p)]
     _refuse(fresh)
     parked = {name: window.close(p) for name, p in fresh}
+    refuse_empty({name: entry.shape for name, entry in parked.items()})
     if window.draw:
         _refuse_different_values({name: entry.sample for name, entry in parked.items()})
     for name, param in fresh:
@@ -53,6 +54,21 @@ def shard(model: torch.nn.Module, window: Window, partitioner: zero.Partitioner,
     left = [name for name, p in model.named_parameters() if not zero.is_partitioned(p)]
     if left:
         raise ModelError(f"{len(left)} parameters are not partitioned: {', '.join(left[:10])}.", left)
+
+
+def refuse_empty(shapes: Mapping[str, torch.Size]) -> None:
+    """Stage 3 of DeepSpeed 0.19.8 never gathers a parameter without elements, and its forward stops at an assertion.
+
+    Raises:
+        ModelError: some parameter has a size of 0, as the weight of nn.Linear(0, n).
+    """
+    empty = [f"{name} {list(shape)}" for name, shape in shapes.items() if shape.numel() == 0]
+    if empty:
+        raise ModelError(
+            f"{len(empty)} parameters have no elements: {', '.join(empty[:10])}. At stage 3 DeepSpeed cannot train a model that has "
+            "such; leave them out of the model, or take stage 0, 1 or 2.",
+            empty,
+        )
 
 
 def _refuse(named: list[tuple[str, Parameter]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any
 from bigtrain import defaults, shapes
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
-from bigtrain.plan.families import position_limit, read_json
+from bigtrain.plan.families import position_limit, read_json, said_twice
 from bigtrain.plan.inputs import PlanInput, plan_input
 from bigtrain.plan.machine import expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
@@ -122,7 +123,11 @@ def model_config(name: str) -> dict[str, Any]:
     if name.startswith(shapes.PREFIX) or (not path.exists() and name.lower() in shapes.names()):
         return shapes.config_dict(name)
     if not path.exists():
-        raise UsageError(f"there is no folder or file '{name}'; named shapes are written {shapes.PREFIX}NAME")
+        near = difflib.get_close_matches(name.lower(), shapes.names(), n=3)
+        known = " or ".join(shapes.PREFIX + one for one in near) or f"{shapes.PREFIX}NAME"
+        raise UsageError(
+            f"there is no folder or file '{name}': give a folder with its config.json (no hub is asked), or a named shape, {known}"
+        )
     config = read_json(path / "config.json" if path.is_dir() else path, "the model config")
     if not isinstance(config, dict) or "model_type" not in config:
         raise UsageError(f"the model config of '{name}' has no 'model_type'")
@@ -270,7 +275,7 @@ def run(args: argparse.Namespace) -> int:
     base, rates = _input(args, config, ds_config, resolved and resolved.run), _rates(args)
     gpu, host = _memories(args)
     assumed = _assumed(args, base, resolved)
-    _warn_about_positions(base.seq_len, position_limit(config) if config else None)
+    _warn_about_config(base.seq_len, config or {})
     if not args.auto:
         base, buffers = base.but(offload_gradients=share or 0.0), buffers_are_open(ds_config)
         base = settled(base, gpu, host, rates, share=share is None, buffers=buffers, blocks=args.blocks == AUTO)
@@ -331,10 +336,12 @@ def _fastest(choice: Choice, measured: list[dict[str, Any]]) -> Candidate | None
     return choice.fitting[ran[0]["candidate"]] if ran else choice.best
 
 
-def _warn_about_positions(seq_len: int, limit: int | None) -> None:
+def _warn_about_config(seq_len: int, config: dict[str, Any]) -> None:
+    limit, warnings = position_limit(config), said_twice(config)
     if limit is not None and seq_len > limit:
-        warning = f"warning: seq_len {seq_len} is above the model's max_position_embeddings {limit}: launch/train.py refuses it"
-        print(warning, file=sys.stderr)
+        warnings.append(f"seq_len {seq_len} is above the model's max_position_embeddings {limit}: launch/train.py refuses it")
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _warn_about_locks(plan: Plan) -> None:

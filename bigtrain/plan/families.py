@@ -94,6 +94,20 @@ def is_tied(config: Mapping[str, Any]) -> bool:
     return bool(config.get("tie_word_embeddings", default)) or (kind in VISION_LANGUAGE and text_is_tied(config))
 
 
+def said_twice(config: Mapping[str, Any]) -> list[str]:
+    """Sizes that a config has under two names with two values, each in a sentence; transformers takes the other name's."""
+    kind = str(config.get("model_type"))
+    both = [
+        (other, own) for other, own in OTHER_NAMES.get(kind, {}).items() if None not in (config.get(other), config.get(own))
+    ]
+    return [
+        f"the model config has {other} = {config[other]!r} and {own} = {config[own]!r}, two names of one size for '{kind}': {other} counts, as in "
+        "transformers; remove the wrong one"
+        for other, own in both
+        if config[other] != config[own]
+    ]
+
+
 def position_limit(config: Mapping[str, Any]) -> int | None:
     """Tokens that the model has positions for; None where there is no limit or only the config's class would tell."""
     kind = str(config.get("model_type"))
@@ -106,9 +120,11 @@ def model_parameters(config: Mapping[str, Any]) -> ModelParameters:
     """Names and shapes of all parameters, from the config alone.
 
     Raises:
-        UsageError: unknown `model_type` (with the nearest known ones and the way out) or class, or a size is missing or wrong.
+        UsageError: unknown `model_type` (with the nearest known ones and the way out) or class, quantised weights, or a size is
+            missing or wrong.
     """
     kind = str(config.get("model_type"))
+    _refuse_quantised(config)
     _refuse_other_classes(kind, config)
     if kind in DECODERS:
         items = decoder_model(DECODERS[kind], values(config))
@@ -122,6 +138,17 @@ def model_parameters(config: Mapping[str, Any]) -> ModelParameters:
             f"model_type '{kind}' is not known to the planner{'; the nearest are ' + ', '.join(near) if near else ''}."
         )
     return _tie(items, kind, is_tied(config))
+
+
+def _refuse_quantised(config: Mapping[str, Any]) -> None:
+    parts = (config, *(value for key, value in config.items() if key.endswith("_config") and isinstance(value, Mapping)))
+    found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+    if found:
+        method = (found.get("quant_method") if isinstance(found, Mapping) else None) or "unknown method"
+        raise UsageError(
+            f"the model config has quantization_config ({method}): quantised weights cannot be trained in full, so that there is nothing to "
+            "plan. Take the unquantised checkpoint of this model, or remove the section to plan as if it were one."
+        )
 
 
 def _refuse_other_classes(kind: str, config: Mapping[str, Any]) -> None:

@@ -50,7 +50,8 @@ def tree_text(tree: Tree, sources: bool = True) -> str:
 
 def _verdict(name: str, need: int, have: int | None, margin: float, fits: bool) -> str:
     if have is None:
-        return f"{name}: needs {show_bytes(need)} with a margin of {margin:.0%}; no limit given"
+        flag = f"--{name.lower()}_memory SIZE"
+        return f"{name}: needs {show_bytes(need)} with a margin of {margin:.0%}; this machine has none to compare with: give {flag}"
     if fits:
         word, need = "fits", min(need, have)
     else:

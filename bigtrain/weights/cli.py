@@ -46,7 +46,12 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `export`."""
     parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of checkpoints (the newest is meant)")
     parser.add_argument("out", metavar="OUT", help="folder to make")
-    parser.add_argument("--dtype", required=True, choices=["bfloat16", "float16", "float32"], help="type of the weights")
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=["bfloat16", "float16", "float32"],
+        help="type of the weights (default: bfloat16)",
+    )
     parser.add_argument(
         "--model", metavar="DIR", help="folder with the model's config.json and tokenizer, where the checkpoint has none"
     )

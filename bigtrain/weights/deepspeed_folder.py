@@ -172,7 +172,7 @@ def open_deepspeed(path: str | Path, tag: str | None = None) -> DeepSpeedFolder:
     optims = _numbered(root, "*_optim_states.pt")
     if not models or not optims:
         raise WeightsError(
-            f"{root}: no DeepSpeed checkpoint: {len(models)} *_model_states.pt and {len(optims)} *_optim_states.pt files. Give "
+            f"{root}: no checkpoint of bigtrain or DeepSpeed: {len(models)} *_model_states.pt and {len(optims)} *_optim_states.pt files. Give "
             "the folder that holds `latest`, or one of its tags.",
             file=root,
         )

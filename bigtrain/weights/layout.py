@@ -66,7 +66,8 @@ def plan_layout(model: torch.nn.Module, slots: Sequence[Slot], dtype: torch.dtyp
         WeightsError: a tensor is empty, or a conversion cannot be reverted.
     """
     by_name = saved_names(model, slots)
-    empty = [name for name, slot in by_name.items() if slot.numel == 0]
+    # A placeholder is flat; a parameter whose shape has a 0 in it, or whose module was made so, is what it says.
+    empty = [name for name, slot in by_name.items() if tuple(slot.shape) == (0,) and not _is_meant(model, name)]
     if empty:
         raise WeightsError(
             f"refusing to write {len(empty)} empty tensors, first {empty[0]} of shape {list(by_name[empty[0]].shape)}: "
@@ -76,6 +77,12 @@ def plan_layout(model: torch.nn.Module, slots: Sequence[Slot], dtype: torch.dtyp
     parts = list(mapping.model_to_file(model, meta_state(list(slots)), by_name).parts.values())
     dtypes = {part.name: _stored(by_name[part.sources[0]].dtype, dtype) for part in parts}
     return Layout(_shards(parts, dtypes, max_shard_bytes), by_name, dtypes)
+
+
+def _is_meant(model: torch.nn.Module, name: str) -> bool:
+    """Whether the module of an empty vector has another tensor with a size of 0 besides it, as nn.Linear(n, 0) has."""
+    owner = dict(model.named_modules()).get(name.rpartition(".")[0])
+    return owner is not None and any(p.dim() > 1 and p.numel() == 0 for p in owner.parameters(recurse=False))
 
 
 def _stored(held: torch.dtype, wanted: torch.dtype) -> torch.dtype:

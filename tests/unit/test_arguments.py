@@ -239,6 +239,26 @@ def test_run_file_faults(base, tmp_path):
     assert "--config needs the path" in refusal([*base, "--config"])
 
 
+def test_the_help_can_be_read():
+    """Each flag had its spellings with hyphens beside those with underscores, and "(default: None)" behind its default."""
+    said = " ".join(make_parser().format_help().split())
+    assert "None" not in said and "--seq-len" not in said and "--max_seq_length, --cutoff_len VALUE" in said
+    assert said.startswith("usage: launch/train.py --ds_config FILE|auto --model_name_or_path")
+    assert "(default: 3.0)" in said and "(default: tensorboard)" in said and said.count("(default: isolated)") == 1
+
+
+def test_what_is_missing_is_named_once():
+    with pytest.raises(UsageError, match=r"required: --model_name_or_path, --train_data, --output_dir, --ds_config$"):
+        parse([])
+
+
+def test_a_bare_flag_is_yes(base):
+    for name in ("bf16", "gradient_checkpointing", "use_liger_kernel"):
+        assert getattr(make_parser().parse_args([*base, f"--{name}"]), name) is True
+        assert getattr(make_parser().parse_args([*base, f"--{name}", "false"]), name) is False
+        assert getattr(make_parser().parse_args(base), name) is None
+
+
 def test_every_flag_has_a_help_text():
     bare = [a.option_strings[0] for a in make_parser()._actions if not a.help and not a.option_strings[0].startswith("--no_")]
     assert bare == []

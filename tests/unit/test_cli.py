@@ -1,5 +1,6 @@
 """The `bigtrain` command: verbs, errors, and a start that a login node can afford."""
 
+import argparse
 import resource
 import subprocess
 import sys
@@ -46,6 +47,41 @@ def test_every_verb_has_a_parser_that_says_what_to_run(verb, capsys):
         cli.main([verb, "--help"])
     assert caught.value.code == 0
     assert verb in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (
+            ["plan", "--model", "preset:llama-1b", "--batch", "--micro_bach", "3"],
+            "bigtrain plan does not know --batch --micro_bach 3",
+        ),
+        (["plan", "--model", "preset:llama-1b", "--micro_bach", "3"], "did you mean --micro_batch?"),
+        (["config", "lint", "zero2", "--world_sise", "3"], "did you mean --world_size?"),
+        (["plan", "--model", "llama-3"], "preset:llama-3b"),
+        (["plan", "--model", "meta-llama/Llama-3-8B"], "no hub is asked"),
+        (["export", "/nothing/there", "/tmp/x"], "there is no folder /nothing/there"),
+        (["verify", "/nothing/there"], "there is no folder /nothing/there"),
+        (["inspect", "/nothing/there"], "there is no folder /nothing/there"),
+    ],
+)
+def test_what_is_not_there_is_said_to_be(words, said, capsys):
+    assert cli.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_verb_says_what_it_is_for_and_every_flag_what_it_does():
+    def look(parser):
+        assert parser.description, parser.prog
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for inner in action.choices.values():
+                    look(inner)
+            else:
+                assert action.help, (parser.prog, action.option_strings or action.dest)
+
+    for verb in cli.VERBS:
+        look(cli.make_parser(verb))
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], *([verb, "--help"] for verb in sorted(cli.VERBS))], ids=" ".join)

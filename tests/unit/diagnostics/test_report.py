@@ -77,7 +77,11 @@ def test_runs_side_by_side(run_folder, tmp_path_factory, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[2] == f"| {run_folder.name} | 60 | 5.000 | 2,000 (2,000 to 2,000) |  | 0.00 | 15.00 |"
     assert "failed: OutOfMemoryError" in lines[3]
-    assert report.main([]) == report.main([str(empty)]) == 2
+    assert report.main([str(empty)]) == 2
+    for words, code in (([], 2), (["--help"], 0)):  # --help was taken for a folder
+        with pytest.raises(SystemExit) as left:
+            report.main(words)
+        assert left.value.code == code
 
 
 def test_thinning_keeps_the_spike():

@@ -121,6 +121,13 @@ def test_more_tokens_than_the_model_has_positions_for_are_told(capsys):
     assert not capsys.readouterr().err
 
 
+def test_a_size_that_is_said_twice_is_told(tmp_path, capsys):
+    sizes = {"model_type": "gpt2", "n_embd": 64, "hidden_size": 128, "n_head": 4, "n_layer": 2, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert cli.main(["plan", "--model", str(tmp_path), "--gpu_memory", "80GiB", "--host_memory", "99GiB"]) == 0
+    assert capsys.readouterr().err.startswith("warning: the model config has hidden_size = 128 and n_embd = 64")
+
+
 def test_one_table_of_defaults():
     assert (DEFAULTS.optim, DEFAULTS.gradient_checkpointing) == (defaults.OPTIM, defaults.GRADIENT_CHECKPOINTING)
 

@@ -11,7 +11,7 @@ import transformers
 
 from bigtrain import shapes
 from bigtrain.errors import UsageError
-from bigtrain.plan.families import model_parameters, parameters_from_shapes, supported
+from bigtrain.plan.families import model_parameters, parameters_from_shapes, said_twice, supported
 from bigtrain.plan.family_others import ROBERTA, T5
 from tests.unit.plan.family_configs import CAUSAL, OTHER
 
@@ -163,6 +163,23 @@ def test_missing_and_wrong_sizes_are_named():
         model_parameters({"model_type": "llama", "hidden_size": -3})
     with pytest.raises(UsageError, match="'patch_size'"):
         model_parameters({"model_type": "vit", "patch_size": None})
+
+
+def test_one_size_under_two_names_is_told():
+    config = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100}
+    assert said_twice(config) == said_twice({**config, "hidden_size": 64}) == []
+    said = said_twice({**config, "hidden_size": 128})
+    assert (
+        len(said) == 1 and "hidden_size = 128 and n_embd = 64, two names of one size for 'gpt2': hidden_size counts" in said[0]
+    )
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_quantised_weights_are_not_planned_as_bf16(nested):
+    section = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    config = {**shapes.config_dict("llama-tiny"), **({"text_config": section} if nested else section)}
+    with pytest.raises(UsageError, match=r"quantization_config \(gptq\): quantised weights cannot be trained in full"):
+        model_parameters(config)
 
 
 def test_shapes_of_any_module():
