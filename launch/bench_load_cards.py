@@ -1,6 +1,7 @@
 """A large bf16 checkpoint onto cards at ZeRO stage 3: bigtrain's loader, from_pretrained, and what disk cache and bus can do.
 
     python launch/bench_load_cards.py [--model preset:llama-8b] [--ranks 2] [--repeats 3] [--work DIR] [--out FILE] [--phases]
+        [--threads N] [--staging_mib N]
 
 Writes the checkpoint into --work (random values; needs the model's size in free space, and as much in the page cache), starts one
 process a rank, and measures in the same processes, each between two barriers: `build_model(folder, ds_config=...)` --repeats
@@ -116,7 +117,7 @@ def measured(load: Callable[[], Any], digest: bool, phases: bool = False) -> dic
     synchronize()
     Path("/proc/self/clear_refs").write_text("5")  # start VmHWM anew
     base, asked, begin = _status("VmRSS"), _io()["rchar"], time.perf_counter()
-    with load_phases.clocked() if phases else contextlib.nullcontext({}) as spans:
+    with load_phases.clocked(phases) as spans:
         model = load()
         waiting = time.perf_counter()
         synchronize()
@@ -208,7 +209,7 @@ def h2d(share: int) -> float | None:
     return time.perf_counter() - begin
 
 
-def worker(folder: Path, out: str, repeats: int, phases: bool) -> None:
+def worker(folder: Path, out: str, repeats: int, phases: bool, threads: int | None, staging_mib: int | None) -> None:
     """Everything one rank measures, as JSON into a file."""
     import torch
     import torch.distributed as dist
@@ -226,6 +227,7 @@ def worker(folder: Path, out: str, repeats: int, phases: bool) -> None:
     zero.init_distributed()
     torch.zeros(1, device=zero.rank_device())
     dist.barrier()
+    read.GPU_THREADS, read.PINNED_BYTES = threads or read.GPU_THREADS, (staging_mib << 20 if staging_mib else read.PINNED_BYTES)
     most = read.GPU_THREADS if torch.cuda.is_available() else read.CPU_THREADS
     threads = read.default_threads(most)
     ours = [measured(lambda: build_model(str(folder), ds_config=CONFIG), at == repeats - 1, phases) for at in range(repeats)]
@@ -249,13 +251,13 @@ def worker(folder: Path, out: str, repeats: int, phases: bool) -> None:
 # ---------------------------------------------------------------- all of them
 
 
-def run_ranks(folder: Path, world: int, repeats: int, phases: bool = False) -> list[dict[str, Any]]:
-    """Start the ranks and return what each measured."""
+def run_ranks(folder: Path, world: int, repeats: int, options: list[str]) -> list[dict[str, Any]]:
+    """Start the ranks, with further `options` of this program, and return what each measured."""
     port = str(free_port())
     with tempfile.TemporaryDirectory() as scratch:
         out = f"{scratch}/rank"
         command = [sys.executable, __file__, "--worker", out, "--work", str(folder), "--repeats", str(repeats)]
-        command += ["--phases"] * phases
+        command += options
         common = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
                   "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(Path(__file__).parents[1])}  # fmt: skip
         processes = [
@@ -321,12 +323,14 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=16)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "bench_load_cards")
     parser.add_argument("--phases", action="store_true", help="print where the seconds of each of bigtrain's loads go")
+    parser.add_argument("--threads", type=int, help="try so many reading threads a rank, in the floors too")
+    parser.add_argument("--staging_mib", type=int, help="try buffers of so many MiB on the way to the card, two a thread")
     parser.add_argument("--keep", action="store_true", help="leave the checkpoint in --work")
     parser.add_argument("--out", type=Path, help="append the line to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker(args.work, args.worker, args.repeats, args.phases)
+        worker(args.work, args.worker, args.repeats, args.phases, args.threads, args.staging_mib)
         return
     begin = time.perf_counter()
     try:
@@ -334,7 +338,9 @@ def main() -> None:
         written = time.perf_counter() - begin
         line = {"model": args.model, "checkpoint_gb": total / 1e9, "write_s": written}
         print(f"{total / 1e9:.2f} GB written in {written:.1f} s", file=sys.stderr, flush=True)
-        found = run_ranks(args.work, args.ranks, args.repeats, args.phases)
+        options = ["--phases"] * args.phases
+        options += [f"--{n}={v}" for n, v in (("threads", args.threads), ("staging_mib", args.staging_mib)) if v]
+        found = run_ranks(args.work, args.ranks, args.repeats, options)
         if args.phases:
             for number in range(args.repeats):
                 slowest = max((rank[WAYS[0]][number] for rank in found), key=lambda load: load["s"])
