@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
@@ -241,6 +242,34 @@ def on_device(device: torch.device | None) -> None:
     """Threads start on GPU 0; without this, pinning memory there would cost every rank a context on it."""
     if device is not None:
         torch.cuda.set_device(device)
+
+
+@contextlib.contextmanager
+def staging_ahead(device: torch.device, nbytes: int) -> Iterator[None]:
+    """Page-lock the staging memory of a load of `nbytes` onto `device` by a thread while the block does something else.
+
+    torch keeps page-locked memory that is let go and hands it out again, so that the `Reader` of that load finds it made. What is not
+    made when the block ends, the Reader makes itself; on a CPU there is nothing to make.
+    """
+    enough = threading.Event()
+    count = min(2 * default_threads(GPU_THREADS), nbytes // PINNED_BYTES)
+    thread = threading.Thread(target=_make_stages, args=(device, count, enough), name="staging", daemon=True)
+    if device.type == "cuda":
+        thread.start()
+    try:
+        yield
+    finally:
+        enough.set()
+        if device.type == "cuda":
+            thread.join()
+
+
+def _make_stages(device: torch.device, count: int, enough: threading.Event) -> None:
+    on_device(device)
+    made: list[torch.Tensor] = []
+    with contextlib.suppress(RuntimeError):  # the Reader will say why there is no such memory, on all ranks together
+        while len(made) < count and not enough.is_set():
+            made.append(torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True))
 
 
 def as_bytes(flat: torch.Tensor) -> memoryview:
