@@ -28,6 +28,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import load_phases
+
 from bigtrain.bench.processes import python_path
 from bigtrain.ports import free_port
 
@@ -137,7 +139,7 @@ def measure_export(model: Any, out: str) -> dict[str, Any]:
     return {"export_s": seconds, "export_grown": grown, "predicted": report.bytes, "actual": actual}
 
 
-def worker(way: str, folder: str, out: str, export: bool) -> None:
+def worker(way: str, folder: str, out: str, export: bool, phases: bool) -> None:
     """One rank of one cell; writes what it measured as JSON."""
     import torch
     import torch.distributed as dist
@@ -162,14 +164,15 @@ def worker(way: str, folder: str, out: str, export: bool) -> None:
     gc.collect()
     dist.barrier()
     base, before, cpu, begin = _status("VmRSS"), _io(), time.process_time(), time.perf_counter()
-    if way == "bigtrain":
-        model = build_model(folder, ds_config=CONFIG)
-    else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        del keep
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    seconds, cpu, after, peak = time.perf_counter() - begin, time.process_time() - cpu, _io(), _status("VmHWM")
+    with load_phases.clocked(phases) as spans:
+        if way == "bigtrain":
+            model = build_model(folder, ds_config=CONFIG)
+        else:
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+            del keep
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds, cpu, after, peak = time.perf_counter() - begin, time.process_time() - cpu, _io(), _status("VmHWM")
     digest, share = xxhash.xxh3_128(), 0
     for param in model.parameters():
         rank, _, flat = zero.partition_of(param)
@@ -182,6 +185,8 @@ def worker(way: str, folder: str, out: str, export: bool) -> None:
         "collectives": sum(counts) if counts else None,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
     }  # fmt: skip
+    if phases:
+        measured["phases"] = load_phases.table(spans, seconds)
     if export:
         measured |= measure_export(model, f"{out}.model")
     Path(f"{out}.{ranks.rank()}").write_text(json.dumps(measured))
@@ -189,13 +194,13 @@ def worker(way: str, folder: str, out: str, export: bool) -> None:
     dist.destroy_process_group()
 
 
-def run_cell(way: str, folder: Path, world: int, export: bool = False) -> list[dict[str, Any]]:
+def run_cell(way: str, folder: Path, world: int, export: bool = False, phases: bool = False) -> list[dict[str, Any]]:
     """Start `world` ranks, wait for them, and return what each measured."""
     port = str(free_port())
     with tempfile.TemporaryDirectory() as scratch:
         out = f"{scratch}/cell"
         command = [sys.executable, __file__, "--worker", way, "--folder", str(folder), "--out", out]
-        command += ["--export"] if export else []
+        command += ["--export"] * export + ["--phases"] * phases
         common = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
                   "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(Path(__file__).parents[1])}  # fmt: skip
         processes = [
@@ -273,6 +278,12 @@ def ratio(cells: dict[str, list[list[dict[str, Any]]]], cache: str, world: int) 
     return f"| **from_pretrained / bigtrain** | {cache} | {world} | {text} | | | | | | |"
 
 
+def phases_table(folder: Path, world: int, repeats: int) -> str:
+    """A Markdown table of where the seconds of the slowest rank went, of the median of `repeats` loads with clocks in them."""
+    slowest = [max(run_cell(WAYS[0], folder, world, phases=True), key=lambda rank: rank["seconds"]) for _ in range(repeats)]
+    return str(sorted(slowest, key=lambda rank: rank["seconds"])[(repeats - 1) // 2]["phases"]) + "\n"
+
+
 def export_table(folder: Path, worlds: list[int]) -> str:
     """A Markdown table of writing the model again."""
     lines = ["| export, ranks | s | memory above the state per rank, MiB | predicted / written bytes |", "|---|---|---|---|"]
@@ -297,17 +308,21 @@ def main() -> None:
         "--caches", choices=("warm", "cold"), nargs="+", default=["warm"], help="cold: files dropped from the page cache"
     )
     parser.add_argument("--export", type=int, nargs="*", help="also measure writing the model again, on so many ranks (2)")
+    parser.add_argument("--phases", action="store_true", help="only show where bigtrain's seconds go, warm, at each --ranks")
     parser.add_argument("--worker", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        worker(arguments.worker, str(arguments.folder), arguments.out, arguments.export is not None)
+        worker(arguments.worker, str(arguments.folder), arguments.out, arguments.export is not None, arguments.phases)
         return
     make_checkpoint(arguments.folder, arguments.layers, arguments.hidden, arguments.shards)
     total = sum(file.stat().st_size for file in arguments.folder.glob("*.safetensors"))
     for file in arguments.folder.glob("*.safetensors"):
         file.read_bytes()  # warm
     print(f"{total / 1e9:.3f} GB of bf16 weights in {arguments.shards} files, ZeRO-3, {os.cpu_count()} CPU cores\n")
+    if arguments.phases:
+        print("\n".join(phases_table(arguments.folder, world, arguments.repeats) for world in arguments.ranks))
+        return
     if arguments.export is not None:
         print(export_table(arguments.folder, arguments.export or [2]), flush=True)
     print("| way | page cache | ranks | s, median (range) | CPU s of a rank | peak RSS per rank, MiB | peak / (imports + share) | "

@@ -1,6 +1,7 @@
 """A large bf16 checkpoint onto cards at ZeRO stage 3: bigtrain's loader, from_pretrained, and what disk cache and bus can do.
 
-    python launch/bench_load_cards.py [--model preset:llama-8b] [--ranks 2] [--repeats 3] [--work DIR] [--out FILE]
+    python launch/bench_load_cards.py [--model preset:llama-8b] [--ranks 2] [--repeats 3] [--work DIR] [--out FILE] [--phases]
+        [--threads N] [--staging_mib N]
 
 Writes the checkpoint into --work (random values; needs the model's size in free space, and as much in the page cache), starts one
 process a rank, and measures in the same processes, each between two barriers: `build_model(folder, ds_config=...)` --repeats
@@ -34,6 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import load_phases
 from bench_load import CONFIG, PREIMPORTED, WAYS, _io, _status
 
 from bigtrain.bench.processes import python_path
@@ -102,7 +104,7 @@ def _write_shard(path: str, part: list[tuple[str, tuple[int, ...]]]) -> None:
 # ---------------------------------------------------------------- one rank
 
 
-def measured(load: Callable[[], Any], digest: bool) -> dict[str, Any]:
+def measured(load: Callable[[], Any], digest: bool, phases: bool = False) -> dict[str, Any]:
     """One load between two barriers: seconds, resident memory before and at its peak, bytes asked from the kernel."""
     import torch
     import torch.distributed as dist
@@ -115,9 +117,13 @@ def measured(load: Callable[[], Any], digest: bool) -> dict[str, Any]:
     synchronize()
     Path("/proc/self/clear_refs").write_text("5")  # start VmHWM anew
     base, asked, begin = _status("VmRSS"), _io()["rchar"], time.perf_counter()
-    model = load()
-    synchronize()
-    found: dict[str, Any] = {"s": time.perf_counter() - begin}
+    with load_phases.clocked(phases) as spans:
+        model = load()
+        waiting = time.perf_counter()
+        synchronize()
+        found: dict[str, Any] = {"s": (end := time.perf_counter()) - begin}
+    if phases:
+        found["phases"] = load_phases.table(spans | {"waiting for the card at the end": [end - waiting]}, found["s"])
     found |= {"rss_before": base, "rss_peak": _status("VmHWM"), "bytes_read": _io()["rchar"] - asked}
     found["gpu_peak"] = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     found["share"], found["hash"] = partitions(model, digest)
@@ -203,7 +209,7 @@ def h2d(share: int) -> float | None:
     return time.perf_counter() - begin
 
 
-def worker(folder: Path, out: str, repeats: int) -> None:
+def worker(folder: Path, out: str, repeats: int, phases: bool, threads: int | None, staging_mib: int | None) -> None:
     """Everything one rank measures, as JSON into a file."""
     import torch
     import torch.distributed as dist
@@ -221,9 +227,10 @@ def worker(folder: Path, out: str, repeats: int) -> None:
     zero.init_distributed()
     torch.zeros(1, device=zero.rank_device())
     dist.barrier()
+    read.GPU_THREADS, read.PINNED_BYTES = threads or read.GPU_THREADS, (staging_mib << 20 if staging_mib else read.PINNED_BYTES)
     most = read.GPU_THREADS if torch.cuda.is_available() else read.CPU_THREADS
     threads = read.default_threads(most)
-    ours = [measured(lambda: build_model(str(folder), ds_config=CONFIG), at == repeats - 1) for at in range(repeats)]
+    ours = [measured(lambda: build_model(str(folder), ds_config=CONFIG), at == repeats - 1, phases) for at in range(repeats)]
     floors = {
         "pread_s": read_share(folder, ranks.rank(), ranks.world_size(), threads, fresh=False),
         "h2d_s": h2d(ours[0]["share"]),
@@ -244,12 +251,13 @@ def worker(folder: Path, out: str, repeats: int) -> None:
 # ---------------------------------------------------------------- all of them
 
 
-def run_ranks(folder: Path, world: int, repeats: int) -> list[dict[str, Any]]:
-    """Start the ranks and return what each measured."""
+def run_ranks(folder: Path, world: int, repeats: int, options: list[str]) -> list[dict[str, Any]]:
+    """Start the ranks, with further `options` of this program, and return what each measured."""
     port = str(free_port())
     with tempfile.TemporaryDirectory() as scratch:
         out = f"{scratch}/rank"
         command = [sys.executable, __file__, "--worker", out, "--work", str(folder), "--repeats", str(repeats)]
+        command += options
         common = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
                   "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(Path(__file__).parents[1])}  # fmt: skip
         processes = [
@@ -314,12 +322,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--shards", type=int, default=16)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "bench_load_cards")
+    parser.add_argument("--phases", action="store_true", help="print where the seconds of each of bigtrain's loads go")
+    parser.add_argument("--threads", type=int, help="try so many reading threads a rank, in the floors too")
+    parser.add_argument("--staging_mib", type=int, help="try buffers of so many MiB on the way to the card, two a thread")
     parser.add_argument("--keep", action="store_true", help="leave the checkpoint in --work")
     parser.add_argument("--out", type=Path, help="append the line to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker(args.work, args.worker, args.repeats)
+        worker(args.work, args.worker, args.repeats, args.phases, args.threads, args.staging_mib)
         return
     begin = time.perf_counter()
     try:
@@ -327,7 +338,14 @@ def main() -> None:
         written = time.perf_counter() - begin
         line = {"model": args.model, "checkpoint_gb": total / 1e9, "write_s": written}
         print(f"{total / 1e9:.2f} GB written in {written:.1f} s", file=sys.stderr, flush=True)
-        line |= summary(run_ranks(args.work, args.ranks, args.repeats)) | {"all_s": time.perf_counter() - begin}
+        options = ["--phases"] * args.phases
+        options += [f"--{n}={v}" for n, v in (("threads", args.threads), ("staging_mib", args.staging_mib)) if v]
+        found = run_ranks(args.work, args.ranks, args.repeats, options)
+        if args.phases:
+            for number in range(args.repeats):
+                slowest = max((rank[WAYS[0]][number] for rank in found), key=lambda load: load["s"])
+                print(f"load {number + 1}, its slowest rank\n\n{slowest['phases']}\n", file=sys.stderr, flush=True)
+        line |= summary(found) | {"all_s": time.perf_counter() - begin}
     finally:
         if not args.keep:
             shutil.rmtree(args.work, ignore_errors=True)

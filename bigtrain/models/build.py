@@ -22,7 +22,7 @@ from bigtrain.models.batchnorm import keep_statistics_in_fp32
 from bigtrain.models.checkpointing import disable_cache
 from bigtrain.models.frozen import freeze, load_checkpoint
 from bigtrain.models.info import BuildInfo, tied_groups
-from bigtrain.models.pretrained import initialise_missing, load_weights
+from bigtrain.models.pretrained import initialise_missing, load_weights, staging_for
 from bigtrain.models.seeding import seeded
 from bigtrain.models.sharding import DtypeRule, dtype_rule, shard, thaw
 from bigtrain.models.source import Source, fetched, resolve, set_config_dtype
@@ -208,12 +208,13 @@ def _build_pretrained(
 ) -> tuple[torch.nn.Module, BuildInfo]:
     assert recipe.directory is not None
     window = target.window(draw=False)
-    with seeded(target.seed), window:
-        model = _construct(recipe, target)
-    if target.partitioner:
-        shard(model, window, target.partitioner, target.rule)
-    else:
-        _allocate(model, window, target)
+    with staging_for(recipe.directory, target.partitioner.partition_device if target.partitioner else target.device):
+        with seeded(target.seed), window:
+            model = _construct(recipe, target)
+        if target.partitioner:
+            shard(model, window, target.partitioner, target.rule)
+        else:
+            _allocate(model, window, target)
     elsewhere = _names_below(model, checkpoints)
     missing, rounded = load_weights(model, recipe.directory, (*allowed[0], *elsewhere), allowed[1])
     info = _info(target)

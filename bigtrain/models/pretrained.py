@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from bigtrain import ranks
 from bigtrain.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,13 @@ def load_weights(
         )
     _take_generation_config(model, directory)
     return sorted(missing), report.rounded
+
+
+def staging_for(directory: Path, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """While the block builds the model: memory through which this rank's share of the folder's weights will go to `device`."""
+    from bigtrain.weights.read import staging_ahead
+
+    return staging_ahead(device, sum(file.stat().st_size for file in directory.glob("*.safetensors")) // ranks.world_size())
 
 
 def _take_generation_config(model: torch.nn.Module, directory: Path) -> None:

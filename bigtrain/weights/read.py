@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
@@ -44,6 +45,14 @@ class ReadOp:
         return self.dest.numel() * self.dtype.itemsize
 
 
+@dataclass(slots=True)
+class _Lane:
+    """One thread's way to a GPU: a stream, and buffers that take turns, each with the event that says it was copied."""
+
+    stream: torch.cuda.Stream
+    buffers: list[tuple[torch.Tensor, memoryview, torch.cuda.Event]]
+
+
 class Reader:
     """Runs reads on a few threads; keeps one descriptor per file.
 
@@ -58,7 +67,7 @@ class Reader:
         self._descriptors: dict[str, int] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._rings: list[list[Any]] = []
+        self._lanes: list[_Lane] = []
 
     def __enter__(self) -> Reader:
         return self
@@ -138,38 +147,44 @@ class Reader:
             op.dest[first : first + count].copy_(raw.view(op.dtype))
 
     def _through_pinned(self, op: ReadOp) -> None:
-        """Disk -> pinned memory -> GPU: two buffers per thread, so that reading goes on while the last one is copied."""
-        stages = self._local.__dict__.setdefault("ring", [])
-        if not stages:
-            stages += [[self._stage(f"pinned{i}", PINNED_BYTES, pinned=True), None] for i in range(2)]
-            self._rings.append(stages)  # list.append is atomic
-            self._local.stream = torch.cuda.Stream(op.dest.device)
-            # memory that the allocator has just handed out may still be in use by earlier work of the default stream
-            self._local.stream.wait_stream(torch.cuda.default_stream(op.dest.device))
+        """Disk -> pinned memory -> GPU: two buffers per thread, so that reading goes on while the last one is copied.
+
+        A dozen threads share one interpreter: what can be made once is not made again for each buffer.
+        """
+        lane = self._lane(op.dest.device)
         step = PINNED_BYTES // op.dtype.itemsize
-        for first in range(0, op.dest.numel(), step):
-            stage, busy = stages[0]
-            if busy is not None:
-                busy.synchronize()
-            count = min(step, op.dest.numel() - first)
-            raw = stage[: count * op.dtype.itemsize]
-            self._fill(op.file, op.begin + first * op.dtype.itemsize, as_bytes(raw))
-            with torch.cuda.stream(self._local.stream):
-                target = op.dest[first : first + count]
-                if op.dtype == op.dest.dtype:
-                    target.copy_(raw.view(op.dtype), non_blocking=True)
-                else:
-                    target.copy_(raw.view(op.dtype).to(op.dest.device, non_blocking=True))
-            stages[0][1] = self._local.stream.record_event()
-            stages.reverse()
+        with torch.cuda.stream(lane.stream):
+            for first in range(0, op.dest.numel(), step):
+                stage, view, copied = lane.buffers[0]
+                copied.synchronize()  # at once where nothing was recorded yet
+                target = op.dest[first : first + step]
+                nbytes = target.numel() * op.dtype.itemsize
+                self._fill(op.file, op.begin + first * op.dtype.itemsize, view[:nbytes])
+                raw = stage[:nbytes].view(op.dtype)
+                if op.dtype != op.dest.dtype:
+                    raw = raw.to(op.dest.device, non_blocking=True)
+                target.copy_(raw, non_blocking=True)
+                copied.record(lane.stream)
+                lane.buffers.reverse()
+
+    def _lane(self, device: torch.device) -> _Lane:
+        """This thread's way to the GPU."""
+        lane: _Lane | None = self._local.__dict__.get("lane")
+        if lane is None:
+            stages = [self._stage(f"pinned{i}", PINNED_BYTES, pinned=True) for i in range(2)]
+            lane = _Lane(torch.cuda.Stream(device), [(stage, as_bytes(stage), torch.cuda.Event()) for stage in stages])
+            # memory that the allocator has just handed out may still be in use by earlier work of the default stream
+            lane.stream.wait_stream(torch.cuda.default_stream(device))
+            self._local.lane = lane
+            self._lanes.append(lane)  # list.append is atomic
+        return lane
 
     def _settle(self) -> None:
         """Wait for the copies that are still on their way to the GPU, of all threads, and let go of the staging memory."""
-        for _, busy in [stage for ring in self._rings for stage in ring]:
-            if busy is not None:
-                busy.synchronize()
-        if self._rings:
-            self._rings, self._local = [], threading.local()
+        for lane in self._lanes:
+            lane.stream.synchronize()
+        if self._lanes:
+            self._lanes, self._local = [], threading.local()
 
     def _stage(self, key: str, nbytes: int, pinned: bool) -> torch.Tensor:
         stages = self._local.__dict__
@@ -191,6 +206,9 @@ class Reader:
             view, begin = view[count:], begin + count
 
     def _open(self, file: str) -> int:
+        descriptor = self._descriptors.get(file)
+        if descriptor is not None:
+            return descriptor
         with self._lock:
             if file not in self._descriptors:
                 try:
@@ -224,6 +242,34 @@ def on_device(device: torch.device | None) -> None:
     """Threads start on GPU 0; without this, pinning memory there would cost every rank a context on it."""
     if device is not None:
         torch.cuda.set_device(device)
+
+
+@contextlib.contextmanager
+def staging_ahead(device: torch.device, nbytes: int) -> Iterator[None]:
+    """Page-lock the staging memory of a load of `nbytes` onto `device` by a thread while the block does something else.
+
+    torch keeps page-locked memory that is let go and hands it out again, so that the `Reader` of that load finds it made. What is not
+    made when the block ends, the Reader makes itself; on a CPU there is nothing to make.
+    """
+    enough = threading.Event()
+    count = min(2 * default_threads(GPU_THREADS), nbytes // PINNED_BYTES)
+    thread = threading.Thread(target=_make_stages, args=(device, count, enough), name="staging", daemon=True)
+    if device.type == "cuda":
+        thread.start()
+    try:
+        yield
+    finally:
+        enough.set()
+        if device.type == "cuda":
+            thread.join()
+
+
+def _make_stages(device: torch.device, count: int, enough: threading.Event) -> None:
+    on_device(device)
+    made: list[torch.Tensor] = []
+    with contextlib.suppress(RuntimeError):  # the Reader will say why there is no such memory, on all ranks together
+        while len(made) < count and not enough.is_set():
+            made.append(torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True))
 
 
 def as_bytes(flat: torch.Tensor) -> memoryview:

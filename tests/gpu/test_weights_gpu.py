@@ -1,9 +1,11 @@
 """Reading straight into GPU memory: every element arrives, whatever the sizes, places, threads and types."""
 
+import time
+
 import pytest
 import torch
 
-from bigtrain.weights.read import Reader, ReadOp
+from bigtrain.weights.read import PINNED_BYTES, Reader, ReadOp, staging_ahead
 
 pytestmark = pytest.mark.gpu
 
@@ -24,3 +26,17 @@ def test_a_read_fills_exactly_its_destination_on_the_gpu(tmp_path, threads, want
     for a, b in pieces:
         filled[a:b] = content[a:b].to(wanted)
     assert torch.equal(dest.cpu(), filled) and count == sum(2 * (b - a) for a, b in pieces)
+
+
+def test_a_reader_uses_the_staging_memory_that_was_made_ahead(tmp_path):
+    file = tmp_path / "f"
+    file.write_bytes(bytes(3 * PINNED_BYTES))
+    dest = torch.ones(3 * PINNED_BYTES, dtype=torch.uint8, device="cuda")
+    with staging_ahead(dest.device, 1 << 30):
+        deadline = time.monotonic() + 20
+        before = -1
+        while before != (before := torch.cuda.host_memory_stats()["num_host_alloc"]) and time.monotonic() < deadline:
+            time.sleep(0.5)  # until no more is made
+    with Reader(1) as reader:
+        reader.run([ReadOp(str(file), 0, torch.uint8, dest)])
+    assert not dest.any() and torch.cuda.host_memory_stats()["num_host_alloc"] == before
