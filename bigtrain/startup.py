@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -106,14 +107,31 @@ def _later(real: Callable[[], Callable[..., Any]], function: Callable[..., Any])
     return call
 
 
-def remember_streams(accelerator: Any) -> None:
-    """Let DeepSpeed's accelerator for CUDA hand out one object a stream, where torch makes a new one each time.
+@contextlib.contextmanager
+def less_to_do(deepspeed: Any, model: torch.nn.Module) -> Iterator[None]:
+    """Around `deepspeed.initialize`: what DeepSpeed 0.19.8 asks again for every gradient or module, it asks once.
 
-    DeepSpeed 0.19.8 asks for the current stream twice or three times for each gradient that it puts into a bucket, and at stage 3
-    around every gather.
+    The host is what a step waits for where a micro batch is small (docs/log.md). Attributes used, beside those that zero.py lists:
+    the accelerator's device_name, device_count, current_stream; at stage 3 a module's pre_bwd_fn and post_bwd_fn.
     """
-    if accelerator.device_name() != "cuda":
-        return
+    accelerator = deepspeed.accelerator.get_accelerator()
+    if accelerator.device_name() == "cuda":
+        accelerator.current_stream = remembered_stream()
+    else:
+        count = accelerator.device_count()  # each time a new process of numactl or lscpu, for every bucket of gradients
+        accelerator.device_count = lambda: count
+    # Ranges around its functions, for a profiler that listens to NVTX and has said so in the environment.
+    deepspeed.utils.nvtx.enable_nvtx = any(n in os.environ for n in ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID"))
+    with compiled_when_called(deepspeed.runtime.compiler):
+        yield
+    own = [f for m in model.modules() for f in (m.__dict__.get("pre_bwd_fn"), m.__dict__.get("post_bwd_fn")) if f is not None]
+    for function in (deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3, *own):
+        # torch's `Function.apply` asks inspect for it in every call, which finds it here.
+        function.forward.__signature__ = inspect.signature(function.forward)
+
+
+def remembered_stream() -> Callable[..., torch.cuda.Stream]:
+    """torch.cuda.current_stream that hands out one object a stream: DeepSpeed asks two or three times for each gradient."""
     known: dict[Any, torch.cuda.Stream] = {}
 
     def current_stream(device_index: int | None = None) -> torch.cuda.Stream:
@@ -122,7 +140,7 @@ def remember_streams(accelerator: Any) -> None:
             known[here] = torch.cuda.Stream(stream_id=here[0], device_index=here[1], device_type=here[2])
         return known[here]
 
-    accelerator.current_stream = current_stream
+    return current_stream
 
 
 def ask_cpu_once() -> None:

@@ -2,9 +2,9 @@
 
 Public symbols used:   deepspeed.initialize, init_distributed, zero.Init, zero.GatheredParameters, ops.adam.DeepSpeedCPUAdam,
 Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__, accelerator.get_accelerator,
-                       ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops;
+                       ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops, runtime.zero.linear.LinearFunctionForZeroStage3;
                        runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer, runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3,
-                       runtime.bf16_optimizer.BF16_Optimizer, utils.set_z3_leaf_modules, utils.logger;
+                       runtime.bf16_optimizer.BF16_Optimizer, utils.set_z3_leaf_modules, utils.logger, utils.nvtx.enable_nvtx;
                        runtime.engine.DeepSpeedEngine._broadcast_model (leaves out what has `ds_optim_param`), runtime.compiler
    for checkpoints:    runtime.fp16.loss_scaler.LossScaler, utils.tensor_fragment.fragment_address, runtime.zero.config.ZeroStageEnum
    building:           zero.Init._convert_to_deepspeed_param, ._partition, ._enable_mem_efficient_linear, .local_device,
@@ -318,12 +318,12 @@ def initialize(
     model: torch.nn.Module, config: dict[str, Any], optimizer: Any = None, params: Any = None, through_host: bool = False
 ) -> Any:
     """DeepSpeed's engine; `through_host`: ZeRO-1/2 flattens weights there, as where the GPU has no room for a second copy."""
-    startup.remember_streams(accelerator := deepspeed.accelerator.get_accelerator())
+    accelerator = deepspeed.accelerator.get_accelerator()
     stage = (config.get("zero_optimization") or {}).get("stage", 0)
     if through_host:
         accelerator.available_memory = lambda *_: 0
     try:
-        with _odd_ones_sent_apart(model, stage), startup.compiled_when_called(deepspeed.runtime.compiler):
+        with _odd_ones_sent_apart(model, stage), startup.less_to_do(deepspeed, model):
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=params, config=config)
     finally:
         accelerator.__dict__.pop("available_memory", None)

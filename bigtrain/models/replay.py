@@ -32,11 +32,12 @@ def replayed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if _out_of_the_ordinary(args):
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
     run = _Run(function, args, kwargs)
-    before = _random_states(args)
+    run.states = _random_states(args)
     with torch.autograd.graph.saved_tensors_hooks(run.note, run.take):
         out = function(*args, **kwargs)
     # Where nothing was drawn, nothing will be: the second run is then the same whatever the states are by that time.
-    run.states = [] if all(torch.equal(state, now.get_state()) for now, state in before) else before
+    if all(torch.equal(state, now.get_state()) for now, state in run.states):
+        run.states = []
     return out
 
 

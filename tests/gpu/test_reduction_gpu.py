@@ -63,15 +63,11 @@ def test_deepspeed_gets_the_current_stream_as_torch_says_it():
 
 def streams():
     """Whether the streams are torch's own, inside and outside of another stream, and one object each."""
-    import deepspeed
+    from bigtrain.startup import remembered_stream
 
-    from bigtrain import startup
-
-    accelerator = deepspeed.accelerator.get_accelerator()
-    startup.remember_streams(accelerator)
-    before, other = accelerator.current_stream(), torch.cuda.Stream()
+    current = remembered_stream()
+    before, other = current(), torch.cuda.Stream()
     right = [before == torch.cuda.current_stream()]
     with torch.cuda.stream(other):
-        right.append(accelerator.current_stream() == other)
-    right.append(accelerator.current_stream(0) == torch.cuda.default_stream(0))
-    return [*right, accelerator.current_stream() is before]
+        right.append(current() == other)
+    return [*right, current(0) == torch.cuda.default_stream(0), current() is before]

@@ -1,10 +1,12 @@
 """What an engine starts from: fp32 masters with all bits of the files."""
 
+import inspect
+
 import pytest
 import torch
 
 from tests.ranks import families
-from tests.ranks.tiny import config
+from tests.ranks.tiny import TinyLM, config, rows, share
 
 EDITED = "model.layers.1.self_attn.o_proj.weight"
 
@@ -70,3 +72,28 @@ def test_files_as_coarse_as_the_model_are_not_read_again(rank_pool, tmp_path):
 def test_an_optimizer_without_masters_begins_too(rank_pool, tmp_path):
     families.make("llama", dtype=torch.float32).save_pretrained(tmp_path)
     assert rank_pool(2).run(_begin, str(tmp_path), 3, 0, None, "adamw_split") == [True, True]
+
+
+def _asked_in_a_step():
+    """What DeepSpeed and torch work out in a step at stage 3: the CPUs, by a new process; signatures of functions."""
+    from deepspeed.utils import numa
+
+    from bigtrain.engine import Engine
+
+    engine = Engine(TinyLM(), ds_config=config(3), optimizer="adamw_torch", learning_rate=1e-3, hang_s=None)
+    engine.train_step(share(rows(0, 2), 0, 1, 1))
+    asked: list[str] = []
+    cores, signature = numa.get_numa_cores, inspect._signature_from_function  # type: ignore[attr-defined]
+    numa.get_numa_cores = lambda: asked.append("cpus") or cores()
+    inspect._signature_from_function = lambda *a, **k: asked.append("signature") or signature(*a, **k)  # type: ignore[attr-defined]
+    try:
+        engine.train_step(share(rows(1, 2), 0, 1, 1))
+    finally:
+        numa.get_numa_cores, inspect._signature_from_function = cores, signature  # type: ignore[attr-defined]
+        engine.close()
+    return asked
+
+
+def test_nothing_is_asked_again_for_each_gradient_or_module(rank_pool):
+    (asked,) = rank_pool(1).run(_asked_in_a_step)
+    assert asked == []
