@@ -190,8 +190,9 @@ def point_only_what_moved(ds_optimizer: Any) -> None:
 def hand_over_gradients(ds_optimizer: Any, client: Any) -> None:
     """Give `client` the reduced gradients as they are, and the clipping as a factor, not DeepSpeed's rounded flat copy.
 
-    DeepSpeed flattens the gradients of a partition, casts them to the master's dtype and multiplies by the clipping factor:
-    with a bf16 master each of the last two rounds to 8 bits. `client` needs `hand_over(partition, pieces)` and `grad_factor`.
+    DeepSpeed flattens the gradients of a partition, casts them to the master's dtype and multiplies by the clipping factor: copies
+    of a whole partition, and with a bf16 master each of the last two rounds to 8 bits. `client` needs `hand_over(partition, pieces)`
+    and `grad_factor`.
     """
 
     def factor(total_norm: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,31 +77,37 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(param, group)
 
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        grad = param.grad.contiguous().view(-1)  # type: ignore[union-attr]
+        update = self.begin(param, group)
+        for start in range(0, grad.numel(), self.max_chunk_elems):
+            update(start, grad[start : start + self.max_chunk_elems])
+
+    def begin(self, param: torch.Tensor, group: dict[str, Any]) -> Callable[[int, torch.Tensor], None]:
+        """Count an update of one parameter; the function that does it for a part: first element, a multiple of 256, and gradient."""
         state = self.state[param]
         if not state:
             state.update(_new_state(param))
         state["step"] += 1
-        weight, grad = param.view(-1), param.grad.contiguous().view(-1)  # type: ignore[union-attr]
-        for start in range(0, weight.numel(), self.max_chunk_elems):
-            self._update_chunk(weight, grad, state, group, start)
+        return partial(self._update_chunk, param.detach().view(-1), state, group)
 
     def _update_chunk(
-        self, weight: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any], start: int
+        self, weight: torch.Tensor, state: dict[str, Any], group: dict[str, Any], start: int, grad: torch.Tensor
     ) -> None:
-        here = slice(start, start + self.max_chunk_elems)
+        end = start + grad.numel()
+        here = slice(start, end)
         m, v = state["state1"].view(-1)[here], state["state2"].view(-1)[here]
         beta1, beta2 = group["betas"]
         decay, eps, lr, step = group["weight_decay"], group["eps"], float(group["lr"]), state["step"]
         if m.dtype == torch.float32:
             bnb.optimizer_update_32bit(
-                "adam", grad[here], weight[here], m, beta1, eps, step, lr, v, beta2, 0.0, 0.0, decay, 1.0, None, 0.0
+                "adam", grad, weight[here], m, beta1, eps, step, lr, v, beta2, 0.0, 0.0, decay, 1.0, None, 0.0
             )
             return
-        blocks = slice(start // BLOCK_ELEMS, (start + m.numel() + BLOCK_ELEMS - 1) // BLOCK_ELEMS)
+        blocks = slice(start // BLOCK_ELEMS, -(-end // BLOCK_ELEMS))
         code1, code2 = self._codes(weight.device)
         scales = state["absmax1"][blocks], state["absmax2"][blocks]
         bnb.optimizer_update_8bit_blockwise(
-            "adam", grad[here], weight[here], m, v, beta1, beta2, 0.0, 0.0, eps, step, lr, code1, code2, *scales, decay
+            "adam", grad, weight[here], m, v, beta1, beta2, 0.0, 0.0, eps, step, lr, code1, code2, *scales, decay
         )
 
     def _codes(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

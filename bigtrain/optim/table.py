@@ -97,12 +97,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
         build="bigtrain.optim.build.adamw",
         state=_ADAM_FP32,
         config={"zero_force_ds_cpu_optimizer": False},
+        hook="bigtrain.optim.chunks.attach",
         note="AdamW: torch's fused kernel on a GPU, DeepSpeed's CPU Adam when offloaded, plain torch elsewhere",
     ),
     "adamw_torch": Optimizer(
         build="bigtrain.optim.build.adamw_torch",
         state=_ADAM_FP32,
         config={"zero_force_ds_cpu_optimizer": False},
+        hook="bigtrain.optim.chunks.attach",
         note="torch.optim.AdamW without fused kernels, also when offloaded: the reference, slow on a CPU",
     ),
     "adamw_8bit": Optimizer(
@@ -110,6 +112,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         state=_ADAM_8BIT,
         fp32_below_elems=MIN_8BIT_ELEMS,
         config=_CLIENT,
+        hook="bigtrain.optim.chunks.attach",
         note="bitsandbytes AdamW with block-wise 8-bit moments; DeepSpeed's fp32 master stays",
     ),
     "adamw_split": Optimizer(
