@@ -97,3 +97,29 @@ def _asked_in_a_step():
 def test_nothing_is_asked_again_for_each_gradient_or_module(rank_pool):
     (asked,) = rank_pool(1).run(_asked_in_a_step)
     assert asked == []
+
+
+def _a_weight_that_moved():
+    """(weights of a run, of one whose weight was put elsewhere before its last step, that weight's place after both)."""
+    from bigtrain.engine import Engine
+
+    found = []
+    for moves in (False, True):
+        torch.manual_seed(0)
+        engine = Engine(TinyLM(), ds_config=config(2), optimizer="adamw_torch", learning_rate=1e-3, hang_s=None)
+        param = next(engine.module.parameters())
+        for step in range(3):
+            if moves and step == 2:
+                param.data = param.data.clone()
+            engine.train_step(share(rows(step, 2), engine.rank, engine.world_size, 1))
+        whole = engine.deepspeed.optimizer.bit16_groups_flat
+        home = any(flat.data_ptr() <= param.data_ptr() < flat.data_ptr() + flat.nbytes for flat in whole)
+        found.append(([p.detach().clone() for p in engine.module.parameters()], home))
+        engine.close()
+    return found
+
+
+def test_a_weight_that_was_put_elsewhere_comes_back_with_the_step(rank_pool):
+    for (weights, home), (others, back) in rank_pool(2).run(_a_weight_that_moved):
+        assert home and back
+        assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
