@@ -1,9 +1,10 @@
 """The large files of a checkpoint, written and read past the page cache. Torch-free.
 
 Pieces are hashed and copied to an aligned buffer while they are in the processor's cache, and the buffer goes to the disk by
-direct I/O while the next one fills. What lies in memory as it will lie in the file is hashed and written from there. Measured on the two-core machine of docs/results/checkpoint.md, for each of two ranks: buffered
-writing 0.2 to 0.5 GB/s, direct 1.1 to 1.4; reading cold 0.4 against 1.3. State that lies in memory also stays there: written pages
-do not push other files out of the cache. Where a file system knows no direct I/O, the same path goes through the page cache.
+direct I/O while the next one fills. What lies in memory as it will lie in the file is hashed and written from there. Measured on the
+two-core machine of docs/results/checkpoint.md, for each of two ranks: buffered writing 0.2 to 0.5 GB/s, direct 1.1 to 1.4; reading
+cold 0.4 against 1.3. State that lies in memory also stays there: written pages do not push other files out of the cache. Where a file
+system knows no direct I/O, the same path goes through the page cache.
 """
 
 from __future__ import annotations
