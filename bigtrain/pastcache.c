@@ -45,7 +45,8 @@ typedef struct {
 } hasher;
 
 /* Copies bytes that go on where the last call with this state ended; returns how many chunks they completed, with their
-   digests. `held`: bytes of the unfinished chunk. Pieces are hashed and then copied, so that they are in the cache between. */
+   digests. `held`: bytes of the unfinished chunk. Pieces are hashed and then copied, so that they are in the cache between. What is
+   at `target` already is hashed only. */
 size_t bigtrain_copy_hashed(const hasher *hash, void *state, size_t *held, size_t chunk, size_t piece, char *target,
                             const char *source, size_t bytes, uint64_t *digests) {
     size_t complete = 0;
@@ -54,7 +55,7 @@ size_t bigtrain_copy_hashed(const hasher *hash, void *state, size_t *held, size_
         if (part > piece) part = piece;
         if (part > bytes) part = bytes;
         hash->update(state, source, part);
-        bigtrain_copy(target, source, part);
+        if (target != source) bigtrain_copy(target, source, part);
         target += part, source += part, bytes -= part, *held += part;
         if (*held == chunk) {
             digests[complete++] = hash->digest(state);

@@ -14,25 +14,35 @@ bytes on the GPU over the speed of a pinned copy measured in this process (`floo
 before, in every step during, and after; its peak against that of steps without a save; the median step beside the writer against
 the median step before (`lost`), and the same with the stall and all in it (`lost_with_stall`). Then the load, from disk, and a comparison of
 samples of the state with what they were when it was saved. On a machine without a GPU everything runs as well, on the host.
+
+`processor` tells of each busy thread its seconds in user and system mode a step and how often it waited and was taken off its
+processor. To find what a writer takes from training, parts of it can be left out or put elsewhere: `--without hash disk` (a request to the disk
+then sleeps as long as it takes at `--pace_gb_s`; nothing is loaded), `--writer_cpus`, `--writer_nice`, `--switch_interval_s`. A thread that waits for
+the GPU computes all the time; with `--sleeping_wait` it sleeps, and its processor time is that of launching.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
+import resource
 import shutil
 import statistics
+import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bigtrain import ranks
-from bigtrain.checkpoint import hashing, live
+from bigtrain.checkpoint import datafile, hashing, live
 from bigtrain.checkpoint.snapshot import page_locked
 from bigtrain.engine import Engine
 from bigtrain.kernels.attach import use_liger
@@ -111,31 +121,53 @@ class Threads:
     """Processor time of this process's threads between two moments: whether training computes longer beside the writer, or waits."""
 
     def __init__(self) -> None:
-        self._before, self._steal_s, self._begin = self._now(), self._stolen(), time.perf_counter()
+        self._before, self._all = self._now(), self._process()
+        self._machine, self._begin = self._taken(), time.perf_counter()
 
     @staticmethod
-    def _now() -> dict[str, tuple[float, int]]:
-        """Thread -> (seconds, times it was taken off its processor)."""
+    def _now() -> dict[str, tuple[float, ...]]:
+        """Thread -> (user seconds, system seconds, times it waited, times it was taken off its processor)."""
         found = {}
         for task in Path("/proc/self/task").iterdir():
             with contextlib.suppress(OSError):  # one that has just ended
                 words = (task / "stat").read_text().rpartition(")")[2].split()
-                switches = (task / "status").read_text().rpartition("nonvoluntary_ctxt_switches:")[2]
-                found[task.name] = ((int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK"), int(switches))
+                lines = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+                switches = [int(lines[f"{kind}_ctxt_switches"]) for kind in ("voluntary", "nonvoluntary")]
+                user_s, system_s = (int(word) / os.sysconf("SC_CLK_TCK") for word in words[11:13])
+                found[task.name] = (user_s, system_s, *switches)
         return found
 
     @staticmethod
-    def _stolen() -> float:
-        return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
+    def _process() -> tuple[float, float]:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return used.ru_utime, used.ru_stime
+
+    @staticmethod
+    def _taken() -> list[float]:
+        """Seconds of all processors in interrupts, in what follows on them, and taken by the host."""
+        return [int(word) / os.sysconf("SC_CLK_TCK") for word in Path("/proc/stat").read_text().split()[6:9]]
+
+    @staticmethod
+    def _names() -> dict[str, str]:
+        named = {str(thread.native_id): thread.name for thread in threading.enumerate()}
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):
+                named.setdefault(task.name, (task / "comm").read_text().strip())
+        return named
 
     def since(self) -> dict[str, Any]:
-        """Of the busiest threads, the first of them the main one: share of the time on a processor, and times taken off it."""
-        wall, rows = time.perf_counter() - self._begin, []
-        for name, (seconds, switches) in self._now().items():
-            old = self._before.get(name, (0.0, 0))
-            rows.append((name != str(os.getpid()), -(seconds - old[0]) / wall, switches - old[1]))
-        busiest = [[round(-share, 3), count] for _, share, count in sorted(rows)[:6]]
-        return {"wall_s": wall, "threads": busiest, "stolen_s": self._stolen() - self._steal_s}
+        """Of the busiest threads, and of those that have ended meanwhile together: seconds and switches; and what the machine took."""
+        wall, names = time.perf_counter() - self._begin, self._names()
+        rows: list[tuple[str, float, float, int, int]] = []
+        alive = [0.0, 0.0]
+        for task, now in self._now().items():
+            user, system, waits, switches = (a - b for a, b in zip(now, self._before.get(task, (0.0, 0.0, 0, 0))))
+            rows.append((names.get(task, task), round(user, 2), round(system, 2), int(waits), int(switches)))
+            alive = [alive[0] + user, alive[1] + system]
+        rows.sort(key=lambda row: -(row[1] + row[2]))
+        ended = [round(a - b - c, 2) for a, b, c in zip(self._process(), self._all, alive)]
+        machine = dict(zip(("irq_s", "softirq_s", "stolen_s"), (a - b for a, b in zip(self._taken(), self._machine))))
+        return {"wall_s": wall, "threads": rows[:6], "ended_threads": ended, **machine}
 
 
 class Training:
@@ -164,6 +196,47 @@ class Training:
         return statistics.median(self.seconds[first:]), peak()
 
 
+@contextlib.contextmanager
+def without(parts: list[str], pace_gb_s: float) -> Iterator[None]:
+    """Inside, savers leave out these parts of their work."""
+    before = hashing.ChunkHashes.take, datafile.DataFile._put
+
+    def no_hash(self: hashing.ChunkHashes, source: memoryview, target: memoryview) -> None:
+        if len(source) and hashing._address(source) != hashing._address(target):
+            target[:] = source
+
+    def no_disk(self: datafile.DataFile, block: memoryview, offset: int) -> None:
+        time.sleep(len(block) / pace_gb_s / 1e9)
+
+    if "hash" in parts:
+        hashing.ChunkHashes.take = no_hash  # type: ignore[method-assign]
+    if "disk" in parts:
+        datafile.DataFile._put = no_disk  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        hashing.ChunkHashes.take, datafile.DataFile._put = before  # type: ignore[method-assign]
+
+
+def place_writer(args: argparse.Namespace) -> None:
+    """The running writer's threads to processors of their own, and behind others."""
+    others = os.sched_getaffinity(0) - set(args.writer_cpus)
+    for task, name in Threads._names().items():
+        ours = name.startswith(("save-", "checkpoint-disk"))
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            if args.writer_cpus:
+                os.sched_setaffinity(int(task), args.writer_cpus if ours else others)
+            if args.writer_nice and ours:
+                os.setpriority(os.PRIO_PROCESS, int(task), args.writer_nice)
+
+
+def sleep_while_waiting() -> None:
+    """A thread that waits for the GPU sleeps (CU_CTX_SCHED_BLOCKING_SYNC, cuda.h); before the GPU is first used."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    if driver.cuInit(0) or driver.cuDevicePrimaryCtxSetFlags_v2(0, 4):
+        raise RuntimeError("the driver does not take CU_CTX_SCHED_BLOCKING_SYNC")
+
+
 def samples(engine: Engine) -> list[torch.Tensor]:
     """Pieces of the state, on the host: of slices spread over all of it, the last among them."""
     slices = [s for s in live.slices_of(engine) if s.tensor.numel()]
@@ -179,7 +252,7 @@ def state_bytes(engine: Engine) -> tuple[int, int]:
 
 
 def save(
-    training: Training, engine: Engine, root: Path, mode: str, alone_s: float
+    training: Training, engine: Engine, root: Path, mode: str, alone_s: float, args: argparse.Namespace
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """One save with training going on until it is on disk: what it cost, and samples of what was saved."""
     for old in root.glob("checkpoint-*"):  # the disk may have room for one only
@@ -191,6 +264,7 @@ def save(
     peak(restart=True)
     engine.save_checkpoint(root, wait=False)
     call_s, counted_s = time.perf_counter() - begin, engine.checkpoints.blocked_s
+    place_writer(args)
     if mode == "at_once":
         engine.checkpoints.before_update()
     while engine.checkpoints.writing or len(training.seconds) == first:
@@ -232,6 +306,10 @@ def load(engine: Engine, root: Path, kept: list[torch.Tensor]) -> dict[str, Any]
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Everything, on one engine."""
     began = time.perf_counter()
+    if args.sleeping_wait and on_gpu():
+        sleep_while_waiting()
+    if args.switch_interval_s:
+        sys.setswitchinterval(args.switch_interval_s)
     Path(args.dir).mkdir(parents=True, exist_ok=True)
     root = Path(tempfile.mkdtemp(dir=args.dir))
     engine, batch = make_engine(args)
@@ -250,14 +328,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     try:
         for mode in args.saves:
-            row, kept = save(training, engine, root, mode, alone_s)
+            with without(args.without, args.pace_gb_s):
+                row, kept = save(training, engine, root, mode, alone_s, args)
             row = against_floor(row, gpu_bytes, copy_bytes_s)
             row["peak_over_alone"] = row["peak"] - alone_peak
             row["write_gb_s"] = (gpu_bytes + host_bytes) / row["written_s"] / 1e9
             result["saves"].append(row)
             print(json.dumps(rounded(row)), flush=True)  # a run that is stopped has shown something
-        result |= load(engine, root, kept)
-        result["load_gb_s"] = (gpu_bytes + host_bytes) / result["load_s"] / 1e9
+        if not args.without:
+            result |= load(engine, root, kept)
+            result["load_gb_s"] = (gpu_bytes + host_bytes) / result["load_s"] / 1e9
         result["step_after_s"], _ = training.steps(3)
         engine.close()
     finally:
@@ -286,6 +366,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--saves", nargs="+", choices=["training", "at_once"], default=["training", "training", "at_once"])
+    parser.add_argument("--without", nargs="+", choices=["hash", "disk"], default=[], help="parts of the writer's work")
+    parser.add_argument("--pace_gb_s", type=float, default=1.75, help="of the disk that is left out")
+    parser.add_argument("--writer_cpus", type=int, nargs="+", default=[], help="for the writer alone; training gets the others")
+    parser.add_argument("--writer_nice", type=int, default=0)
+    parser.add_argument("--switch_interval_s", type=float, default=0.0, help="of Python's threads; 0: Python's own")
+    parser.add_argument("--sleeping_wait", action="store_true", help="a thread that waits for the GPU takes no processor")
     parser.add_argument("--dir", help="where to write; its disk is what is measured")
     parser.add_argument("--out", type=Path, help="the line also goes here")
     return parser.parse_args(argv)

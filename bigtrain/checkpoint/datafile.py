@@ -1,9 +1,10 @@
 """The large files of a checkpoint, written and read past the page cache. Torch-free.
 
 Pieces are hashed and copied to an aligned buffer while they are in the processor's cache, and the buffer goes to the disk by
-direct I/O while the next one fills. Measured on the two-core machine of docs/results/checkpoint.md, for each of two ranks: buffered
-writing 0.2 to 0.5 GB/s, direct 1.1 to 1.4; reading cold 0.4 against 1.3. State that lies in memory also stays there: written pages
-do not push other files out of the cache. Where a file system knows no direct I/O, the same path goes through the page cache.
+direct I/O while the next one fills. What lies in memory as it will lie in the file is hashed and written from there. Measured on the
+two-core machine of docs/results/checkpoint.md, for each of two ranks: buffered writing 0.2 to 0.5 GB/s, direct 1.1 to 1.4; reading
+cold 0.4 against 1.3. State that lies in memory also stays there: written pages do not push other files out of the cache. Where a file
+system knows no direct I/O, the same path goes through the page cache.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -72,39 +73,39 @@ class DataFile:
         disk: told of every operation before it happens.
         path: the file; made anew.
         thread: does the requests to the disk.
-        block_bytes: of a request.
+        blocks: page-aligned memory of one length, that of a request; used in turn. Three, or enough for the whole file.
     """
 
-    def __init__(self, disk: Disk, path: Path, thread: DiskThread, block_bytes: int = BLOCK_BYTES):
-        self._disk, self.path, self._thread, self._size = disk, path, thread, block_bytes
+    def __init__(self, disk: Disk, path: Path, thread: DiskThread, blocks: Sequence[memoryview] = ()):
+        self._disk, self.path, self._thread = disk, path, thread
         self._pending: deque[Future[None]] = deque()
-        self._blocks = [aligned_buffer(block_bytes) for _ in range(BLOCKS)]
+        self._blocks = blocks or buffers()
+        self._size = len(self._blocks[0])
         self._number = self._filled = self._begin = 0
         with disk.doing("create", path):
             self._handle = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
-    def write(self, content: memoryview, offset: int, chunk_bytes: int) -> tuple[str, ...]:
-        """Take a copy of `content` for byte `offset`, at or behind what was written so far; one hash for each `chunk_bytes`."""
-        hashes = ChunkHashes(chunk_bytes)
-        gap = offset - self._begin - self._filled
-        if gap:
-            self._append(memoryview(bytes(gap)), ChunkHashes(gap))
-        self._append(content, hashes)
-        return tuple(hashes.end())
+    def write(self, content: memoryview, offset: int, hashes: ChunkHashes) -> None:
+        """Take `content` for byte `offset`, at or behind what was written so far: hashed, and copied unless it is there already."""
+        for room in self._next(offset - self._begin - self._filled):
+            room[:] = bytes(len(room))
+        for room in self._next(len(content)):
+            hashes.take(content[: len(room)], room)
+            content = content[len(room) :]
 
-    def _append(self, content: memoryview, hashes: ChunkHashes) -> None:
-        while len(content):
-            part, content = content[: self._size - self._filled], content[self._size - self._filled :]
-            block = memoryview(self._blocks[self._number % BLOCKS])  # type: ignore[arg-type]
-            hashes.take(part, block[self._filled : self._filled + len(part)])
-            self._filled += len(part)
+    def _next(self, nbytes: int) -> Iterator[memoryview]:
+        """Where the file's next bytes belong, in parts; a block goes to the disk once the part that fills it was filled."""
+        while nbytes:
+            room = self._blocks[self._number % len(self._blocks)][self._filled : self._filled + nbytes]
+            yield room
+            self._filled, nbytes = self._filled + len(room), nbytes - len(room)
             if self._filled == self._size:
                 self._hand_over(self._size)
 
     def _hand_over(self, size: int) -> None:
         if len(self._pending) == BLOCKS - 1:
             self._pending.popleft().result()
-        block = memoryview(self._blocks[self._number % BLOCKS])[:size]  # type: ignore[arg-type]
+        block = self._blocks[self._number % len(self._blocks)][:size]
         self._pending.append(self._thread.submit(self._put, block, self._begin))
         self._begin += self._filled
         self._number, self._filled = self._number + 1, 0
@@ -126,7 +127,7 @@ class DataFile:
         try:
             if self._filled:
                 whole = -(-self._filled // PAGE_BYTES) * PAGE_BYTES
-                self._blocks[self._number % BLOCKS][self._filled : whole] = 0
+                self._blocks[self._number % len(self._blocks)][self._filled : whole] = bytes(whole - self._filled)
                 self._hand_over(whole)
             while self._pending:
                 self._pending.popleft().result()
@@ -209,9 +210,18 @@ def take_hashed(source: memoryview, into: memoryview | None) -> str:
     return state.hexdigest()
 
 
+def buffers(size: int = BLOCK_BYTES) -> list[memoryview]:
+    """Blocks of `size` bytes for a file of any length."""
+    return [memoryview(aligned_buffer(size)) for _ in range(BLOCKS)]  # type: ignore[arg-type]
+
+
 def aligned_buffer(size: int = BLOCK_BYTES) -> np.ndarray:
-    """Page-aligned memory."""
-    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+    """Page-aligned memory, in huge pages where there are any: the kernel holds each page that a request names."""
+    made = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            made.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(made, dtype=np.uint8)
 
 
 def open_direct(path: Path, flags: int) -> int:

@@ -37,7 +37,7 @@ class ChunkHashes:
         self._state: _NativeState | _State = _State(chunk_bytes) if code is None else _NativeState(chunk_bytes, code)
 
     def take(self, source: memoryview, target: memoryview) -> None:
-        """Copy the next bytes to `target`, which is as long and does not overlap."""
+        """Copy the next bytes to `target`, which is as long and does not overlap, or is the same memory: then they are hashed only."""
         if len(source) != len(target):
             raise ValueError(f"{len(source)} bytes into {len(target)}")
         if len(source):
@@ -58,11 +58,12 @@ class _State:
         self._chunk, self.held, self._hash = chunk_bytes, 0, xxhash.xxh3_64()
 
     def take(self, source: memoryview, target: memoryview) -> list[str]:
-        found, at = [], 0
+        found, at, there = [], 0, _address(source) == _address(target)
         while at < len(source):
             part = min(self._chunk - self.held, PIECE_BYTES, len(source) - at)
             self._hash.update(source[at : at + part])
-            pastcache.copy(target[at : at + part], source[at : at + part])
+            if not there:
+                pastcache.copy(target[at : at + part], source[at : at + part])
             at, self.held = at + part, self.held + part
             if self.held == self._chunk:
                 found.append(self.digest())
@@ -89,15 +90,18 @@ class _NativeState:
 
     def take(self, source: memoryview, target: memoryview) -> list[str]:
         digests = (ctypes.c_uint64 * (len(source) // self._chunk + 1))()
-        read, written = np.frombuffer(source, dtype=np.uint8), np.frombuffer(target, dtype=np.uint8)
         complete = self._code.copy_hashed(
-            self._code.functions, self._state, ctypes.byref(self._held), self._chunk, PIECE_BYTES, written.ctypes.data,
-            read.ctypes.data, len(source), digests,
+            self._code.functions, self._state, ctypes.byref(self._held), self._chunk, PIECE_BYTES, _address(target),
+            _address(source), len(source), digests,
         )  # fmt: skip
         return [f"{digest:016x}" for digest in digests[:complete]]
 
     def digest(self) -> str:
         return f"{self._code.digest(self._state):016x}"
+
+
+def _address(content: memoryview) -> int:
+    return int(np.frombuffer(content, dtype=np.uint8).ctypes.data)
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bigtrain import ranks
-from bigtrain.checkpoint import files
+from bigtrain.checkpoint import files, snapshot
 from bigtrain.checkpoint.manifest import CHUNK_BYTES, RankManifest, SavedSlice
 from bigtrain.checkpoint.slices import DTYPE_NAMES, LocalSlice
 from bigtrain.checkpoint.snapshot import Copy
@@ -23,18 +23,34 @@ LIVE, BUSY, COPIED, DONE = range(4)
 
 @dataclass
 class Unit:
-    """A run of whole hash chunks of one slice."""
+    """A piece of one slice; `image`: its place in the job's image, once it has been copied there."""
 
     tensor: torch.Tensor
     offset: int
     slice_index: int
     state: int = LIVE
     copy: Copy | None = None
+    image: torch.Tensor | None = None
+
+    @property
+    def content(self) -> torch.Tensor:
+        """Where to write it from."""
+        if self.image is not None:
+            return self.image
+        return self.tensor if self.copy is None else self.copy.tensor
 
 
 @dataclass
 class Job:
-    """One save of this rank; `hashes` fill up while it is written."""
+    """One save of this rank; `hashes` fill up while it is written.
+
+    Attributes:
+        imaged: all state is copied when the save starts, to where it belongs in an image of the data file.
+        image: the blocks of that, in order.
+        device: the GPU that holds some of the state.
+        ready: its state is final from here on.
+        claim: of the root, see files.claim.
+    """
 
     step: int
     scratch: Path
@@ -47,9 +63,16 @@ class Job:
     run: bytes
     model_files: Mapping[str, bytes]
     hashes: list[list[str]]
-    device: torch.device | None = None  # the GPU that holds some of the state
-    ready: torch.cuda.Event | None = None  # its state is final from here on
-    claim: int = -1  # of the root, see files.claim
+    imaged: bool
+    device: torch.device | None = None
+    ready: torch.cuda.Event | None = None
+    claim: int = -1
+    image: list[Copy] = field(default_factory=list)
+
+    def place(self, unit: Unit) -> torch.Tensor:
+        """Where in the image a unit belongs."""
+        block, begin = divmod(unit.offset, snapshot.BLOCK_BYTES)
+        return self.image[block].tensor[begin : begin + unit.tensor.nbytes].view(unit.tensor.dtype)
 
     def manifest(self, data_name: str) -> RankManifest:
         """What was written, once it was."""
@@ -68,6 +91,7 @@ def plan(
     rank_state: dict[str, Any],
     run: bytes,
     model_files: Mapping[str, bytes],
+    imaged: bool,
 ) -> Job:
     """Lay the slices out in one safetensors file and cut them into units."""
     for s in mine:
@@ -88,17 +112,25 @@ def plan(
                 flat=s.flat,
             )
         )
-        per_unit = UNIT_BYTES // s.tensor.element_size()
-        units += [
-            Unit(s.tensor[i : i + per_unit], offset + i * s.tensor.element_size(), index)
-            for i in range(0, s.tensor.numel(), per_unit)
-        ]
+        size = s.tensor.element_size()
+        cuts = _cuts(offset, s.tensor.nbytes, imaged)
+        units += [Unit(s.tensor[begin // size : end // size], offset + begin, index) for begin, end in cuts]
     device, ready = next((u.tensor.device for u in units if u.tensor.is_cuda), None), None
     if device is not None:
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(device))
     hashes: list[list[str]] = [[] for _ in saved]
-    return Job(step, scratch, final, units, saved, total, header, rank_state, run, model_files, hashes, device, ready)
+    return Job(step, scratch, final, units, saved, total, header, rank_state, run, model_files, hashes, imaged, device, ready)
+
+
+def _cuts(offset: int, nbytes: int, imaged: bool) -> Iterator[tuple[int, int]]:
+    """Bytes [begin, end) of the units of a slice at byte `offset` of the file: each lies in one block of the image, if there is one."""
+    begin = 0
+    while begin < nbytes:
+        room = snapshot.BLOCK_BYTES - (offset + begin) % snapshot.BLOCK_BYTES if imaged else UNIT_BYTES
+        end = min(nbytes, begin + room)
+        yield begin, end
+        begin = end
 
 
 def _lay_out(mine: list[LocalSlice]) -> tuple[bytes, list[int], int]:

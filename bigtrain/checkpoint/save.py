@@ -6,18 +6,20 @@ for the disk and the extra memory is at most one snapshot: none where the disk i
 
 Where a GPU computes, all state is copied to host memory at once, beside forward and backward of the next step: what lies on the GPU
 to pinned memory, on a stream of its own; no GPU memory is allocated. Host memory is kept for the next save (`snapshot.HostMemory`).
+Where all of it lies on the GPU, the copy is an image of the data file, which goes to the disk as it is, without another copy.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,14 +27,14 @@ from typing import Any
 import torch
 
 from bigtrain import ranks
-from bigtrain.checkpoint import files, hashing, manifest, store
+from bigtrain.checkpoint import files, hashing, manifest, snapshot, store
 from bigtrain.checkpoint.confirm import Confirmation, LostRankError
-from bigtrain.checkpoint.datafile import BLOCK_BYTES, DataFile, DiskThread
+from bigtrain.checkpoint.datafile import BLOCK_BYTES, DataFile, DiskThread, buffers
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.manifest import CHUNK_BYTES
 from bigtrain.checkpoint.pieces import BUSY, COPIED, DONE, LIVE, Job, Unit, plan
 from bigtrain.checkpoint.slices import LocalSlice, raw, share_of
-from bigtrain.checkpoint.snapshot import HostMemory, copy_host
+from bigtrain.checkpoint.snapshot import Copy, HostMemory, copy_host
 from bigtrain.errors import CheckpointError
 from bigtrain.plan.disk import SPARE_BYTES
 from bigtrain.whereabouts import HERE
@@ -48,6 +50,22 @@ def _copiers() -> int:
     return max(1, min(8, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
 
 
+@contextlib.contextmanager
+def _beside(job: Job) -> Iterator[None]:
+    """What is copied inside from the GPU, is so beside its kernels; done at the end, also after an error: blocks are given back then."""
+    if job.device is None or job.ready is None:
+        yield
+        return
+    with torch.cuda.device(job.device):  # a new thread begins on the first GPU
+        stream = torch.cuda.Stream(job.device)
+        stream.wait_event(job.ready)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            stream.synchronize()
+
+
 class Saver:
     """Writes checkpoints under `root` in the background, one at a time. All ranks make one and call it alike.
 
@@ -59,11 +77,14 @@ class Saver:
         confirmation: that of a saver which saves no more; a process group is never given back, so there is one for each engine.
 
     Attributes:
+        always_imaged: also what lies in host memory is copied to an image of the file when a save starts; for tests without a GPU.
         protect: steps that are not deleted.
         blocked_s: seconds that the last save kept training waiting, so far.
         copied_bytes: copied in host memory, by all saves.
         fetched_bytes, fetch_s: copied from the GPU by the last save, and the seconds from the first copy to the end of the last.
     """
+
+    always_imaged = False
 
     def __init__(
         self, root: Path, *, keep_last: int | None = None, keep_every: int | None = None, disk: Disk | None = None,
@@ -138,7 +159,8 @@ class Saver:
         small = model_files or {}
         body["model_files"] = {n: {"bytes": len(raw), "xxh3": files.digest(raw)} for n, raw in small.items()}
         with ranks.together(f"laying out {final}"):
-            job = plan(mine, step, scratch, final, rank_state, json.dumps(body, indent=1).encode(), small)
+            imaged = self.always_imaged or (bool(mine) and all(s.tensor.is_cuda for s in mine))
+            job = plan(mine, step, scratch, final, rank_state, json.dumps(body, indent=1).encode(), small, imaged)
         try:
             with ranks.together(f"creating {scratch}"):
                 self._disk.make_folder(scratch)
@@ -209,7 +231,7 @@ class Saver:
     def _copy_host_units(self, job: Job) -> None:
         """Copy what is live in host memory; from the back, so that writer and copiers do not wait for each other."""
         live = [unit for unit in reversed(job.units) if unit.state == LIVE and not unit.tensor.is_cuda]
-        if live:
+        if live and not job.imaged:
             with ThreadPoolExecutor(_copiers()) as threads:
                 list(threads.map(self._copy_if_live, live))
 
@@ -301,49 +323,57 @@ class Saver:
 
         Returns when it is done; what is in host memory is copied by other threads while the GPU copies.
         """
-        if job.device is None or job.ready is None:
+        if job.device is None and not job.imaged:
             return
-        units = [unit for unit in job.units if unit.tensor.is_cuda and unit.state == LIVE]
-        self._pinned.reserve(sum(unit.tensor.nbytes for unit in units), _copiers(), job.device)
-        with torch.cuda.device(job.device):  # a new thread begins on the first GPU
-            stream = torch.cuda.Stream(job.device)
-            stream.wait_event(job.ready)
+        units = [unit for unit in job.units if unit.state == LIVE and (job.imaged or unit.tensor.is_cuda)]
+        need = sum(unit.tensor.nbytes for unit in units)
+        self._pinned.reserve(job.data_bytes if job.imaged else need, _copiers(), job.device)
+        if job.imaged:
+            block = torch.empty(snapshot.BLOCK_BYTES, dtype=torch.uint8, device="meta")
+            job.image += (self._room(block) for _ in range(0, job.data_bytes, snapshot.BLOCK_BYTES))
+        with _beside(job):
             began = time.perf_counter()
-            try:
-                with torch.cuda.stream(stream):
-                    for unit in units:
-                        self._fetch_unit(unit)
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # the interpreter's end, where no thread can be started: no update comes
-                    self._copy_host_units(job)
-            finally:  # also after an error: blocks are given back then
-                stream.synchronize()
-        self.fetched_bytes, self.fetch_s = sum(unit.tensor.nbytes for unit in units), time.perf_counter() - began
+            for unit in units:
+                self._fetch_unit(job, unit)
+            with contextlib.suppress(RuntimeError):  # the interpreter's end, where no thread can be started: no update comes
+                self._copy_host_units(job)
+        self.fetched_bytes, self.fetch_s = need, time.perf_counter() - began
         with self._lock:
             for unit in units:
                 unit.state = COPIED
             self._lock.notify_all()
 
-    def _fetch_unit(self, unit: Unit) -> None:
-        copy = self._pinned.take(unit.tensor)
+    def _fetch_unit(self, job: Job, unit: Unit) -> None:
+        if job.imaged:
+            unit.image = target = job.place(unit)
+        else:
+            unit.copy = self._room(unit.tensor)
+            target = unit.copy.tensor
+        unit.state = BUSY
+        target.copy_(unit.tensor, non_blocking=True)
+
+    def _room(self, like: torch.Tensor) -> Copy:
+        """Raises CheckpointError: there is none."""
+        copy = self._pinned.take(like)
         if copy is None:
             raise CheckpointError(
                 f"the host is short of memory for a copy of the GPU's state ({self._pinned.nbytes / 2**30:.1f} GiB are held). "
                 "Leave it more: fewer data workers, or less state offloaded to the host."
             )
-        unit.copy, unit.state = copy, BUSY
-        copy.tensor.copy_(unit.tensor, non_blocking=True)
+        return copy
 
     def _write(self, job: Job) -> tuple[str, int, str]:
         name = manifest.stem(ranks.rank(), ranks.world_size())
         # A thread that launches kernels needs the interpreter all the time: each block handed over takes it a few times.
-        block = BLOCK_BYTES if job.device is None else 4 * BLOCK_BYTES
-        data = DataFile(self._disk, job.scratch / f"{name}.safetensors", self._disk_thread, block)
+        blocks = [raw(c.tensor) for c in job.image] or buffers(BLOCK_BYTES if job.device is None else 4 * BLOCK_BYTES)
+        data = DataFile(self._disk, job.scratch / f"{name}.safetensors", self._disk_thread, blocks)
         try:
-            data.write(memoryview(job.header), 0, len(job.header))
-            for unit in job.units:
-                self._write_unit(job, unit, data)
+            data.write(memoryview(job.header), 0, hashing.ChunkHashes(len(job.header)))
+            for index, units in itertools.groupby(job.units, key=lambda unit: unit.slice_index):
+                hashes = hashing.ChunkHashes(CHUNK_BYTES)
+                for unit in units:
+                    self._write_unit(unit, data, hashes)
+                job.hashes[index] = hashes.end()
             data.close()
         finally:
             data.abandon()
@@ -351,21 +381,20 @@ class Saver:
         self._disk.sync_folder(job.scratch)
         return f"{name}.json", size, digest
 
-    def _write_unit(self, job: Job, unit: Unit, data: DataFile) -> None:
+    def _write_unit(self, unit: Unit, data: DataFile, hashes: hashing.ChunkHashes) -> None:
         """Hash a unit and hand it to the disk; when this returns, its memory may change."""
         with self._lock:
             while unit.state == BUSY:
                 self._lock.wait(0.5)
             if unit.state == LIVE:
                 unit.state = BUSY
-        content = raw(unit.tensor if unit.copy is None else unit.copy.tensor)
-        job.hashes[unit.slice_index] += data.write(content, unit.offset, CHUNK_BYTES)
+        data.write(raw(unit.content), unit.offset, hashes)
         HERE.touch()
         self._done(unit)
 
     def _done(self, unit: Unit) -> None:
         with self._lock:
-            copy, unit.copy, unit.state = unit.copy, None, DONE
+            copy, unit.copy, unit.image, unit.state = unit.copy, None, None, DONE
             self._lock.notify_all()
         if copy is not None:
             copy.give_back()
@@ -374,6 +403,8 @@ class Saver:
         """Let go of all live state, whatever happened, so that no update waits for a writer that has failed."""
         for unit in job.units:
             self._done(unit)
+        while job.image:
+            job.image.pop().give_back()
         self._host.settle()
         self._pinned.settle()
 

@@ -35,6 +35,7 @@ import xxhash
 from bigtrain import ranks, zero
 from bigtrain.checkpoint import live, load, store
 from bigtrain.checkpoint.files import Disk
+from bigtrain.checkpoint.save import Saver
 from bigtrain.checkpoint.verify import verify
 from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError
@@ -107,6 +108,7 @@ def train(folder: Path, root: Path, stage: int, fault: Fault | None, save: bool)
     model = build_model(lambda: TinyLM(width=34, blocks=1, dropout=0.1), ds_config=cfg, seed=1)
     engine = Engine(model, ds_config=cfg, optimizer="adamw_torch", learning_rate=1e-3, total_steps=20, hang_s=None)
     engine.checkpoints.disk = FaultyDisk(folder, fault)
+    Saver.always_imaged = ranks.rank() == 1  # as ranks whose state lies on a GPU do
     if fault is not None and fault.kind == LOADING and fault.rank == ranks.rank():
         die_while_reading()
     if store.steps(root):

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from bigtrain import ranks
-from bigtrain.checkpoint import files, store
+from bigtrain.checkpoint import files, snapshot, store
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
@@ -45,9 +45,23 @@ def _slices(fill: bool, sharded: bool = True) -> list[LocalSlice]:
     return out
 
 
-def _save(root: str, step: int, sharded: bool = True, then_change: bool = True, **kwargs):
-    saver = Saver(Path(root), **kwargs)
-    slices = _slices(True, sharded)
+@contextlib.contextmanager
+def _image(wanted: bool) -> Iterator[None]:
+    """Savers made inside copy first, to an image of the file, as those of state on GPUs do; in blocks that cut the slices."""
+    before = snapshot.BLOCK_BYTES
+    Saver.always_imaged, snapshot.BLOCK_BYTES = wanted, 1 << 20 if wanted else before
+    try:
+        yield
+    finally:
+        Saver.always_imaged, snapshot.BLOCK_BYTES = False, before
+
+
+def _save(root: str, step: int, sharded: bool = True, then_change: bool = True, imaged: bool = False, **kwargs):
+    with _image(imaged):
+        _save_and_change(Saver(Path(root), **kwargs), step, _slices(True, sharded), then_change)
+
+
+def _save_and_change(saver: Saver, step: int, slices: list[LocalSlice], then_change: bool):
     saver.start(step, slices, run={"n": step}, rank_state={"rank": ranks.rank()}, layout={})
     saver.before_update()
     if then_change:
@@ -76,6 +90,20 @@ def test_any_world_size_reads_what_any_other_wrote(rank_pool, world, tmp_path):
         assert sorted(p.name for p in root.iterdir()) == ["checkpoint-7"]
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_image_of_the_file_is_the_file(rank_pool, world, tmp_path):
+    """Twice with one saver in the same memory; what was copied first is what is written, byte for byte as without an image."""
+    rank_pool(world).run(_save, str(tmp_path / "plain"), 1)
+    rank_pool(world).run(_save_steps, str(tmp_path / "image"), [2, 1], imaged=True)
+    plain, image = (tmp_path / name / "checkpoint-1" for name in ("plain", "image"))
+    names = sorted(p.name for p in plain.iterdir())
+    assert sorted(p.name for p in image.iterdir()) == names and len(names) == 2 * world + 2
+    for name in names:
+        if name.startswith("rank") and name.endswith(".safetensors"):
+            assert (plain / name).read_bytes() == (image / name).read_bytes()
+    assert verify(image)[1] == [] and all(rank_pool(world).run(_load, str(image)))
+
+
 def test_the_data_file_is_plain_safetensors(rank_pool, tmp_path):
     rank_pool(2).run(_save, str(tmp_path), 1)
     with safe_open(tmp_path / "checkpoint-1" / "rank-00000-of-00002.safetensors", "pt") as file:
@@ -83,12 +111,16 @@ def test_the_data_file_is_plain_safetensors(rank_pool, tmp_path):
     assert torch.equal(got, _value("a", "master")[:18])
 
 
-def _save_steps(root: str, steps: list[int], **kwargs) -> list[int]:
-    saver = Saver(Path(root), **kwargs)
-    for step in steps:
-        saver.start(step, _slices(True), run={}, rank_state={}, layout={})
-        saver.before_update()
-    saver.wait()
+def _save_steps(root: str, steps: list[int], imaged: bool = False, **kwargs) -> list[int]:
+    with _image(imaged):
+        saver = Saver(Path(root), **kwargs)
+        for step in steps:
+            slices = _slices(True)
+            saver.start(step, slices, run={}, rank_state={}, layout={})
+            saver.before_update()
+            for s in slices:
+                s.tensor.fill_(99.0)
+        saver.wait()
     return store.steps(Path(root))
 
 
@@ -110,8 +142,13 @@ class _FullDisk(Disk):
             raise OSError(self.code, "No space left on device")
 
 
-def _save_on_full_disk(root: str, at: int, on: int = 1) -> list[str]:
+def _save_on_full_disk(root: str, at: int, on: int = 1, imaged: bool = False) -> list[str]:
     _save(root, 1)
+    with _image(imaged):
+        return _save_over(root, at, on)
+
+
+def _save_over(root: str, at: int, on: int) -> list[str]:
     disk = _FullDisk(at, 28, on)
     saver = Saver(Path(root), disk=disk)
     said = ""
@@ -126,12 +163,12 @@ def _save_on_full_disk(root: str, at: int, on: int = 1) -> list[str]:
     return [said, store.newest(Path(root))[0].step, untouched, disk.count]
 
 
-@pytest.mark.parametrize("on", [0, 1])
-def test_B28_full_disk_at_every_point_keeps_the_last_good_checkpoint(rank_pool, tmp_path, on):
-    points = rank_pool(2).run(_save_on_full_disk, str(tmp_path / "count"), 10**9)[on][3]
-    assert points >= 6
+@pytest.mark.parametrize(("on", "imaged"), [(0, False), (1, False), (1, True)])
+def test_B28_full_disk_at_every_point_keeps_the_last_good_checkpoint(rank_pool, tmp_path, on, imaged):
+    points = rank_pool(2).run(_save_on_full_disk, str(tmp_path / "count"), 10**9, on, imaged)[on][3]
+    assert points >= (15 if imaged else 6)
     for at in range(1, points + 1):
-        answers = rank_pool(2).run(_save_on_full_disk, str(tmp_path / f"at{at}"), at, on)
+        answers = rank_pool(2).run(_save_on_full_disk, str(tmp_path / f"at{at}"), at, on, imaged)
         assert verify(tmp_path / f"at{at}")[1] == []
         for said, newest, untouched, _ in answers:
             assert untouched, (at, answers)
@@ -229,8 +266,12 @@ class _Late(Disk):
             yield
 
 
-def _save_while_forward_goes_on(root: str):
-    saver = Saver(Path(root), disk=_Late())
+def _save_while_forward_goes_on(root: str, imaged: bool):
+    with _image(imaged):
+        _save_while_it_changes(Saver(Path(root), disk=_Late()))
+
+
+def _save_while_it_changes(saver: Saver):
     slices = [dataclasses.replace(s, volatile=True) for s in _slices(True)]
     saver.start(1, slices, run={"n": 1}, rank_state={"rank": ranks.rank()}, layout={})
     for s in slices:
@@ -239,6 +280,7 @@ def _save_while_forward_goes_on(root: str):
     saver.wait()
 
 
-def test_buffers_are_saved_as_they_were_when_the_save_began(rank_pool, tmp_path):
-    rank_pool(2).run(_save_while_forward_goes_on, str(tmp_path))
+@pytest.mark.parametrize("imaged", [False, True])
+def test_buffers_are_saved_as_they_were_when_the_save_began(rank_pool, tmp_path, imaged):
+    rank_pool(2).run(_save_while_forward_goes_on, str(tmp_path), imaged)
     assert all(rank_pool(2).run(_load, str(tmp_path / "checkpoint-1")))

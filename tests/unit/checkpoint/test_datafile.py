@@ -10,8 +10,9 @@ import torch
 import xxhash
 
 from bigtrain.checkpoint import datafile, files, hashing, snapshot
-from bigtrain.checkpoint.datafile import BLOCK_BYTES, DataFile, DataSource, DiskThread, aligned_buffer, take_hashed
+from bigtrain.checkpoint.datafile import BLOCK_BYTES, DataFile, DataSource, DiskThread, aligned_buffer, buffers, take_hashed
 from bigtrain.checkpoint.files import Disk
+from bigtrain.checkpoint.hashing import ChunkHashes
 from bigtrain.checkpoint.snapshot import BLOCK_BYTES as HOST_BLOCK_BYTES
 from bigtrain.checkpoint.snapshot import HostMemory, copy_host
 from bigtrain.errors import CheckpointError
@@ -43,12 +44,36 @@ def test_pieces_with_gaps_arrive_and_are_hashed(folder, sizes, compiled, monkeyp
     for size in sizes:
         content = chance.bytes(size)
         whole += b"\0" * (position - len(whole)) + content
-        hashes.append((content, file.write(memoryview(content), position, CHUNK)))
+        hashes.append((content, ChunkHashes(CHUNK)))
+        file.write(memoryview(content), position, hashes[-1][1])
         position = files.aligned(position + size)
     file.close()
     assert (folder / "x").read_bytes() == whole
     for content, told in hashes:
-        assert told == tuple(xxhash.xxh3_64_hexdigest(content[i : i + CHUNK]) for i in range(0, len(content), CHUNK))
+        assert told.end() == [xxhash.xxh3_64_hexdigest(content[i : i + CHUNK]) for i in range(0, len(content), CHUNK)]
+
+
+def test_what_lies_where_the_file_will_have_it_is_written_from_there(folder, monkeypatch):
+    """Parts that are in the blocks beside one that is not; a slice that goes over two blocks; gaps, which held something else."""
+    block, copies = 1 << 20, []
+    blocks = [memory for _ in range(2) for memory in buffers(block)][:4]
+    content = np.random.default_rng(4).bytes(3 * block + 70_001)
+    for i, memory in enumerate(blocks):
+        memory[:] = b"x" * block
+        memory[: len(content) - i * block] = content[i * block : (i + 1) * block]
+    monkeypatch.setattr(hashing, "native", lambda: None)
+    monkeypatch.setattr(
+        hashing.pastcache, "copy", lambda into, out: copies.append(len(out)) or into.__setitem__(slice(None), out)
+    )
+    file, whole, last = DataFile(Disk(), folder / "x", DiskThread(), blocks), ChunkHashes(CHUNK), len(content) - 3 * block
+    file.write(blocks[0][:500], 0, ChunkHashes(CHUNK))
+    file.write(memoryview(b"elsewhere"), 576, ChunkHashes(CHUNK))
+    for at, size in [(1024, block - 1024), (block, block), (2 * block, block), (3 * block, last)]:
+        file.write(blocks[at // block][at % block :][:size], at, whole)
+    file.close()
+    expected = content[:500] + bytes(76) + b"elsewhere" + bytes(1024 - 585) + content[1024:]
+    assert (folder / "x").read_bytes() == expected and copies == [9]
+    assert whole.end() == [xxhash.xxh3_64_hexdigest(content[i : i + CHUNK]) for i in range(1024, len(content), CHUNK)]
 
 
 @pytest.mark.parametrize("direct", [False, True])

@@ -31,6 +31,15 @@ def test_in_any_parts(way, chunk):
     assert hashes.end() == [xxhash.xxh3_64_hexdigest(content[i : i + chunk]) for i in range(0, len(content), chunk)]
 
 
+def test_what_is_there_already_is_hashed_only(way):
+    content, hashes = bytearray(os.urandom(PIECE_BYTES + 99)), ChunkHashes(1000)
+    before, same = bytes(content), memoryview(content)
+    for part in (slice(0, 1500), slice(1500, None)):
+        hashes.take(same[part], same[part])
+    assert content == before
+    assert hashes.end() == [xxhash.xxh3_64_hexdigest(before[i : i + 1000]) for i in range(0, len(before), 1000)]
+
+
 def test_nothing_and_unequal_lengths(way):
     hashes = ChunkHashes(8)
     hashes.take(memoryview(b""), memoryview(bytearray()))
