@@ -36,9 +36,10 @@ ROWS: dict[str, tuple[str, str]] = {
     "gradients, larger than the bucket": ("2 n of every n > R, until reduced", f"{_S2} extra_large_param_to_reduce"),
     "gradient of the tied matrix": ("2 V d from the head's backward to the embedding's", "torch autograd input buffer"),
     "gradient, fp32 slice": ("4 n of the slice", f"{_S2} async_inplace_copy_grad_to_fp32_buffer_from_gpu"),
-    "gradients, flat for the step": ("2 p of one group", f"{_S2} step: flatten(averaged_gradients)"),
-    "gradients, fp32 for the step": ("4 p of one group | 4 S", f"{_S2} step: .to(fp32); {_S3} "
-                                     "_prepare_fp32_grad_for_sub_group"),
+    "gradients, flat for the step": ("a chunk of 2^25 elements (2^16 on CPUs); muon: 2 p of one group | a S",
+                                     f"optim/pieces.py joined; {_S2} step: flatten(averaged_gradients)"),
+    "gradients, fp32 for the step": ("a chunk, as above; muon: 4 p of one group | 4 S", f"optim/chunks.py; {_S2} step: .to(fp32); "
+                                     f"{_S3} _prepare_fp32_grad_for_sub_group"),
     "gradient norm in fp64": ("8 x largest piece", f"{_S2} get_grad_norm_direct, get_norm_dtype() = float64"),
     "reduce buckets": ("2 R x (2 with overlap_comm) | 2 R (stage 3)", f"{_S2} setup_buckets; {_S3} "
                        "_setup_for_real_optimizer"),
@@ -72,7 +73,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "loss in chunks": ("2 t d + 4 V d + a chunk of logits, then 2 t d + 2 V d", "kernels/cross_entropy.py with torch alone"),
     "gradient of the head": ("2 V d", "torch autograd of lm_head"),
     "batch": ("3 x 8 t", "input_ids, labels, position_ids in int64"),
-    "update in passing": ("8 x elements of a group; torch's AdamW on CPUs", "torch/optim/adam.py _single_tensor_adam"),
+    "update in passing": ("8 x a chunk (stage 0: a group); torch's AdamW on CPUs", "torch/optim/adam.py _single_tensor_adam"),
     "muon staging": ("momentum of a group once more", f"{_S2} _muon_staging_momentum"),
     "export, one whole parameter": ("2 L", "one parameter is gathered at a time"),
     "weights, drawn in fp32": ("4 P (stages 0-2) | 512 MiB + 4 p (stage 3), until rounded", "models/build.py, models/window.py"),

@@ -25,8 +25,8 @@ class StateLayout:
         step_grad: of the gradient handed to the update (4: cast to fp32 first; 2: as it comes).
         source: where the numbers come from.
         offload: it works with offload_optimizer. stages: ZeRO stages at which it is right.
-        flat_step: DeepSpeed lays the gradients of a group out flat for the step; otherwise they are taken as they are
-            (bigtrain/flat.py hand_over_gradients).
+        flat_step: DeepSpeed lays the gradients of a group out flat for the step; otherwise they are taken as they are, a chunk at a
+            time (bigtrain/flat.py hand_over_gradients).
         own_offload: it then keeps its state in host memory itself and streams it through the GPU; DeepSpeed is not told, so
              that weights and gradients are placed as without offload (bigtrain/optim/stream.py).
     """
@@ -43,8 +43,12 @@ class StateLayout:
 
 
 LAYOUTS: dict[str, StateLayout] = {
-    "adamw": StateLayout(4, 8, 8, 4, "DeepSpeed stage_1_and_2.py single_partition_of_fp32_groups; Adam m, v in fp32"),
-    "adamw_8bit": StateLayout(4, EIGHT_BIT_MOMENTS, EIGHT_BIT_MOMENTS, 4, "fp32 master; bitsandbytes 8-bit m, v"),
+    "adamw": StateLayout(
+        4, 8, 8, 4, "DeepSpeed stage_1_and_2.py single_partition_of_fp32_groups; Adam m, v in fp32", flat_step=False
+    ),
+    "adamw_8bit": StateLayout(
+        4, EIGHT_BIT_MOMENTS, EIGHT_BIT_MOMENTS, 4, "fp32 master; bitsandbytes 8-bit m, v", flat_step=False
+    ),
     "muon": StateLayout(4, 8, 4, 4, "fp32 master; momentum for matrices of blocks, Adam for the rest"),
     "adamw_split": StateLayout(2, 8, 8, 2, "bf16 weight + 16 missing bits; fp32 m, v", True, (1, 2, 3), False, True),
     "adamw_split_bf16": StateLayout(2, 4, 4, 2, "bf16 weight + 16 missing bits; bf16 m, v", True, (1, 2, 3), False, True),

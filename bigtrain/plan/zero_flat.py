@@ -31,12 +31,31 @@ def build_whole(plan: PlanInput, tape: Tape) -> None:
         tape.drop(("drawn", i))
 
 
-# Elements of gradients that a split optimizer gathers at once (optim/split.py GATHER_ELEMS).
-GATHER_ELEMS = 2**25
+# Elements of gradients that an update takes at once (optim/pieces.py GATHER_ELEMS); with an fp32 master on a CPU those of
+# optim/chunks.py CHUNK_ELEMS, for one thread.
+GATHER_ELEMS, CPU_CHUNK_ELEMS = 2**25, 2**16
+
+
+def chunk_of_gradients(plan: PlanInput, tape: Tape, elems: int, *, apart: bool) -> None:
+    """Gradients that the update takes as they are: what one chunk needs in passing.
+
+    Args:
+        elems: of the partition.
+        apart: they do not follow each other in memory, so those of one chunk are copied together.
+    """
+    step_grad, grad_bytes = plan.device_layout.step_grad, plan.told.grad_bytes
+    chunk = min(elems, CPU_CHUNK_ELEMS if plan.device == "cpu" and step_grad == 4 else GATHER_ELEMS)
+    if apart and not plan.streams:
+        tape.hold("joined", grad_bytes * chunk, "gradients, flat for the step")
+    if step_grad > grad_bytes:
+        tape.hold("cast", step_grad * chunk, "gradients, fp32 for the step")
+    tape.drop("joined")
+    update_temporaries(plan, tape, chunk)
+    tape.drop("cast")
 
 
 def update_temporaries(plan: PlanInput, tape: Tape, elems: int) -> None:
-    """What torch's AdamW makes on a CPU, where it has no fused kernel in use: sqrt(v), and that divided, of a whole group.
+    """What torch's AdamW makes on a CPU, where it has no fused kernel in use: sqrt(v), and that divided, of what it updates at once.
 
     Source: torch/optim/adam.py `_single_tensor_adam`: `(exp_avg_sq.sqrt() / bias_correction2_sqrt).add_(eps)`.
     """
@@ -291,27 +310,31 @@ class FlatSharding:
 
     def _update(self, g: int, partition: int, first: bool, last: bool) -> None:
         tape, layout = self.tape, self.layout
-        if not layout.flat_step:
-            together = 0 if self.streamed else 2 * min(partition, GATHER_ELEMS)
-            tape.touch(together, "gradients, flat for the step")
-        elif not self.compact:
-            tape.hold("flat grad", 2 * partition, "gradients, flat for the step")
-            if layout.step_grad == 4:
-                tape.hold("cast", 4 * partition, "gradients, fp32 for the step")
-                tape.drop("flat grad")
-        elif layout.step_grad == 2:
-            tape.hold("cast", 2 * partition, "gradients, flat for the step")
-        if last and not self.compact and layout.flat_step:
-            self._forget()
+        if layout.flat_step:
+            self._flat_gradients(partition)
+            if last and not self.compact:
+                self._forget()
         if first:
             hold_moments(tape, g, self._moment_bytes(g, partition))
-        update_temporaries(self.plan, tape, partition)
+        if not layout.flat_step:
+            chunk_of_gradients(self.plan, tape, partition, apart=not self.compact)
         if self.plan.optimizer == "muon":
             tape.touch(4 * partition, "muon staging")
         tape.drop("cast", "flat grad")
         if last:
             self._forget()
             tape.drop("compact")
+
+    def _flat_gradients(self, partition: int) -> None:
+        """'step': flat, then in the master's dtype."""
+        tape, step_grad = self.tape, self.layout.step_grad
+        if not self.compact:
+            tape.hold("flat grad", 2 * partition, "gradients, flat for the step")
+            if step_grad == 4:
+                tape.hold("cast", 4 * partition, "gradients, fp32 for the step")
+                tape.drop("flat grad")
+        elif step_grad == 2:
+            tape.hold("cast", 2 * partition, "gradients, flat for the step")
 
     def _forget(self) -> None:
         self.tape.drop(("kept grads", 0), ("kept grads", 1), *(("own", i) for i in range(len(self.items))))

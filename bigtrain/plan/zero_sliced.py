@@ -13,7 +13,7 @@ from bigtrain.plan.gathered import Gathered, Recording, Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.streamed import Update
 from bigtrain.plan.tape import Tape
-from bigtrain.plan.zero_flat import GATHER_ELEMS, hold_moments, update_temporaries
+from bigtrain.plan.zero_flat import chunk_of_gradients, hold_moments
 
 # 'reduce_and_partition' keeps at most this many buckets in flight ('max_param_reduce_events').
 _REDUCES_IN_FLIGHT = 1
@@ -230,17 +230,15 @@ class SlicedSharding:
         if self.streamed is not None:
             self.streamed.run([], apart=False)  # 'averaged_gradients' are views of one buffer that stays
         for s, size in enumerate(self.on_gpu):
-            if not self.layout.flat_step:
-                together = 0 if self.streamed else 2 * min(size, GATHER_ELEMS)
-                self.tape.touch(together, "gradients, flat for the step")
-            elif not self.zero.offload_optimizer:
+            if self.layout.flat_step and not self.zero.offload_optimizer:
                 self.tape.hold("flat grad", self.zero.grad_bytes * size, "gradients, flat for the step")
                 if self.layout.step_grad != self.zero.grad_bytes:
                     self.tape.hold("cast", self.layout.step_grad * size, "gradients, fp32 for the step")
                     self.tape.drop("flat grad")
             if first:
                 hold_moments(self.tape, s, self.plan.moment_bytes * size)
-            update_temporaries(self.plan, self.tape, size)
+            if not self.layout.flat_step and not self.zero.offload_optimizer:
+                chunk_of_gradients(self.plan, self.tape, size, apart=False)  # views of one buffer, in its order
             self.tape.drop("cast", "flat grad")
 
     def all_gather(self) -> None:

@@ -4,11 +4,14 @@ Measured with fixed segments. Seen: allocated off by at most 0.2 %, device-used 
 offloaded, speed by at most 12 %.
 """
 
+import dataclasses
+
 import pytest
 
 from bigtrain import shapes
 from bigtrain.plan import ZeroSettings, plan_input, predict, step_time
 from bigtrain.plan.device import _Run
+from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
 from tests.unit.plan.measured import HOST_UNIT, MEASURED, SPEED
 
@@ -20,12 +23,20 @@ def off(planned, measured):
     return planned / measured - 1
 
 
+@pytest.fixture
+def raw_deepspeed(monkeypatch):
+    """The rows of `MEASURED` had the gradients of a partition flat, and in fp32 in one piece, as DeepSpeed makes them."""
+    monkeypatch.setitem(LAYOUTS, "adamw", dataclasses.replace(LAYOUTS["adamw"], flat_step=True))
+
+
 @pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.usefixtures("raw_deepspeed")
 def test_B45_allocated_peak_of_a_real_run(name):
     plan, allocated, _, _ = MEASURED[name]
     assert abs(off(predict(plan).gpu_peak_allocated_bytes, allocated * 1e9)) <= ALLOCATED
 
 
+@pytest.mark.usefixtures("raw_deepspeed")
 def test_device_used_of_real_runs():
     errors = [abs(off(predict(plan).gpu_used_bytes, used * 1e9)) for plan, _, used, _ in MEASURED.values()]
     assert sum(errors) / len(errors) <= USED_MEAN
@@ -33,6 +44,7 @@ def test_device_used_of_real_runs():
 
 
 @pytest.mark.parametrize("name", [name for name in MEASURED if "offload" in name])
+@pytest.mark.usefixtures("raw_deepspeed")
 def test_host_peak_of_a_real_run(name):
     plan, _, _, host = MEASURED[name]
     phases = predict(plan).host.by_phase
@@ -156,9 +168,9 @@ def test_host_peak_of_two_cpu_ranks(stage, peaks):
 
 # The same by launch/train.py on presets of 135 M and 360 M parameters: peak of a rank's VmHWM less what it shares, in docs/results/plan_host.md.
 @pytest.mark.parametrize("name, ds_config, seq_len, accumulation, peak", [
-    ("llama-135m", "zero3", 512, 1, 2_405_699_584), ("llama-135m", "zero2_offload", 128, 4, 2_856_072_192),
+    ("llama-135m", "zero3", 512, 1, 2_224_254_976), ("llama-135m", "zero2_offload", 128, 4, 2_856_072_192),
     ("llama-135m", "zero3_offload", 128, 4, 2_384_190_464), ("llama-135m", "zero3_offload_all", 128, 4, 2_333_715_456),
-    ("llama-135m", "zero2", 128, 4, 2_348_004_352), ("llama-135m", "zero3", 128, 4, 2_570_747_904),
+    ("llama-135m", "zero2", 128, 4, 2_430_995_456), ("llama-135m", "zero3", 128, 4, 2_069_988_352),
     ("llama-360m", "zero3_offload", 128, 4, 5_330_142_208),
 ])  # fmt: skip
 def test_host_peak_of_a_rank_of_the_training_program(name, ds_config, seq_len, accumulation, peak):

@@ -5,6 +5,7 @@ import pytest
 from bigtrain import shapes
 from bigtrain.plan import ZeroSettings, plan_input, predict
 from bigtrain.plan.constants import MALLOC_MMAP_BYTES, process_bytes
+from bigtrain.plan.device import device_tape
 from bigtrain.plan.resident import KEPT_ROW, one_memory
 from bigtrain.plan.tape import Tape
 from bigtrain.plan.zero_flat import FlatSharding
@@ -60,14 +61,27 @@ def test_ranks_of_a_host_share_library_code():
     assert predict(cpu(2)).host_node_bytes == 2 * predict(cpu(2)).host.bytes
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_plain_adamw_on_a_cpu_makes_two_copies_in_passing(stage):
-    plan = cpu(stage)
-    assert (
-        predict(plan).host.by_phase["optimizer step"]
-        - predict(plan.but(optimizer="adamw_8bit")).host.by_phase["optimizer step"]
-        > 8 * plan.trained_elems / 2 * 0.9
-    )
+def largest(plan, row):
+    """The largest block of a row, 0 if there is none."""
+    return max((size for _, _, size, what in device_tape(plan).events if what == row), default=0)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize("device, elems", [("cpu", 2**16), ("cuda", 2**25)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_fp32_master_takes_gradients_a_chunk_at_a_time(stage, device, elems, optimizer):
+    plan = cpu(stage, device=device, optimizer=optimizer, world=1)
+    assert plan.trained_elems > elems
+    assert largest(plan, "gradients, fp32 for the step") == 4 * elems
+    # At stage 3 they are views of one buffer.
+    assert largest(plan, "gradients, flat for the step") == (0 if stage == 3 else 2 * elems)
+    assert largest(plan, "update in passing") == (8 * elems if (device, optimizer) == ("cpu", "adamw") else 0)
+    summed = cpu(stage, device=device, optimizer=optimizer, world=1, zero={"grad_bytes": 4})
+    assert largest(summed, "gradients, fp32 for the step") == largest(summed, "gradients, flat for the step") == 0
+
+
+def test_plain_adamw_at_stage_0_on_a_cpu_makes_two_copies_in_passing():
+    assert largest(cpu(0), "update in passing") > 8 * cpu(0).trained_elems / 2 * 0.9
 
 
 @pytest.mark.parametrize("stage, zero", [(2, {}), (3, {}), (3, {"offload_optimizer": True, "offload_param": True})])
@@ -148,6 +162,9 @@ def test_one_rank_at_stage_2_keeps_gradients_where_they_are():
     alone, two = predict(gpu()), predict(gpu(world_size=2))
     assert not any(row.name == "reduce buckets" for row in alone.gpu.rows)
     assert alone.gpu.by_phase["bucket flush"] < two.gpu.by_phase["bucket flush"] + 8 * gpu().parameters.elems
+    chunk, elems = 2**25, gpu().parameters.elems
+    # Weights, master, moments and gradients: of those one chunk is copied together, and cast.
+    assert alone.gpu.by_phase["optimizer step"] < (2 + 4 + 8 + 2) * 1.02 * elems + (2 + 4) * chunk
     split = predict(gpu(optimizer="adamw_split"))
     # Weights, remainder, moments and gradients: nothing is laid out flat once more.
-    assert split.gpu.by_phase["optimizer step"] < (2 + 2 + 8 + 2) * 1.02 * gpu().parameters.elems + 2**26
+    assert split.gpu.by_phase["optimizer step"] < (2 + 2 + 8 + 2) * 1.02 * elems + 2 * chunk
