@@ -10,7 +10,7 @@ from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.tape import Tape
 from bigtrain.plan.zero_flat import FlatSharding, ranks_to_plan
-from bigtrain.plan.zero_none import WholeSharding
+from bigtrain.plan.zero_none import Bf16Sharding, WholeSharding
 from bigtrain.plan.zero_sliced import SlicedSharding
 
 
@@ -32,6 +32,8 @@ class Sharding(Protocol):
 
 def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:
     """The simulation of the plan's stage; `rank` matters where ranks differ, at stages 1 and 2."""
+    if plan.settings.stage == 1 and plan.told.grad_bytes == 4 and not plan.settings.offload_optimizer:
+        return Bf16Sharding(plan, tape)
     if plan.settings.stage in (1, 2):
         return FlatSharding(plan, tape, rank)
     return SlicedSharding(plan, tape) if plan.settings.stage == 3 else WholeSharding(plan, tape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from bigtrain.plan import streamed
-from bigtrain.plan.constants import READ_BUFFER_BYTES, SAVE_BUFFER_BYTES, process_bytes
+from bigtrain.plan.constants import READ_BUFFER_BYTES, SAVE_BUFFER_BYTES, process_bytes, process_start_bytes
 from bigtrain.plan.flat import flat_group, heaviest_rank, slice_elems, split_groups, sub_groups
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
@@ -163,7 +163,8 @@ def _simulate(plan: PlanInput) -> _Host:
         host = _Host(plan)
     tape = host.tape
     tape.phase("build")
-    tape.hold("process", process_bytes(plan.device, plan.ranks_per_node), "process")
+    at_start = process_start_bytes(plan.device, plan.ranks_per_node)
+    tape.hold("process", at_start, "process")
     if isinstance(host, _SlicedHost):
         host.build()
     if plan.drawn_on_host:
@@ -194,6 +195,8 @@ def _simulate(plan: PlanInput) -> _Host:
             tape.hold(("input", block), size, "checkpoints, host")
             tape.hold(("input rounding", block), pinned_bytes(size) - size, "pinned rounding")
             host.pinned += pinned_bytes(size)
+    tape.phase("first forward")
+    tape.hold("kernels", process_bytes(plan.device, plan.ranks_per_node) - at_start, "process")
     for _ in range(2):
         if isinstance(host, _FlatHost | _SlicedHost):
             tape.phase("backward")

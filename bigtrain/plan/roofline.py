@@ -29,6 +29,7 @@ class Rates:
         device_bytes_s: GPU memory copied. h2d_bytes_s, d2h_bytes_s: pinned PCIe. pageable_bytes_s: unpinned.
         cpu_adam_s_per_elem: DeepSpeedCPUAdam; cpu_adam_8bit_s_per_elem: its 8-bit stand-in (assumed twice that).
         launch_s_per_block: of the host's thread, to launch one block's forward on a GPU; its backward takes twice that.
+        stage3_s_per_block: what stage 3 adds to each of these, hooks and copies that nothing hides.
         host_bytes_s: elementwise passes over host memory with all cores; host_copy_bytes_s: with one thread.
         link_bytes_s: collectives between the cards of one host; network_bytes_s: between hosts.
         peak_flops: what MFU is counted against.
@@ -44,7 +45,8 @@ class Rates:
     pageable_bytes_s: float = 10e9
     cpu_adam_s_per_elem: float = 0.174e-9
     cpu_adam_8bit_s_per_elem: float = 0.348e-9
-    launch_s_per_block: float = 2.3e-3
+    launch_s_per_block: float = 2.0e-3
+    stage3_s_per_block: float = 1.5e-3
     host_bytes_s: float = 95e9
     host_copy_bytes_s: float = 28e9
     link_bytes_s: float = 200e9
@@ -181,7 +183,22 @@ def _elementwise_s(plan: PlanInput, rates: Rates) -> float:
 
 def _launch_s(plan: PlanInput, rates: Rates) -> float:
     """What the host needs for the launches of one micro step: a small one is over sooner on the card than it is launched."""
-    return (3 * plan.block_count + plan.recomputed_blocks) * rates.launch_s_per_block
+    return _visits(plan) * rates.launch_s_per_block
+
+
+def _visits(plan: PlanInput) -> int:
+    """Blocks that one micro step runs: forward, backward as two, and those that are recomputed."""
+    return 3 * plan.block_count + plan.recomputed_blocks
+
+
+def _sums_s(plan: PlanInput, rates: Rates) -> float:
+    """Passes over gradients that are summed in fp32: each micro step's addition, and copies for the reduction at stages 0 and 1."""
+    zero = plan.told
+    whole = zero.stage == 0 or (zero.stage == 1 and zero.grad_bytes == 4)
+    if not whole and zero.grad_bytes == 2:
+        return 0.0
+    addition = 10 if zero.stage == 0 else 18  # bf16 read, sum read and written; elsewhere a cast or a copy before it
+    return (plan.accumulation * addition + (16 if whole else 0)) * plan.trained_elems / rates.device_bytes_s
 
 
 def _host_inputs_s(plan: PlanInput, rates: Rates) -> float:
@@ -211,6 +228,10 @@ def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
         fetch = plan.accumulation * 2 * 2 * plan.parameters.elems / plan.world_size / rates.h2d_bytes_s
     hidden = plan.settings.overlap_comm or plan.settings.stage == 3
     micro = max(compute, communication + fetch) if hidden else compute + communication + fetch
+    if plan.settings.stage == 3:
+        micro += plan.accumulation * _visits(plan) * rates.stage3_s_per_block
+    if plan.device == "cuda":
+        micro += _sums_s(plan, rates)
     optimizer = _optimizer_s(plan, rates, forward_s(plan, rates))
     backward = compute / plan.accumulation - forward_s(plan, rates)
     exposed = leaving_s(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, backward)

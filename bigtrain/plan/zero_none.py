@@ -1,8 +1,4 @@
-"""Stage 0 on the GPU: DeepSpeed's BF16_Optimizer, which shards the fp32 master and moments but nothing else.
-
-Follows deepspeed 0.19.8 runtime/bf16_optimizer.py: flat bf16 weights, an accumulation buffer of all gradients, one fp32
-partition; `bf16.immediate_grad_update` (on by default) moves each gradient into the buffer as it comes.
-"""
+"""The stages that keep gradients of whole parameters in fp32: 0, and 1 with fp32 accumulation."""
 
 from __future__ import annotations
 
@@ -13,15 +9,16 @@ from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
 from bigtrain.plan.zero_flat import build_whole, hold_moments, update_temporaries
 
+# 'allreduce_no_retain' flattens gradients until it has more than so many (runtime/engine.py MEMORY_OPT_ALLREDUCE_SIZE).
+REDUCED_AT_ONCE_ELEMS = 500_000_000
+
 
 class WholeSharding:
-    """Device memory of one rank under stage 0."""
+    """Device memory of one rank under stage 0: fp32 masters, moments and sums of everything on every rank (bigtrain/master.py)."""
 
     def __init__(self, plan: PlanInput, tape: Tape):
         self.plan, self.tape = plan, tape
         self.items, self.layout = plan.parameters.items, LAYOUTS[plan.optimizer]
-        members = split_groups(self.items, plan.decay_groups, plan.trains)
-        self.groups = [flat_group(self.items, m, plan.world_size) for m in members]
 
     def learn(self, visits: list[Visit], recomputed: frozenset[str]) -> None:
         pass
@@ -30,13 +27,12 @@ class WholeSharding:
         build_whole(self.plan, self.tape)
 
     def initialise(self) -> None:
-        for g, group in enumerate(self.groups):
-            self.tape.hold(("flat", g), 2 * group.padded, "weights, bf16")
-            self.tape.drop(*(("built", i) for i in group.members))
-            self.tape.hold("clone", 2 * group.partition, "weights, slice clone")
-            self.tape.hold(("master", g), self.layout.remainder * group.partition, "master")
-            self.tape.drop("clone")
-            self.tape.hold(("grads", g), self.plan.settings.grad_bytes * group.padded, "gradients, kept")
+        trained = self.plan.trained_elems
+        for i, item in enumerate(self.items):  # they stay where they were built
+            self.tape.drop(("built", i))
+            self.tape.hold(("weights", i), 2 * item.elems, "weights, bf16")
+        self.tape.hold("master", self.layout.remainder * trained, "master")
+        self.tape.hold("grads", 4 * trained, "gradients, kept")
 
     def fetch(self, key: str, members: list[int], *, backward: bool, steady: bool) -> None:
         pass
@@ -53,24 +49,64 @@ class WholeSharding:
     def end_backward(self) -> None:
         pass
 
-    def step(self, first: bool) -> None:
+    def reduce(self) -> None:
         self.tape.phase("all-reduce")
-        if self.plan.world_size > 1:
-            elems = min(self.plan.settings.reduce_bucket_elems, self.plan.trained_elems)
-            self.tape.touch(self.plan.settings.grad_bytes * elems, "reduce copy")
+        self.tape.touch(4 * min(REDUCED_AT_ONCE_ELEMS, self.plan.trained_elems), "reduce copy")
         self.tape.phase("optimizer step")
+
+    def step(self, first: bool) -> None:
+        self.reduce()
+        if first:
+            hold_moments(self.tape, 0, self.plan.moment_bytes * self.plan.trained_elems)
+        update_temporaries(self.plan, self.tape, self.plan.largest_trained_elems)
+
+    def all_gather(self) -> None:
+        pass
+
+    def export(self) -> None:
+        pass
+
+
+class Bf16Sharding(WholeSharding):
+    """Stage 1 with fp32 accumulation: DeepSpeed's BF16_Optimizer, which shards masters and moments.
+
+    Follows deepspeed 0.19.8 runtime/bf16_optimizer.py: flat bf16 weights, an fp32 buffer of all gradients. With
+    `bf16.immediate_grad_update` off, as it is by default, the bf16 gradients stay until the step: each backward ends with adding them
+    to the buffer, the next begins with setting them to zero.
+    """
+
+    def __init__(self, plan: PlanInput, tape: Tape):
+        super().__init__(plan, tape)
+        members = split_groups(self.items, plan.decay_groups, plan.trains)
+        self.groups = [flat_group(self.items, m, plan.world_size) for m in members]
+
+    def initialise(self) -> None:
         for g, group in enumerate(self.groups):
-            if self.plan.settings.grad_bytes == 2 and self.layout.step_grad == 4:
-                self.tape.hold("cast", 4 * group.partition, "gradients, fp32 for the step")
+            self.tape.hold(("flat", g), 2 * group.padded, "weights, bf16")
+            self.tape.drop(*(("built", i) for i in group.members))
+            self.tape.hold("clone", 2 * group.partition, "weights, slice clone")
+            self.tape.hold(("master", g), self.layout.remainder * group.partition, "master")
+            self.tape.drop("clone")
+            self.tape.hold(("grads", g), 4 * group.padded, "gradients, kept")
+
+    def grad(self, i: int) -> None:
+        if self.tape.holds(("fresh", i)):  # autograd adds to what an earlier micro batch has left
+            self.tape.touch(2 * self.items[i].elems, "gradients, fresh from autograd")
+        else:
+            self.tape.hold(("fresh", i), 2 * self.items[i].elems, "gradients, fresh from autograd")
+
+    def end_backward(self) -> None:
+        self.tape.touch(4 * self.plan.largest_trained_elems, "gradient, fp32 slice")
+
+    def step(self, first: bool) -> None:
+        self.reduce()
+        for g, group in enumerate(self.groups):
             if first:
                 hold_moments(self.tape, g, self.plan.moment_bytes * group.partition)
             update_temporaries(self.plan, self.tape, group.partition)
-            self.tape.drop("cast")
+        self.tape.drop(*(("fresh", i) for i in range(len(self.items))))
 
     def all_gather(self) -> None:
         if self.plan.device == "cpu" and self.plan.world_size > 1:
             for group in self.groups:
                 self.tape.touch(2 * group.padded, "collective's own copy")
-
-    def export(self) -> None:
-        pass

@@ -196,19 +196,21 @@ class SlicedSharding:
         if not single:
             self.tape.hold("reduce", 2 * self.filled * _REDUCES_IN_FLIGHT, "reduce copy", self.side)
         self._gloo(self.filled)
+        if self.zero.grad_bytes == 4:  # reduced in bf16, then cast ('__avg_scatter_grads')
+            self.tape.hold("summands", 4 * sum(self.local[i] for i in self.bucket), "gradient, fp32 slice", self.side)
         if self.zero.offload_optimizer:
             for i in self.bucket:
                 self._offload_slice(i)
-        self.tape.drop("reduce", *(("large", i) for i in self.bucket))
+        self.tape.drop("reduce", "summands", *(("large", i) for i in self.bucket))
         self.bucket, self.filled = [], 0
 
     def _offload_slice(self, i: int) -> None:
         # The slice goes to the host buffer and comes back ('grad_buffer.to'), for the norm and the fp32 cast.
-        size = self.local[i]
-        self.tape.hold("slice", 2 * size, "gradient, fp32 slice", self.side)
+        size, kept = self.local[i], self.zero.grad_bytes
+        self.tape.hold("slice", kept * size, "gradient, fp32 slice", self.side)
         if self.last:
             self.tape.touch(8 * min(size, _NORM_CHUNK_ELEMS), "gradient norm in fp64", self.side)
-            self.tape.touch(4 * size, "gradient, fp32 slice", self.side)
+            self.tape.touch(4 * size if kept == 2 else 0, "gradient, fp32 slice", self.side)
         self.tape.drop("slice")
 
     def end_backward(self) -> None:

@@ -80,8 +80,8 @@ def test_an_fp32_master_takes_gradients_a_chunk_at_a_time(stage, device, elems, 
     assert largest(summed, "gradients, fp32 for the step") == largest(summed, "gradients, flat for the step") == 0
 
 
-def test_plain_adamw_at_stage_0_on_a_cpu_makes_two_copies_in_passing():
-    assert largest(cpu(0), "update in passing") > 8 * cpu(0).trained_elems / 2 * 0.9
+def test_plain_adamw_at_stage_0_on_a_cpu_makes_two_copies_of_a_parameter_in_passing():
+    assert largest(cpu(0), "update in passing") == 8 * cpu(0).largest_trained_elems
 
 
 @pytest.mark.parametrize("stage, zero", [(2, {}), (3, {}), (3, {"offload_optimizer": True, "offload_param": True})])
@@ -134,7 +134,7 @@ def test_what_steps_hold_is_without_the_checkpoint_and_the_export():
     plan = plan_input(shapes.config_dict("llama-3b"), settings=ZeroSettings(stage=2))
     host = predict(plan).host
     assert host.bytes == host.by_phase["export"] == process_bytes("cuda", 1) // 4096 * 4096 + 4096 + 2 * 128_256 * 3072
-    assert host.steps_bytes == host.by_phase["load"] < host.by_phase["checkpoint save"]
+    assert host.steps_bytes == host.by_phase["first forward"] < host.by_phase["checkpoint save"]
 
 
 def test_a_process_with_cuda_by_itself():

@@ -1,0 +1,58 @@
+"""The planner against the rows of docs/results/plan_accuracy_rows.jsonl: H200, one and two cards, launch/benchmark.py.
+
+The planner was corrected by the first twenty of them (docs/results/plan_accuracy.md); this keeps it so. Seen: allocated 0.5 % off in the
+mean and 4.6 % at worst, device-used 1.0 and 3.3 %, host 1.9 and 7.1 %.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bigtrain.bench import grid, prediction
+
+ROWS = Path(__file__).resolve().parents[3] / "docs/results/plan_accuracy_rows.jsonl"
+OWN = {"runner", "num_gpus", "ds_config", "steps", "warmup", "env"}
+GIB = 2**30
+# Promised of a sweep: mean and worst, of what this suite can hold it to.
+PROMISED = {
+    "gpu_allocated_bytes": ("gpu_allocated_bytes", 0.02, 0.06),
+    "gpu_used_bytes": ("gpu_used_bytes", 0.03, 0.08),
+    "host_bytes": ("host_pss_bytes", 0.05, 0.08),
+}
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """(row as measured, what is predicted for its cell now): the models are presets here, without files."""
+    found = []
+    for row in map(json.loads, ROWS.read_text().splitlines()):
+        said = {k: v for k, v in row["settings"].items() if k not in OWN}
+        said["model_name_or_path"] = "preset:" + Path(said["model_name_or_path"]).name
+        cell = grid.Cell(
+            num_gpus=row["num_gpus"], ds_config=row["ds_config"], ds_name=row["settings"]["ds_config"], arguments=said
+        )
+        machine = prediction.Machine(device="cuda", card=row["card"], gpu_bytes=140 * GIB, host_bytes=250 * GIB)
+        found.append((row, prediction.prediction(cell, machine)))
+    return found
+
+
+@pytest.mark.parametrize("number", PROMISED)
+def test_memory_is_near_what_was_measured(planned, number):
+    measured, mean, worst = PROMISED[number]
+    errors = [abs(said[number] / row[measured] - 1) for row, said in planned]
+    assert len(errors) == 26
+    assert sum(errors) / len(errors) <= mean
+    assert max(errors) <= worst
+
+
+def test_stages_rank_as_they_ran(planned):
+    """Same model, tokens and checkpointing on one card: stage 2 before 0, 1 and 3, and a micro batch of four before four of one."""
+    seconds = {row["label"]: said["step_time_s"] for row, said in planned if row["num_gpus"] == 1}
+    for fast, slow in (
+        ("zero2, no ckpt, llama-1b, seq 4096, mb 4, ga 1", "zero3, no ckpt, llama-1b, seq 4096, mb 4, ga 1"),
+        ("zero2, no ckpt, llama-1b, seq 2048, mb 4, ga 1", "zero1, no ckpt, llama-1b, seq 2048, mb 4, ga 1"),
+        ("zero2, ckpt, llama-1b, seq 4096, mb 4, ga 1", "zero0, ckpt, llama-1b, seq 4096, mb 4, ga 1"),
+        ("zero2, no ckpt, llama-1b, seq 4096, mb 4, ga 1", "zero2, no ckpt, llama-1b, seq 4096, mb 1, ga 4"),
+    ):
+        assert seconds[fast] < seconds[slow]
