@@ -6,6 +6,8 @@ python launch/bench_plan.py ladder                           the public 8.36 B c
 python launch/bench_plan.py accuracy OUT/rows.jsonl...       errors on one half of a sweep's cells, constants fitted on the other
 python launch/bench_plan.py choice OUT/rows.jsonl...         --auto against brute force over the sweep's rows, at three caps
 python launch/bench_plan.py host OUT/rows.jsonl              the planner's host figures on CPUs against measured PSS
+
+`choice OUT/rows.jsonl --again`: by what this code predicts for the cells, not by what was predicted before they ran.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bigtrain import shapes
 from bigtrain.bench import accuracy, grid, prediction
 from bigtrain.bench.sweep import read_jsonl
 
@@ -100,6 +103,9 @@ def cell_again(row: dict[str, Any]) -> grid.Cell:
     """The cell that a row was measured for."""
     own = {"runner", "num_gpus", "ds_config", "steps", "warmup", "env"}
     arguments = {k: v for k, v in row["settings"].items() if k not in own}
+    model = Path(arguments["model_name_or_path"])
+    if not model.exists() and model.name in shapes.names():  # a folder that was written for the sweep (bench_load_cards.py)
+        arguments["model_name_or_path"] = f"preset:{model.name}"
     return grid.Cell(
         num_gpus=row["num_gpus"], ds_config=row["ds_config"], ds_name=row["settings"]["ds_config"], arguments=arguments
     )
@@ -108,6 +114,15 @@ def cell_again(row: dict[str, Any]) -> grid.Cell:
 def read(files: list[str]) -> list[dict[str, Any]]:
     """The last row of every cell of these files."""
     return list({row["cell"]: row for file in files for row in read_jsonl(Path(file))}.values())
+
+
+def predicted_again(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with what this code predicts for its cell."""
+    limits = row["predicted"]
+    machine = prediction.Machine(
+        device="cuda", card=row["card"], gpu_bytes=limits["gpu_limit_bytes"], host_bytes=limits["host_limit_bytes"]
+    )
+    return {**row, "predicted": prediction.prediction(cell_again(row), machine)}
 
 
 def where() -> str:
@@ -123,6 +138,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["cli", "ladder", "accuracy", "choice", "host"])
     parser.add_argument("rows", nargs="*", help="rows.jsonl of a sweep")
+    parser.add_argument(
+        "--again", action="store_true", help="choice: by predictions of this code, not those made before the cells ran"
+    )
     args = parser.parse_args()
     if args.what == "cli":
         print(cli())
@@ -133,7 +151,8 @@ def main() -> int:
     elif args.what == "accuracy":
         print(accuracy.accuracy_text(read(args.rows)))
     else:
-        found = accuracy.choices(read(args.rows), [int(cap * 2**30) for cap in CAPS_GIB])
+        rows = [predicted_again(row) if args.again else row for row in read(args.rows)]
+        found = accuracy.choices(rows, [int(cap * 2**30) for cap in CAPS_GIB])
         print(accuracy.choices_text(found))
     return 0
 

@@ -42,6 +42,8 @@ PROGRAMS = {
     "raw_deepspeed": "launch/peers/raw_deepspeed.py",
     "hf_trainer": "launch/peers/hf_trainer.py",
 }
+# Arguments that may name a folder from where the sweep is started.
+FOLDERS = ("model_name_or_path", "tokenizer_name_or_path")
 # With less time than this left of a call no cell is started: most of it would be imports.
 LEAST_CELL_S = 25.0
 # Cells that ended so are run again when asked to; the others are results.
@@ -168,7 +170,7 @@ class Sweep:
         write_json(folder / "cell.json", {**cell.settings(), "ds_config_content": cell.ds_config})
         if cell.runner != "bigtrain":
             return [*program, str(self._peer_file(cell, folder.resolve(), rows, values))]
-        told = {"packing": "none", "train_data": rows / "rows.parquet", **args}
+        told = {"packing": "none", "train_data": rows / "rows.parquet", **args, **_here(args)}
         told.setdefault("tokenizer_name_or_path", inputs.make_tokenizer(shared))
         told |= {"max_steps": cell.steps, "report_to": "none", "disable_tqdm": True, "no_export": True,
                  "overwrite_output_dir": True, "output_dir": folder.resolve() / "out"}  # fmt: skip
@@ -200,6 +202,12 @@ def _without_a_compiler(config: dict[str, Any]) -> None:
     optimizer = config.get("optimizer")
     if optimizer and not offloaded and str(optimizer.get("type", "")).lower() in ("adam", "adamw"):
         optimizer.setdefault("params", {})["torch_adam"] = True
+
+
+def _here(arguments: Mapping[str, Any]) -> dict[str, Path]:
+    """Folders that were named from where the sweep was started: its ranks run in folders of their own."""
+    named = {name: Path(str(arguments[name])) for name in FOLDERS if arguments.get(name)}
+    return {name: folder.resolve() for name, folder in named.items() if folder.exists()}
 
 
 def flags(values: Mapping[str, Any]) -> list[str]:

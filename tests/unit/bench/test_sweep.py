@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from bigtrain import shapes
 from bigtrain.bench import cli, report, sweep
 from bigtrain.bench.grid import expand
 from bigtrain.bench.prediction import Machine
@@ -98,3 +99,15 @@ def test_a_report_of_one_row_and_of_none_that_ran(tmp_path):
     for rows in ([row], [{**row, "status": "oom", "predicted": {"none": "x"}}], [json.loads(json.dumps(row))] * 2):
         page = report.write(tmp_path, rows)
         assert "<svg" in page.read_text() and (tmp_path / "pareto.png").stat().st_size > 1000
+
+
+def test_a_model_named_from_here_is_found_by_ranks_that_run_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = shapes.config_dict("llama-tiny")
+    (tmp_path / "models/mine").mkdir(parents=True)
+    (tmp_path / "models/mine/config.json").write_text(json.dumps(model))
+    (cell,) = cells(model="models/mine")
+    (tmp_path / "out/cell").mkdir(parents=True)
+    command = sweep.Sweep(out=tmp_path / "out", machine=MACHINE, code="c")._command(cell, tmp_path / "out/cell")
+    assert command[command.index("--model_name_or_path") + 1] == str(tmp_path / "models/mine")
+    assert cell.settings()["model_name_or_path"] == "models/mine"  # what the row says is what the grid said
