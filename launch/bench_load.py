@@ -146,6 +146,8 @@ def worker(way: str, folder: str, out: str, export: bool, phases: bool) -> None:
     import transformers
     import xxhash
 
+    if way == "from_pretrained":  # malloc as it is without bigtrain (startup.map_blocks): read at import, long after glibc did
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = "as glibc has it"
     from bigtrain import ranks, zero
     from bigtrain.models import build_model
 
