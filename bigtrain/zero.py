@@ -2,7 +2,7 @@
 
 Public symbols used:   deepspeed.initialize, init_distributed, zero.Init, zero.GatheredParameters, ops.adam.DeepSpeedCPUAdam,
 Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__, accelerator.get_accelerator,
-                       ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops, runtime.zero.linear.LinearFunctionForZeroStage3;
+                       ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops, runtime.zero.linear.LinearFunctionForZeroStage3, .zero3_linear_wrap;
                        runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer, runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3,
                        runtime.bf16_optimizer.BF16_Optimizer, utils.set_z3_leaf_modules, utils.logger, utils.nvtx.enable_nvtx;
                        runtime.engine.DeepSpeedEngine._broadcast_model (leaves out what has `ds_optim_param`), runtime.compiler
@@ -10,7 +10,7 @@ Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__
    building:           zero.Init._convert_to_deepspeed_param, ._partition, ._enable_mem_efficient_linear, .local_device,
                        .remote_device, .pin_memory, .param_swapper, .zero_param_process_group, .quantized_weights,
                        .quantized_nontrainable_weights;
-                       runtime.zero.partition_parameters.free_param, .zero_init_context;
+                       runtime.zero.partition_parameters.free_param, .zero_init_context, .InsertPostInitMethodToModuleSubClasses;
                        runtime.swap_tensor.partitioned_param_swapper.PartitionedParamStatus; utils.set_z3_leaf_module
 Objects of DeepSpeed are handed on; `bigtrain.flat` and `bigtrain.reduction` list what they use and substitute on them.
 A test in tests/architecture checks that each exists with the arguments used here.
@@ -263,12 +263,10 @@ class Partitioner:
         return part.data
 
     def install_efficient_linear(self) -> None:
-        """DeepSpeed's own default at stage 3 (`memory_efficient_linear`): replaces torch.nn.functional.linear for good.
-
-        Without it autograd keeps every gathered weight alive from forward to backward.
-        """
+        """DeepSpeed's own default at stage 3: without it autograd keeps every gathered weight alive from forward to backward."""
         if self._efficient_linear:
             self._init._enable_mem_efficient_linear()
+            startup.spare_plain_weights(deepspeed)
 
 
 def _placement_config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from bigtrain.checkpoint.export import export_checkpoint
 from bigtrain.engine import Engine
 from bigtrain.errors import ModelError
 from bigtrain.models import build_model
+from bigtrain.zero import gathered
 from tests.ranks.tiny import VOCAB, TinyLM, config, rows, share, whole_weights
 
 
@@ -63,6 +64,30 @@ def test_an_empty_parameter_is_a_parameter(rank_pool, tmp_path, stage, offload):
     export_checkpoint(tmp_path / "checkpoint-2", tmp_path / "again", dtype="bfloat16")
     files = {name: tensor for file in (tmp_path / "model").glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert files["up.weight"].shape == (32, 0) and files["table"].shape == (0, 7) and files["embed.weight"].shape == (VOCAB, 32)
+
+
+def _after_stage_3(raw):
+    """What torch's linear is for a plain weight and for a partitioned one, once this process has trained at stage 3."""
+    ds_config = config(3, bf16=True)
+    model = TinyLM() if raw else build_model(TinyLM, ds_config=ds_config, seed=3)
+    engine = Engine(model, ds_config=ds_config, learning_rate=1e-2, total_steps=10)
+    _go(engine, 0, 1)
+    sharded = next(m.weight for m in engine.module.modules() if isinstance(m, nn.Linear))
+    plain = torch.ones(3, sharded.ds_shape[1], dtype=torch.bfloat16, requires_grad=True)
+    nodes = []
+    with gathered([sharded]):
+        for weight in (plain, sharded):
+            nodes.append(nn.functional.linear(torch.ones(2, 2, weight.shape[1], dtype=torch.bfloat16), weight).grad_fn.name())
+    engine.close()
+    nn.functional.linear(torch.ones(2, 2, 0, requires_grad=True), torch.ones(3, 0, requires_grad=True)).sum().backward()
+    return nodes
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_stage_3_leaves_plain_weights_to_torch(rank_pool, raw):
+    """A model trained at stage 2 after one at stage 3, in the same process, went through the latter's linear."""
+    for plain, sharded in rank_pool(2).run(_after_stage_3, raw):
+        assert sharded == "LinearFunctionForZeroStage3Backward" != plain
 
 
 def _refused(raw):
