@@ -124,26 +124,38 @@ def less_to_do(deepspeed: Any, model: torch.nn.Module) -> Iterator[None]:
     deepspeed.utils.nvtx.enable_nvtx = any(n in os.environ for n in ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID"))
     with compiled_when_called(deepspeed.runtime.compiler):
         yield
-    spare_plain_weights(deepspeed)  # a model that was not built under zero.Init has gone through DeepSpeed's own
+    torchs_linear(deepspeed)  # a model that was not built under zero.Init has gone through DeepSpeed's own
     own = [f for m in model.modules() for f in (m.__dict__.get("pre_bwd_fn"), m.__dict__.get("post_bwd_fn")) if f is not None]
-    for function in (deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3, *own):
-        # torch's `Function.apply` asks inspect for it in every call, which finds it here.
-        function.forward.__signature__ = inspect.signature(function.forward)
+    for function in own:
+        _known_signature(function)
 
 
-def spare_plain_weights(deepspeed: Any) -> None:
-    """Weights that ZeRO-3 does not own keep torch's own linear, whatever else this process trains or has trained.
+def _known_signature(function: Any) -> None:
+    """torch's `Function.apply` asks inspect for it in every call, which finds it here."""
+    function.forward.__signature__ = inspect.signature(function.forward)
 
-    Stage 3 (`memory_efficient_linear`) replaces torch.nn.functional.linear for good, for every module of the process. What it puts
-    there cannot take a weight without elements: "cannot reshape tensor of 0 elements into shape [-1, 0]".
+
+def torchs_linear(deepspeed: Any) -> None:
+    """torch.nn.functional.linear computes what torch's own does, at every stage, whatever else this process trains or has trained.
+
+    Stage 3 (`memory_efficient_linear`) replaces it for good and for every module of the process. What DeepSpeed 0.19.8 puts there
+    rounds a product before it adds the bias, which torch does not; and it cannot take a weight without elements: "cannot reshape
+    tensor of 0 elements into shape [-1, 0]". Its backward is kept for weights that ZeRO-3 owns: it does not hold on to them.
     """
-    sharded = deepspeed.runtime.zero.linear.zero3_linear_wrap
-    if torch.nn.functional.linear is not sharded:
+    module = deepspeed.runtime.zero.linear
+    if torch.nn.functional.linear is not module.zero3_linear_wrap:
         return
     own = deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses.linear_bk
 
+    class ShardedLinear(module.LinearFunctionForZeroStage3):  # type: ignore[name-defined]
+        @staticmethod
+        def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            return own(input, weight, bias)
+
+    _known_signature(ShardedLinear)
+
     def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return (sharded if hasattr(weight, "ds_id") else own)(input, weight, bias)
+        return (ShardedLinear.apply if hasattr(weight, "ds_id") else own)(input, weight, bias)
 
     torch.nn.functional.linear = linear
 

@@ -266,7 +266,7 @@ class Partitioner:
         """DeepSpeed's own default at stage 3: without it autograd keeps every gathered weight alive from forward to backward."""
         if self._efficient_linear:
             self._init._enable_mem_efficient_linear()
-            startup.spare_plain_weights(deepspeed)
+            startup.torchs_linear(deepspeed)
 
 
 def _placement_config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
