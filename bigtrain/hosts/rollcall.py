@@ -25,6 +25,7 @@ from bigtrain.network import several
 logger = logging.getLogger(__name__)
 
 NOTICE_S = 30.0
+LINGER_S = 5.0
 ROLL_CALL_S = 600.0  # hosts start one after the other, and a cold network disk takes minutes to import torch from
 _called = False
 
@@ -59,7 +60,13 @@ def roll_call(limit_s: float = ROLL_CALL_S, failure: BaseException | None = None
     }
     store.set(_seat(ranks.rank()), json.dumps(mine))
     wait = Wait(store, ranks.world_size(), limit_s)
-    first, everyone = _call(store, mine, wait) if ranks.rank() == 0 else _answer(store, mine, wait)
+    try:
+        first, everyone = _call(store, mine, wait) if ranks.rank() == 0 else _answer(store, mine, wait)
+    except dist.DistNetworkError as error:
+        raise RanksDisagreeError(
+            f"rank {ranks.rank()} on {mine['host']} lost the store at {_where()} while the ranks were meeting: whoever serves it (rank 0, "
+            f"or torchrun's agent) has ended; its output says why.\n{error}"
+        ) from error
     failed = {r: said for r, said in everyone.items() if said["failure"]}
     if failed and failure is None:
         listing = "\n".join(f"  rank {r} on {said['host']}: {said['failure']}" for r, said in failed.items())
@@ -144,6 +151,7 @@ def _call(store: dist.Store, mine: dict[str, Any], wait: Wait) -> tuple[str, dic
         everyone = {r: _read(store, _seat(r)) for r in range(1, wait.world)}
         for said in everyone.values():
             if said is not None and said["words"] != mine["words"]:
+                _linger(store, mine, everyone)
                 raise _other_job(mine, said)
         if all(everyone.values()):
             names = {r: said["name"] for r, said in everyone.items()}
@@ -161,17 +169,29 @@ def _answer(store: dist.Store, mine: dict[str, Any], wait: Wait) -> tuple[str, d
     while (told := _read(store, f"bigtrain/answer/{mine['name']}")) is None:
         zero = _read(store, _seat(0))
         if zero is not None and zero["words"] != mine["words"]:
+            store.set(f"bigtrain/parted/{mine['name']}", "1")
             raise _other_job(mine, zero)
         wait.a_little()
     store.set(f"bigtrain/heard/{told['first']}/{mine['name']}", "1")
     return told["first"], {int(r): said for r, said in told["ranks"].items()}
 
 
+def _linger(store: dist.Store, mine: dict[str, Any], everyone: Mapping[int, Any]) -> None:
+    """Rank 0 may be serving the store: those who came with another command line see that it differs before it is gone."""
+    parted = [f"bigtrain/parted/{said['name']}" for said in everyone.values() if said and said["words"] != mine["words"]]
+    end = time.monotonic() + LINGER_S
+    while time.monotonic() < end and not store.check(parted):
+        time.sleep(0.05)
+
+
+def _where() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
 def _other_job(mine: dict[str, Any], other: dict[str, Any]) -> RanksDisagreeError:
     """On the default port, the second job of a host reaches the first one's store."""
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return RanksDisagreeError(
-        f"rank {ranks.rank()} on {mine['host']} met a rank with another command line at {where}: another job has that port "
+        f"rank {ranks.rank()} on {mine['host']} met a rank with another command line at {_where()}: another job has that port "
         "(choose one: deepspeed --master_port, torchrun --rdzv_endpoint), or the hosts were started differently.\n"
         f"  {mine['host']}: {shlex.join(mine['words'])}\n  {other['host']}: {shlex.join(other['words'])}"
     )

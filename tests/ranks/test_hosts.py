@@ -85,6 +85,29 @@ store.add("done", 1)
 while store.add("done", 0) < 2: time.sleep(0.05)
 """
 )
+# Rank 0, which serves the store, is killed while the other waits for its answer.
+KILLED = (
+    MEET
+    + """
+if rank == 0:
+    import signal, time
+    from bigtrain.hosts import rollcall
+    rollcall._call = lambda *_: (time.sleep(1.0), os.kill(os.getpid(), signal.SIGKILL))
+attempt(lambda: hosts.roll_call(60))
+"""
+)
+# The other's own look at rank 0's seat comes late, when rank 0 has seen that the command lines differ.
+LATE = (
+    MEET
+    + """
+if rank == 1:
+    import time
+    from bigtrain.hosts import rollcall
+    answer = rollcall._answer
+    rollcall._answer = lambda *args: (time.sleep(1.0), answer(*args))[1]
+attempt(lambda: hosts.roll_call(60))
+"""
+)
 ALONE = MEET + "attempt(lambda: hosts.roll_call(1.0))"
 SAME = (
     MEET
@@ -136,10 +159,13 @@ class TestTwoHostNames:
             assert code == 0 and said.split("MET")[1:] == [" 0 0\n", " 1 1\n", " 2 2\n"], said
 
     def test_a_port_that_another_job_has_is_not_joined(self, tmp_path):
-        results = pair(MEET + "attempt(lambda: hosts.roll_call(60))", tmp_path, words=("--seed=1", "--seed=2"))
-        for _, said in results:
+        for _, said in pair(LATE, tmp_path, words=("--seed=1", "--seed=2")):
             assert "met a rank with another command line at 127.0.0.1:" in said and "another job has that port" in said
             assert "--seed=1" in said and "--seed=2" in said
+
+    def test_a_store_that_dies_is_said(self, tmp_path):
+        _, (_, said) = pair(KILLED, tmp_path)
+        assert "rank 1 on host-b lost the store at 127.0.0.1:" in said and "its output says why" in said
 
     def test_what_differs_is_refused_with_the_hosts_names(self, tmp_path):
         (tmp_path / "shared.jsonl").write_text("x\n")
