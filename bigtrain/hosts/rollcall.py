@@ -62,11 +62,11 @@ def roll_call(limit_s: float = ROLL_CALL_S, failure: BaseException | None = None
     wait = Wait(store, ranks.world_size(), limit_s)
     try:
         first, everyone = _call(store, mine, wait) if ranks.rank() == 0 else _answer(store, mine, wait)
-    except dist.DistNetworkError as error:
+    except dist.DistNetworkError as lost:
         raise RanksDisagreeError(
             f"rank {ranks.rank()} on {mine['host']} lost the store at {_where()} while the ranks were meeting: whoever serves it (rank 0, "
-            f"or torchrun's agent) has ended; its output says why.\n{error}"
-        ) from error
+            f"or torchrun's agent) has ended; its output says why.\n{lost}"
+        ) from lost
     failed = {r: said for r, said in everyone.items() if said["failure"]}
     if failed and failure is None:
         listing = "\n".join(f"  rank {r} on {said['host']}: {said['failure']}" for r, said in failed.items())
