@@ -56,6 +56,7 @@ def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store |
         store: where the ranks have met already; by default they meet as the launcher's environment says.
     """
     startup.map_blocks()
+    startup.forget_products()
     if torch.cuda.is_available():
         device = rank_device()
         torch.cuda.set_device(device)

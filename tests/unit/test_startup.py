@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigtrain.startup import SMALLEST, SharedMaster, ask_cpu_once, compiled_when_called, grow_segments, map_blocks
+from bigtrain.startup import (
+    SMALLEST,
+    SharedMaster,
+    ask_cpu_once,
+    compiled_when_called,
+    forget_products,
+    grow_segments,
+    map_blocks,
+)
 from tests import python_path
 
 
@@ -122,3 +130,41 @@ def test_malloc_is_left_alone_with_a_gpu_and_where_the_user_has_set_it_up(monkey
     assert not map_blocks({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert not map_blocks({})
+
+
+PRODUCTS = """
+import ctypes, sys, torch
+from bigtrain.startup import forget_products, map_blocks
+class Info(ctypes.Structure):  # malloc.h: struct mallinfo2, ten sizes
+    _fields_ = (("sizes", ctypes.c_size_t * 10),)
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Info
+map_blocks()
+if sys.argv[1] == "bounded":
+    assert forget_products()
+weight = torch.ones(64, 64, dtype=torch.bfloat16)
+for tokens in range(1, 600):
+    torch.ones(tokens, 64, dtype=torch.bfloat16) @ weight
+print(libc.mallinfo2().sizes[7] >> 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on CPUs only")
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bf16 products by oneDNN")
+def test_products_of_many_shapes_do_not_fill_the_memory():
+    env = {k: v for k, v in os.environ.items() if "CACHE_CAPACITY" not in k} | {"PYTHONPATH": python_path()}
+
+    def used_mib(how):
+        done = subprocess.run([sys.executable, "-c", PRODUCTS, how], env=env, capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    assert used_mib("bounded") + 30 < used_mib("as it is")
+
+
+def test_the_users_own_bounds_stay(monkeypatch):
+    env = {"LRU_CACHE_CAPACITY": "7"}
+    assert not forget_products(env) and env == {"LRU_CACHE_CAPACITY": "7"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not forget_products({})
