@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -71,7 +71,7 @@ def target_counter(model: torch.nn.Module) -> CountTargets:
     return count
 
 
-def _ignores(labels: Any) -> bool:
+def _ignores(labels: Any) -> TypeGuard[torch.Tensor]:
     """True for class numbers, among which one means that there is no target."""
     return isinstance(labels, torch.Tensor) and labels.dim() > 0 and not labels.is_floating_point()
 
