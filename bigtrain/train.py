@@ -135,11 +135,9 @@ class Run:
                 len(job.eval_rows), args.per_device_eval_batch_size or job.steps.micro_batch, where["world_size"]
             )
             self.eval_loader = data.EvalLoader(job.eval_rows, plan, num_workers=workers, **where)
-        self.clock, self.memory = StepClock(), HostMemory()
-        self.main = ranks.is_main()
-        self.saved_step = start if start else -1
+        self.clock, self.memory, self.main = StepClock(), HostMemory(), ranks.is_main()
+        self.saved_step, self.ended = start or -1, False
         self.trackers: list[Any] = []
-        self.ended = False
         if self.main:
             self.rows = RowLog(folder.root / "metrics.jsonl", keep_to_step=start)
             self.evals = RowLog(folder.root / "eval.jsonl", keep_to_step=start)
@@ -159,8 +157,7 @@ class Run:
     def loop(self) -> str:
         """All steps; returns how it ended."""
         engine, args = self.engine, self.args
-        if engine.global_step:
-            self.evaluate()  # a run that was stopped after this step had no time for it
+        self.evaluate()  # a run that was stopped after the step that this one goes on from had no time for it
         self.clock.lap()
         for micro_batches in self.loader:
             result = engine.train_step(micro_batches)
@@ -214,7 +211,7 @@ class Run:
     def evaluate(self, last: bool = False) -> None:
         """Loss over the evaluation data, on all ranks, where it is due after this step and not known yet."""
         step, every = self.engine.global_step, self.args.eval_steps
-        if self.eval_loader is None or self.evaluated_step == step or not (last or (every and step % every == 0)):
+        if self.eval_loader is None or self.evaluated_step == step or not (last or (step and every and step % every == 0)):
             return
         begin = time.perf_counter()
         with self.clock.paused("evaluation"):
