@@ -181,6 +181,27 @@ def test_an_engine_lets_go_of_its_module_when_it_is_closed(rank_pool, stage):
         assert "engine.close()" in refused and apart <= BOUND
 
 
+def _closed_in_a_step(stage):
+    first = _engine(stage)
+    first.backward(first(_x(first.rank, 9, 9)))
+    first.close()
+    if stage < 3:
+        first.module(_x(0, 9, 8)).backward()  # plain torch in between, and no zero_grad
+    second = _engine(stage, first.module)
+    norm = _one_by_one(second, 0).grad_norm
+    fresh = _engine(stage)
+    expected = _one_by_one(fresh, 0).grad_norm
+    second.close()
+    fresh.close()
+    return norm, expected
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_from_before_an_engine_are_not_in_its_first_step(rank_pool, stage):
+    for norm, expected in rank_pool(2).run(_closed_in_a_step, stage):
+        assert norm == expected
+
+
 def _copied(stage):
     engine = _engine(stage)
     alone = copy.deepcopy(engine.module)
