@@ -154,7 +154,8 @@ def test_a_gradient_that_comes_in_two_parts_is_summed_or_refused(rank_pool):
         assert max(rank_pool(2).run(_run, stage, Shared, _one_by_one)) <= BOUND
     for stage in (2, 3):
         for message in rank_pool(2).run(_run, stage, Shared, _one_by_one, reduce_bucket_size=10):
-            assert "(12, 12)" in message and "use_reentrant=False" in message
+            # Weight or bias, whichever autograd reaches first.
+            assert "of shape (12," in message and "use_reentrant=False" in message
 
 
 def _one_after_another(stage):
