@@ -71,6 +71,8 @@ def assemble(
     saved = buffers.snapshot(model)
     if s.bf16 and s.stage == 0:
         to_bf16(model, keep_in_fp32)
+    for param in model.parameters():
+        param.grad = None  # of plain torch before, or of an engine that was closed in the middle of a step
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     frozen_map = [(n, p, p.requires_grad) for n, p in model.named_parameters()]
     names, params = [n for n, _ in named], [p for _, p in named]

@@ -133,6 +133,9 @@ def find(path: Path) -> Opened:
     for line in skipped if opened is not None else ():
         log.warning("%s", line)
     if opened is None:
+        names = sorted(commit.parent.name for commit in path.glob("[!.]*/COMMIT"))
+        if named := [name for name in names if not _NAME.fullmatch(name)]:
+            skipped.append(f"a checkpoint with a name of its own is loaded by that only (tag, or path): {', '.join(named)}")
         story = "".join(f"\n  {line}" for line in skipped)
         raise CheckpointError(f"there is no complete checkpoint in {path}.{story}", str(path))
     return opened
