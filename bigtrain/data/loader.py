@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -13,8 +12,6 @@ from bigtrain.data.chat import IGNORE
 from bigtrain.data.order import EvalPlan, SampleOrder, StepPlan
 from bigtrain.errors import DataError
 from bigtrain.kernels.documents import cumulative_lengths
-
-logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
 

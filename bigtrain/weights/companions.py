@@ -18,12 +18,12 @@ from bigtrain.errors import WeightsError
 logger = logging.getLogger(__name__)
 
 
-def exported_config(model: Any, dtype: torch.dtype, config: Any = None) -> Any:
+def exported_config(model: Any, dtype: torch.dtype) -> Any:
     """The config to write: a copy with the exported dtype, the class, and the cache setting that training turned off.
 
     None for a model without a config.
     """
-    config = copy.deepcopy(config if config is not None else getattr(model, "config", None))
+    config = copy.deepcopy(getattr(model, "config", None))
     if config is None:
         return None
     name = str(dtype).removeprefix("torch.")

@@ -142,11 +142,6 @@ class DeepSpeedFolder:
         return flat.view(self.shapes[name])
 
 
-def is_deepspeed_folder(path: str | Path) -> bool:
-    """True if `path` is a DeepSpeed checkpoint, or the folder that holds some."""
-    return bool(glob.glob(os.path.join(glob.escape(str(path)), "*_model_states.pt"))) or _latest(str(path)) is not None
-
-
 def _latest(path: str) -> str | None:
     file = os.path.join(path, "latest")
     if not os.path.isfile(file):

@@ -60,4 +60,4 @@ def test_a_real_config_object():
     from transformers import LlamaConfig
 
     shape = ModelShape.from_config(LlamaConfig(hidden_size=96, vocab_size=500))
-    assert (shape.hidden_size, shape.model_type, shape.is_moe) == (96, "llama", False)
+    assert (shape.hidden_size, shape.model_type, shape.num_experts) == (96, "llama", 0)
