@@ -410,9 +410,9 @@ def test_B27_nothing_in_a_native_checkpoint_is_unpickled(rank_pool, tmp_path):
         assert "torch.load" not in text and "pickle" not in text, name
 
 
-def _bench(root, *more):
+def _bench(root):
     argv = ["--model", "preset:llama-tiny", "--seq_len", "16", "--warmup", "1", "--steps", "1", "--dir", root]
-    return bench_checkpoint_gpu.measure(bench_checkpoint_gpu.arguments([*argv, "--saves", "training", "at_once", *more]))
+    return bench_checkpoint_gpu.measure(bench_checkpoint_gpu.arguments([*argv, "--saves", "training", "at_once"]))
 
 
 def test_the_gpu_benchmark_measures_and_compares_what_it_loads(rank_pool, tmp_path):
@@ -420,16 +420,8 @@ def test_the_gpu_benchmark_measures_and_compares_what_it_loads(rank_pool, tmp_pa
     (result,) = rank_pool(1).run(_bench, str(tmp_path))
     assert result["loaded_equal"] and [row["mode"] for row in result["saves"]] == ["training", "at_once"]
     assert all(row["steps_beside"] >= 1 and row["stall_s"] >= row["call_s"] for row in result["saves"])
-    assert not any(tmp_path.iterdir())
-
-
-def test_the_gpu_benchmark_leaves_out_parts_of_the_writer(rank_pool, tmp_path):
-    (result,) = rank_pool(1).run(_bench, str(tmp_path), "--without", "hash", "disk", "--pace_gb_s", "0.5", "--writer_nice", "5")
-    assert len(result["saves"]) == 2 and "load_s" not in result
-    assert all(row["written_s"] > (result["gpu_bytes"] + result["host_bytes"]) / 0.5e9 for row in result["saves"])
     assert {name for row in result["saves"] for name, *_ in row["processor"]["threads"]} >= {"MainThread"}
-    (result,) = rank_pool(1).run(_bench, str(tmp_path))  # nothing stays left out
-    assert result["loaded_equal"]
+    assert not any(tmp_path.iterdir())
 
 
 class Counting(torch.nn.Linear):
