@@ -5,8 +5,6 @@ from bigtrain.models.build import build_model, edit_model
 from bigtrain.models.checkpointing import (
     disable_cache,
     enable_activation_checkpointing,
-    export_config,
-    wants_activation_checkpointing,
 )
 from bigtrain.models.frozen import freeze, freeze_module, frozen_module
 from bigtrain.models.info import BuildInfo, tied_groups
@@ -19,7 +17,6 @@ __all__ = [
     "disable_cache",
     "edit_model",
     "enable_activation_checkpointing",
-    "export_config",
     "freeze",
     "freeze_module",
     "frozen_module",
@@ -28,5 +25,4 @@ __all__ = [
     "set_moe_leaf_modules",
     "skeleton",
     "tied_groups",
-    "wants_activation_checkpointing",
 ]
