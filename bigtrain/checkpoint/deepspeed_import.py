@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,14 +174,12 @@ def _index(source: DeepSpeedFolder, engine: Engine) -> tuple[Index, list[torch.T
 
 def _with_remainders(index: Index) -> Index:
     """For an optimizer that keeps the master as bf16 weight and 16 more bits: let those bits be made."""
-    low = {("low", p): [(r, _as_int16(s)) for r, s in held] for (kind, p), held in index.items() if kind == "master"}
+    low = {
+        ("low", p): [(r, replace(s, kind="low", dtype="I16")) for r, s in held]
+        for (kind, p), held in index.items()
+        if kind == "master"
+    }
     return {**index, **low}
-
-
-def _as_int16(saved: SavedSlice) -> SavedSlice:
-    return SavedSlice(
-        param=saved.param, kind="low", dtype="I16", shape=saved.shape, start=saved.start, stop=saved.stop, offset=saved.offset
-    )
 
 
 def _set_split_masters(engine: Engine, index: Index, tensors: list[torch.Tensor]) -> None:

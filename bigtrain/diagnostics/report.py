@@ -116,14 +116,14 @@ def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], 
     return [steps[i] for i in keep], [values[i] for i in keep]
 
 
-def _points(rows: Rows, name: str, scale: float = 1.0) -> tuple[list[float], list[float]]:
-    pairs = [(r["step"], r[name] * scale) for r in rows if r.get(name) is not None]
-    return thin([p[0] for p in pairs], [p[1] for p in pairs])
+def _known(rows: Rows, name: str, scale: float = 1.0) -> tuple[list[float], list[float]]:
+    """(steps, values) of the rows that have the number."""
+    known = [r for r in rows if r.get(name) is not None]
+    return [r["step"] for r in known], [r[name] * scale for r in known]
 
 
 def _line(axis: Any, rows: Rows, name: str, title: str, low: float | None = None, robust: bool = False) -> None:
-    pairs = [(r["step"], r[name]) for r in rows if r.get(name) is not None]
-    steps, values = [p[0] for p in pairs], [p[1] for p in pairs]
+    steps, values = _known(rows, name)
     axis.set_title(title)
     if name == "lr":
         axis.plot(*thin(steps, values), color=LINE, linewidth=1.6, marker="o" if len(steps) < 3 else None)
@@ -167,9 +167,9 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def _loss(axis: Any, rows: Rows, evaluations: Rows) -> None:
-    pairs = [(r["step"], r["loss"]) for r in rows if r["loss"] is not None]
+    steps, values = _known(rows, "loss")
     axis.set_title("loss (nats per token)")
-    _curve(axis, [p[0] for p in pairs], [p[1] for p in pairs], "training")
+    _curve(axis, steps, values, "training")
     if evaluations:
         points = ([r["step"] for r in evaluations], [r["eval_loss"] for r in evaluations])
         axis.plot(*points, color=SECOND, marker="o", markersize=4, linewidth=1.2, label="evaluation")
@@ -178,7 +178,7 @@ def _loss(axis: Any, rows: Rows, evaluations: Rows) -> None:
         axis.plot(skipped, [0] * len(skipped), "x", color="#b42318", transform=axis.get_xaxis_transform(), label="skipped")
     if len(axis.lines) > 1:
         axis.legend(frameon=False, fontsize=8)
-    _fit(axis, [p[1] for p in pairs], None, False)
+    _fit(axis, values, None, False)
 
 
 def _throughput(axis: Any, rows: Rows) -> None:
@@ -192,7 +192,7 @@ def _memory(axis: Any, rows: Rows, title: str, names: Sequence[str]) -> None:
     axis.set_title(f"{title} (GiB)")
     top = 0.0
     for name, colour in zip(names, (LINE, SECOND)):
-        steps, values = _points(rows, name, 1 / GIB)
+        steps, values = thin(*_known(rows, name, 1 / GIB))
         axis.plot(steps, values, color=colour, linewidth=1.4, label=name.split("_")[1])
         top = max([top, *values])
     if len(names) > 1:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -124,7 +125,7 @@ def create(file: str, head: bytes, size: int) -> None:
 _NO_FALLOCATE = (22, 38, 95)  # EINVAL, ENOSYS, EOPNOTSUPP: file systems that cannot reserve
 
 
-def fsync(path: str) -> None:
+def fsync(path: str | Path) -> None:
     """Make a file's bytes, or the names in a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,7 +1,6 @@
 """Folders that DeepSpeed's own engine wrote, and universal checkpoints, go on in bigtrain on any number of ranks."""
 
 import argparse
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from bigtrain.errors import BigtrainError
 from bigtrain.flat import partition_layouts
 from bigtrain.models import build_model
 from tests.ranks.test_checkpoint_engine import _engine, _state, _step
+from tests.ranks.test_engine_checkpoint import Marker
 from tests.ranks.tiny import TinyLM, config
 
 
@@ -132,14 +132,6 @@ def _load_into(root, blocks):
         return str(error)
     finally:
         engine.close()
-
-
-class Marker:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (Path.touch, (Path(self.path),))
 
 
 def test_what_does_not_fit_is_said_and_no_code_runs(rank_pool, tmp_path):
