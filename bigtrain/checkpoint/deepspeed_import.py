@@ -21,7 +21,7 @@ from bigtrain.checkpoint.manifest import SavedSlice
 from bigtrain.checkpoint.reshard import Index, Read
 from bigtrain.checkpoint.slices import DTYPE_NAMES, LocalSlice
 from bigtrain.errors import CheckpointError
-from bigtrain.flat import partition_layouts, refresh_weights
+from bigtrain.flat import refresh_weights
 from bigtrain.optim import OPTIMIZERS
 from bigtrain.weights.deepspeed_folder import DeepSpeedFolder, open_deepspeed
 from bigtrain.weights.deepspeed_universal import is_universal, open_universal
@@ -184,16 +184,15 @@ def _with_remainders(index: Index) -> Index:
 
 def _set_split_masters(engine: Engine, index: Index, tensors: list[torch.Tensor]) -> None:
     """Split each fp32 master into weight and remainder, after the moments are there (one of their bits belongs to it)."""
-    names = {id(p): n for n, p in engine.module.named_parameters()}
     inner = engine.deepspeed.optimizer.optimizer
-    for partition, flat in zip(partition_layouts(engine.deepspeed.optimizer), live.flat_tensors(engine.deepspeed, names)):
-        master = torch.zeros(partition.numel(), device=partition.device)
+    for flat in live.flat_tensors(engine):
+        master = torch.zeros(flat.key.numel(), device=flat.key.device)
         wanted = [
             LocalSlice(param=name, kind="master", shape=shape, start=start, tensor=master[at : at + count])
             for name, shape, start, at, count in flat.pieces
         ]
         _copy(reshard.plan_reads(index, [s.wanted() for s in wanted]), wanted, tensors)
-        inner.set_master(partition, master)
+        inner.set_master(flat.key, master)
 
 
 # ---------------------------------------------------------------- counters

@@ -8,7 +8,6 @@ import torch
 from bigtrain.checkpoint import live
 from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError
-from bigtrain.flat import partition_layouts
 from bigtrain.models import build_model
 from tests.ranks.test_checkpoint_engine import _engine, _state, _step
 from tests.ranks.test_engine_checkpoint import Marker
@@ -101,10 +100,9 @@ def test_files_of_two_saves_are_not_taken_for_one(rank_pool, tmp_path, stage, ki
 def _split(root, optimizer):
     engine = _engine(2, optimizer, seed=99)
     engine.load_checkpoint(root)
-    names = {id(p): n for n, p in engine.module.named_parameters()}
     inner, out = engine.deepspeed.optimizer.optimizer, {}
-    for partition, flat in zip(partition_layouts(engine.deepspeed.optimizer), live.flat_tensors(engine.deepspeed, names)):
-        master = inner.master(partition) if optimizer == "adamw_split" else partition.detach().view(-1)
+    for flat in live.flat_tensors(engine):
+        master = inner.master(flat.key) if optimizer == "adamw_split" else flat.key.detach().view(-1)
         moment = flat.state["exp_avg_sq"].abs()
         for name, _, start, at, count in flat.pieces:
             out[name, start] = master[at : at + count].clone(), moment.view(-1)[at : at + count].clone()

@@ -129,8 +129,7 @@ def _load_says(root, stage, optimizer):
 def _moments(engine) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
     """(kind, parameter) -> its 8-bit moment decoded, and the scale of each value's block (0 where it is kept in fp32)."""
     parts = []
-    names = {id(p): n for n, p in engine.module.named_parameters()}
-    for flat in live.flat_tensors(engine.deepspeed, names):
+    for flat in live.flat_tensors(engine):
         for kind, (scale_kind, signed) in MOMENTS.items():
             held = flat.state[kind].view(-1)
             values, scales = held.float(), torch.zeros(held.numel())
