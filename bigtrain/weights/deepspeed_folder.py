@@ -148,7 +148,7 @@ def _latest(path: str) -> str | None:
         return None
     with open(file, encoding="utf-8", errors="replace") as handle:
         tag = os.path.join(path, os.path.basename(handle.read().strip()))
-    return tag if glob.glob(os.path.join(glob.escape(tag), "*_model_states.pt")) else None
+    return tag if model_files(tag) else None
 
 
 def open_deepspeed(path: str | Path, tag: str | None = None) -> DeepSpeedFolder:
@@ -162,7 +162,7 @@ def open_deepspeed(path: str | Path, tag: str | None = None) -> DeepSpeedFolder:
         WeightsError: files are missing, damaged, empty, or do not belong together.
     """
     root = os.path.join(str(path), tag) if tag else str(path)
-    root = root if glob.glob(os.path.join(glob.escape(root), "*_model_states.pt")) else (_latest(root) or root)
+    root = root if model_files(root) else (_latest(root) or root)
     models = model_files(root)
     optims = _numbered(root, "*_optim_states.pt")
     if not models or not optims:
