@@ -46,6 +46,11 @@ def folder_for(root: Path, step: int) -> Path:
     return root / f"checkpoint-{step}"
 
 
+def named(root: Path, tag: str | int) -> Path:
+    """What `tag` means under `root`: a step, or a folder's name."""
+    return root / (f"checkpoint-{tag}" if str(tag).isdecimal() else str(tag))
+
+
 def steps(root: Path) -> list[int]:
     """Steps that have a COMMIT under `root`, ascending; says nothing about their content."""
     if not root.is_dir():

@@ -310,12 +310,10 @@ def test_B17_adapters_see_full_shapes_on_a_partitioned_model(rank_pool):
 
 def _forwards(kind, stage, on):
     """Forward calls of each block in one training step."""
-    from bigtrain.models import build_model, enable_activation_checkpointing, export_config, wants_activation_checkpointing
+    from bigtrain.models import build_model, enable_activation_checkpointing
+    from bigtrain.weights.companions import exported_config
 
-    config = {
-        **_config(stage),
-        **({"activation_checkpointing": {"cpu_checkpointing": False, "partition_activations": True}} if on else {}),
-    }
+    config = _config(stage)
     if kind == "hf":
         model = build_model(zoo.source("llama"), ds_config=config, seed=7)
         blocks, classes, batch = list(model.model.layers), None, _batch()
@@ -325,7 +323,7 @@ def _forwards(kind, stage, on):
         blocks, classes, batch = list(model.blocks), ["Block"], {"x": torch.ones(2, 8).bfloat16()}
         inner = [b.inner for b in blocks]
     names = [n for n, _ in model.named_parameters()]
-    wrapped = enable_activation_checkpointing(model, classes) if wants_activation_checkpointing(config) else 0
+    wrapped = enable_activation_checkpointing(model, classes) if on else 0
     assert names == [n for n, _ in model.named_parameters()]
     counts = [0] * len(inner)
     for i, module in enumerate(inner):
@@ -333,7 +331,7 @@ def _forwards(kind, stage, on):
     engine = _engine(model, stage)
     losses = [_step(engine, **batch) for _ in range(2)]
     engine.destroy()
-    cache = (model.config.use_cache, export_config(model).use_cache) if kind == "hf" else None
+    cache = (model.config.use_cache, exported_config(model, torch.bfloat16).use_cache) if kind == "hf" else None
     return wrapped, [c / 2 for c in counts], losses, cache, model.bigtrain_info.checkpointed_blocks
 
 
