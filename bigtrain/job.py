@@ -414,6 +414,7 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
         keep_in_fp32=args.keep_in_fp32,
         allow_missing=args.allow_missing,
         allow_unexpected=args.allow_unexpected,
+        verify_load=args.verify_load,
         **job.config_overrides,
     )
     models.refuse_batchnorm_micro_batch_1(model, job.steps.micro_batch)

@@ -494,3 +494,36 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
     torch.save({"state_dict": Teacher().state_dict(), "hyper_parameters": argparse.Namespace(a=1)}, path)
     with pytest.raises(WeightsError, match="would run code"):
         frozen_module(Teacher, path)
+
+
+def _spoiled(folder, stage):
+    """What `verify_load` says when memory does not hold what was read, on this rank."""
+    from bigtrain.errors import BigtrainError
+    from bigtrain.weights import load
+
+    def read_and_spoil(plan, *args):
+        done = read_all(plan, *args)
+        tensor = next(slot.tensor for slot, part in plan.filled if part.name == "model.layers.1.mlp.up_proj.weight")
+        getattr(tensor, "ds_tensor", tensor).data.view(-1)[5] += 1
+        return done
+
+    read_all, load._read_all = load._read_all, read_and_spoil
+    try:
+        _from_folder(folder, stage, verify_load=True)
+    except BigtrainError as error:
+        return str(error)
+    finally:
+        load._read_all = read_all
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_verify_load_compares_every_tensor_with_its_file(rank_pool, tmp_path, stage):
+    from bigtrain.errors import ModelError
+    from bigtrain.models import build_model
+
+    _save(tmp_path, "llama")
+    assert rank_pool(2).run(_refused, tmp_path, stage, verify_load=True) == [(), ()]
+    said = rank_pool(2).run(_spoiled, tmp_path, stage)
+    assert all("1 tensors are not what the file holds" in one and "up_proj" in one for one in said)
+    with pytest.raises(ModelError, match="preset:llama-tiny has no weight files"):
+        build_model("preset:llama-tiny", verify_load=True)
