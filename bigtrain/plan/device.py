@@ -39,6 +39,8 @@ def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:
     return SlicedSharding(plan, tape) if plan.settings.stage == 3 else WholeSharding(plan, tape)
 
 
+# Phases of a micro step, from the first update on.
+MICRO_STEP = ("steady forward", "loss", "loss backward", "backward", "bucket flush")
 # fp32 logits alive at a time without Triton, in elements (kernels/cross_entropy.py CHUNK_LOGITS).
 CHUNK_LOGITS = {"cuda": 2**27, "cpu": 2**22}
 SCALED_AT_A_TIME = 2**22

@@ -104,7 +104,7 @@ class Plan:
         floors = (least_limit(t, t.ledger().peak_bytes, expandable=self.input.expandable) for t in self._whole_tapes)
         return max(floors) + CUBLAS_WORKSPACE_BYTES
 
-    @cached_property
+    @property
     def _whole_tapes(self) -> tuple[Tape, ...]:
         return self.tapes or tuple(device_tapes(self.input))
 
@@ -136,9 +136,18 @@ class Plan:
             return True
         return self.gpu_least_bytes() <= gpu_memory_bytes and self._plays_on(gpu_memory_bytes)
 
+    @cached_property
+    def _played(self) -> dict[int, bool]:
+        return {}
+
     def _plays_on(self, gpu_memory_bytes: int) -> bool:
-        """Whether the allocator gets by on this card, less the margin."""
-        limit = int(gpu_memory_bytes / (1 + GPU_MARGIN)) - _beside_the_tape(self.input)
+        """Whether the allocator gets by on this card, less the margin; a search asks for some plans again and again."""
+        if gpu_memory_bytes not in self._played:
+            self._played[gpu_memory_bytes] = self._plays(gpu_memory_bytes)
+        return self._played[gpu_memory_bytes]
+
+    def _plays(self, gpu_memory_bytes: int) -> bool:
+        limit = int(gpu_memory_bytes / (1 + GPU_MARGIN)) - beside_the_tape(self.input)
         return not any(replay(tape, limit, expandable=self.input.expandable).short_bytes for tape in self._whole_tapes)
 
     @property
@@ -196,7 +205,8 @@ def _tree(name: str, ledger: Ledger) -> Tree:
     return Tree(name, ledger.peak_bytes, ledger.peak_phase, tuple(rows), ledger.by_phase)
 
 
-def _beside_the_tape(plan: PlanInput) -> int:
+def beside_the_tape(plan: PlanInput) -> int:
+    """Of a card: what a process holds that no tape shows."""
     return CUBLAS_WORKSPACE_BYTES + CUDA_CONTEXT_BYTES + nccl_bytes(plan.world_size)
 
 
@@ -218,15 +228,15 @@ def predict(plan: PlanInput, *, gpu_memory_bytes: int | None = None, reserve: bo
         nothing = Ledger(0, together.peak_phase, {}, {}, 0)
         return Plan(plan, _tree("GPU", nothing), 0, 0, _tree("host", together), plan.ranks_per_node)
     gpu_tree = _tree("GPU", max(ledgers, key=lambda found: found.peak_bytes))
-    limit = None if gpu_memory_bytes is None else gpu_memory_bytes - _beside_the_tape(plan)
+    limit = None if gpu_memory_bytes is None else gpu_memory_bytes - beside_the_tape(plan)
     held = max(replay(tape, limit, expandable=plan.expandable).peak_bytes for tape in tapes) if reserve else gpu_tree.bytes
     reserved = held + CUBLAS_WORKSPACE_BYTES
-    used = held + _beside_the_tape(plan)
+    used = held + beside_the_tape(plan)
     whole = tuple(tapes) if reserve else ()
     return Plan(plan, gpu_tree, reserved, used, _tree("host", host.ledger()), plan.ranks_per_node, whole)
 
 
-@lru_cache(maxsize=32)  # a search comes back to the same plans; each may keep its tapes
+@lru_cache(maxsize=1024)  # a search comes back to the same plans; none keeps its tapes
 def quick(plan: PlanInput) -> Plan:
     """`predict` without what is reserved."""
     return predict(plan, reserve=False)

@@ -10,12 +10,13 @@ from typing import Any
 
 from bigtrain.plan.blocks import blocks_needed, least_blocks
 from bigtrain.plan.constants import GPU_MARGIN
+from bigtrain.plan.device import MICRO_STEP
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.judge import judge
-from bigtrain.plan.predict import quick
+from bigtrain.plan.predict import Plan, beside_the_tape, quick
 from bigtrain.plan.roofline import Rates, forward_s, step_time
 from bigtrain.plan.spilled import least_share
-from bigtrain.plan.streamed import buffers_that_help, bytes_per_elem, chunk_elems
+from bigtrain.plan.streamed import MOST_PARTS, buffers_that_help, bytes_per_elem, chunk_elems
 
 SPARE_SHARE = 0.9  # of a card, beside the margin of every plan: memory that is only useful must not bring a run near the edge
 
@@ -83,14 +84,29 @@ def _spare_buffers(plan: PlanInput, gpu: int | None, host: int | None, rates: Ra
     return plan.but(buffers=low)
 
 
-def least_s(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None, *, blocks: bool) -> float:
-    """Seconds of a step, no more than with what `settled` would say for this plan, which fits: quicker to tell."""
-    if blocks:
-        none = judge(plan.but(checkpointing="none"), gpu, host, rates)
-        plan = none.input if none.fits else plan.but(checkpoint_blocks=blocks_needed(none, plan.checkpointing))
-    return step_time(with_all_buffers(plan, rates), rates).total_s
+def with_fewest_blocks(plan: PlanInput, gpu: int | None, host: int | None) -> PlanInput:
+    """The plan, which fits, with no more blocks recomputed than `settled` would say: quicker to tell."""
+    if plan.checkpointing == "none":
+        return plan
+    none = judge(plan.but(checkpointing="none"), gpu, host)
+    return none.input if none.fits else plan.but(checkpoint_blocks=blocks_needed(none, plan.checkpointing))
 
 
 def with_all_buffers(plan: PlanInput, rates: Rates | None) -> PlanInput:
     """The plan with all buffers that help, whether the card holds them or not: no other number is faster."""
     return plan.but(buffers=max(plan.settings.buffers, buffers_wanted(plan, rates))) if plan.streams else plan
+
+
+def with_most_buffers(plan: PlanInput, least: Plan | None, gpu: int | None, rates: Rates | None) -> PlanInput:
+    """The plan with no fewer buffers than `settled` would say, and mostly no more.
+
+    A buffer lies on the card from the first update on, so what any moment of a later micro step holds leaves room for so many. `least`
+    is the plan with all blocks recomputed: with fewer, no moment holds less.
+    """
+    most = with_all_buffers(plan, rates)
+    if least is None or gpu is None or most == plan:
+        return most
+    held = max(size for phase, size in least.gpu.by_phase.items() if phase in MICRO_STEP)
+    room = (int(SPARE_SHARE * gpu) + 1) / (1 + GPU_MARGIN) - beside_the_tape(plan) - held
+    each = int(chunk_elems(plan) * bytes_per_elem(plan)) - MOST_PARTS  # each part of one is rounded, down by less than a byte
+    return plan.but(buffers=min(most.settings.buffers, plan.settings.buffers + max(0, int(room // each))))

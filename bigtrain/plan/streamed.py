@@ -24,6 +24,8 @@ UPDATE_STREAM = 3
 CHUNKS_A_BLOCK = 3.0
 # Chunks in flight beside those that came up early.
 IN_FLIGHT = 4
+# Tensors of one chunk's state: low bits, two moments, their scales.
+MOST_PARTS = 5
 
 
 def bytes_per_elem(plan: PlanInput) -> float:
