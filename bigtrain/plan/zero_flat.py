@@ -284,7 +284,7 @@ class FlatSharding:
     # Step.
 
     def step(self, first: bool) -> None:
-        self.tape.drop(*self.flight)
+        self.tape.drop(*((key, i) for i in self.plan.leaving for key in ("leaving", "sum")))
         self.flight = []
         if self.zero.offload_optimizer:
             self.tape.phase("optimizer step")
