@@ -111,6 +111,16 @@ def _asked_bytes(size: int) -> int:
     return -(-size // _ROUND_LARGE) * _ROUND_LARGE
 
 
+def at_most_kept(size: int) -> int:
+    """What expandable memory keeps for a block in use at the most, once what is free was given back.
+
+    Only pages with a byte in use are kept then, and a block of s bytes lies on less than s / page + 2 of them. The block that is asked for
+    is compared with the limit as no more than this either (`_asked_bytes`). So whatever lies where, nothing is short at a limit that these
+    sum to, block by block in use.
+    """
+    return size + 2 * (_SMALL_PAGE if size <= _SMALL else _LARGE_PAGE)
+
+
 class _Segments:
     """torch's default: segments that neither grow nor shrink."""
 

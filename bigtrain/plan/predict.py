@@ -8,13 +8,13 @@ from typing import Any
 
 from bigtrain.plan.allocator import least_limit, replay
 from bigtrain.plan.constants import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, GPU_MARGIN, HOST_MARGIN, nccl_bytes
-from bigtrain.plan.device import device_tapes
+from bigtrain.plan.device import device_tape, device_tapes
 from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.host import host_tape, page_locked_bytes
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.resident import one_memory
 from bigtrain.plan.rows import formula, source
-from bigtrain.plan.shared import steady_ledger
+from bigtrain.plan.shared import enough_bytes, steady_ledger
 from bigtrain.plan.tape import Ledger, Tape
 from bigtrain.plan.zero_flat import ranks_to_plan
 
@@ -149,8 +149,12 @@ class Plan:
         return self._played[gpu_memory_bytes]
 
     def _plays(self, gpu_memory_bytes: int) -> bool:
-        limit = int(gpu_memory_bytes / (1 + GPU_MARGIN)) - beside_the_tape(self.input)
-        return not any(replay(tape, limit, expandable=self.input.expandable).short_bytes for tape in self._whole_tapes)
+        plan, limit = self.input, int(gpu_memory_bytes / (1 + GPU_MARGIN)) - beside_the_tape(self.input)
+        ranks = ranks_to_plan(plan)
+        if plan.expandable and all(enough_bytes(plan, rank) <= limit for rank in ranks):
+            return True
+        tapes = self.tapes or (device_tape(plan, rank=rank) for rank in ranks)
+        return not any(replay(tape, limit, expandable=plan.expandable).short_bytes for tape in tapes)
 
     @property
     def notes(self) -> tuple[str, ...]:

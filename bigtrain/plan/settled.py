@@ -45,6 +45,9 @@ def settled(
     found = _fewest_blocks(most, gpu, host)
     if most == plan or not found.recomputed_blocks:
         return found
+    least = with_most_buffers(with_fewest_blocks(plan, gpu, host), quick(plan), gpu, rates)
+    if step_time(found, rates).total_s <= step_time(least, rates).total_s:
+        return found
     other = _spare_buffers(_fewest_blocks(plan, gpu, host), gpu, host, rates)
     return min(found, other, key=lambda p: step_time(p, rates).total_s)
 
@@ -69,18 +72,14 @@ def _fewest_blocks(plan: PlanInput, gpu: int | None, host: int | None) -> PlanIn
 def _spare_buffers(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> PlanInput:
     if gpu is None or not plan.streams:
         return plan
-    low, high, room = plan.settings.buffers, buffers_wanted(plan, rates) + 1, int(SPARE_SHARE * gpu)
-    if high - low <= 1:
-        return plan
-    each = chunk_elems(plan) * bytes_per_elem(plan) * (1 + GPU_MARGIN)
-    guess, step = low + int((room - quick(plan).gpu_least_bytes()) / each), 1  # mostly right, where the peak is in a step
-    while high - low > 1:
-        guess = min(max(guess, low + 1), high - 1)
+    most = with_most_buffers(plan, quick(plan), gpu, rates).settings.buffers
+    low, high, room, step = plan.settings.buffers, most + 1, int(SPARE_SHARE * gpu), 1
+    while high - low > 1:  # mostly the first one, or one of the next, unless the peak is in no micro step
+        guess = max(high - step, low + 1)
         if quick(plan.but(buffers=guess)).fits(room, host):
-            low, guess = guess, guess + step
+            low, step = guess, max(1, (high - guess) // 2)
         else:
-            high, guess = guess, guess - step
-        step *= 2
+            high, step = guess, 2 * step
     return plan.but(buffers=low)
 
 

@@ -9,12 +9,13 @@ Each part is a function of a plan in which what has no part in it stands at one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from operator import add
 from typing import Any, NamedTuple, cast
 
+from bigtrain.plan.allocator import at_most_kept
 from bigtrain.plan.device import Run, Sharding, finish, sharding
 from bigtrain.plan.inputs import PlanInput, ZeroSettings
 from bigtrain.plan.tape import ALLOC, FREE, TOUCH, Ledger, Tape
@@ -53,21 +54,13 @@ class _Cut(Tape):
     def measured(self) -> _Cut:
         """With the last segment ended, and levels and tops."""
         self.call("end")
-        held = begin = 0
-        for end in self.cuts:
-            top = held
-            for kind, size in zip(self.kinds[begin:end], self.sizes[begin:end]):
-                if kind == ALLOC:
-                    held += size
-                    top = max(top, held)
-                elif kind == FREE:
-                    held -= size
-                elif kind == TOUCH:
-                    top = max(top, held + size)
-            self.levels.append(held)
-            self.tops.append(top)
-            begin = end
+        self.levels, self.tops = _profile(self, self.sizes, self.cuts)
         return self
+
+    @cached_property
+    def padded(self) -> tuple[list[int], list[int]]:
+        """Levels and tops of what the allocator may keep for it."""
+        return _profile(self, list(map(at_most_kept, self.sizes)), self.cuts)
 
     def rows_at_top(self, segment: int) -> dict[str, int]:
         """When a segment holds most."""
@@ -80,7 +73,28 @@ class _Cut(Tape):
         return self.held_rows(begin)
 
     def rows_after(self, segment: int) -> dict[str, int]:
+        """When it has ended."""
         return self.held_rows(self.cuts[segment]) if segment >= 0 else {}
+
+
+def _profile(tape: Tape, sizes: list[int], cuts: list[int]) -> tuple[list[int], list[int]]:
+    """(held at the end of each segment, most held in it), of a tape with these sizes."""
+    levels, tops = [], []
+    held = begin = 0
+    for end in cuts:
+        top = held
+        for kind, size in zip(tape.kinds[begin:end], sizes[begin:end]):
+            if kind == ALLOC:
+                held += size
+                top = max(top, held)
+            elif kind == FREE:
+                held -= size
+            elif kind == TOUCH:
+                top = max(top, held + size)
+        levels.append(held)
+        tops.append(top)
+        begin = end
+    return levels, tops
 
 
 # What has no part in activations, in what ZeRO does in micro steps, in what comes before the first update.
@@ -94,11 +108,14 @@ def _for_activations(plan: PlanInput) -> PlanInput:
 
 
 def _for_micro_steps(plan: PlanInput) -> PlanInput:
-    blocks = {"checkpointing": "full" if plan.recomputed_blocks else "none"} if plan.settings.stage == 3 else _NO_BLOCKS
-    optimizer = "adamw_split" if plan.streams else "adamw"
+    """State that is streamed has a part in them where gradients leave, and in what stage 1 is."""
+    zero = plan.settings
+    blocks = {"checkpointing": "full" if plan.recomputed_blocks else "none"} if zero.stage == 3 else _NO_BLOCKS
+    streams = plan.streams and (plan.leaving or zero.stage == 1)
     return plan.but(
-        accumulation=min(2, plan.accumulation), optimizer=optimizer, drawn=False, buffers=1, ratio=1.0, **blocks, **_NO_TOKENS
-    )
+        settings=zero if streams else plan.told, optimizer="adamw_split" if streams else "adamw", drawn=False,
+        accumulation=min(2, plan.accumulation), buffers=1, ratio=1.0, **blocks, **_NO_TOKENS,
+    )  # fmt: skip
 
 
 def _for_start(plan: PlanInput) -> PlanInput:
@@ -126,8 +143,14 @@ def _micro_steps(plan: PlanInput, rank: int) -> _Cut:
     return tape.measured()
 
 
+class _Start(NamedTuple):
+    tape: Tape
+    ledger: Ledger
+    padded_bytes: int
+
+
 @lru_cache(maxsize=256)
-def _start(plan: PlanInput) -> tuple[Tape, Ledger]:
+def _start(plan: PlanInput) -> _Start:
     """Build and start-up, of a plan for the start."""
     tape = Tape()
     shards = sharding(plan, tape)
@@ -135,7 +158,14 @@ def _start(plan: PlanInput) -> tuple[Tape, Ledger]:
     shards.build()
     tape.phase("start-up")
     shards.initialise()
-    return tape, tape.ledger()
+    return _Start(tape, tape.ledger(), _padded_peak(tape))
+
+
+def _padded_peak(tape: Tape, known: Mapping[str, int] | None = None) -> int:
+    """Most that the allocator may keep for a tape. `known`: of some rows."""
+    known = known or {}
+    sizes = [known[name] if name in known else at_most_kept(size) for size, name in zip(tape.sizes, tape.names)]
+    return _profile(tape, sizes, [len(sizes)])[1][0]
 
 
 class _Top(NamedTuple):
@@ -156,43 +186,64 @@ def _tops(activations: _Cut, weights: _Cut) -> list[_Top]:
         most_first, most_then = max(first[begin:end]), max(then[begin:end])
         at, later = first.index(most_first, begin), then.index(most_then, begin)
         if most_first > most_then or (most_first == most_then and at <= later):
-            tops.append(_Top(phase, most_first, partial(_sum, activations.rows_at_top, at, weights.rows_after, at - 1)))
+            tops.append(_Top(phase, most_first, partial(_rows, activations, at, weights, at - 1)))
         else:
-            tops.append(_Top(phase, most_then, partial(_sum, weights.rows_at_top, later, activations.rows_after, later)))
+            tops.append(_Top(phase, most_then, partial(_rows, weights, later, activations, later)))
     return tops
 
 
-def _sum(one: Callable[[int], dict[str, int]], at: int, other: Callable[[int], dict[str, int]], there: int) -> dict[str, int]:
-    rows = dict(one(at))
-    for row, size in other(there).items():
-        rows[row] = rows.get(row, 0) + size
-    return rows
+def _rows(side: _Cut, at: int, other: _Cut, there: int) -> dict[str, int]:
+    """When one side holds most in a segment, and the other what it holds after a segment."""
+    return _sum(side.rows_at_top(at), other.rows_after(there))
+
+
+def _sum(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return {row: one.get(row, 0) + other.get(row, 0) for row in {**one, **other}}
+
+
+def _sides(plan: PlanInput, rank: int) -> tuple[_Cut, _Cut]:
+    return _activations(_for_activations(plan)), _micro_steps(_for_micro_steps(plan), rank)
+
+
+def _updates(plan: PlanInput, rank: int, sides: tuple[_Cut, _Cut], tops: Iterable[tuple[str, int]]) -> Tape:
+    """From the start's end on, with the micro steps as these (phase, most bytes) on top of what is there."""
+    tape = Tape()
+    shards = sharding(plan, tape, rank)
+    tape.phase("start-up")
+    tape.take_over(_start(_for_start(plan)).tape)
+    shards.step(first=True)
+    for phase, size in tops:
+        tape.phase(phase)
+        tape.touch(size, _MICRO_STEPS)
+    for side in sides:
+        tape.take_over(side)
+    shards.step(first=False)
+    finish(tape, shards)
+    return tape
 
 
 def steady_ledger(plan: PlanInput, rank: int) -> Ledger:
     """`device_tape(plan, rank=rank, steady_only=True).ledger()`."""
-    start, before = _start(_for_start(plan))
-    activations, weights = _activations(_for_activations(plan)), _micro_steps(_for_micro_steps(plan), rank)
-    tops, tape = _tops(activations, weights), Tape()
-    shards = sharding(plan, tape, rank)
-    tape.phase("start-up")
-    tape.take_over(start)
-    shards.step(first=True)
-    for top in tops:
-        tape.phase(top.phase)
-        tape.touch(top.bytes, _MICRO_STEPS)
-    tape.take_over(activations)
-    tape.take_over(weights)
-    shards.step(first=False)
-    finish(tape, shards)
-    after = tape.ledger()
-    by_phase = {
-        name: max(before.by_phase.get(name, 0), after.by_phase.get(name, 0)) for name in {**before.by_phase, **after.by_phase}
-    }
-    if before.peak_bytes >= after.peak_bytes:
-        return Ledger(before.peak_bytes, before.peak_phase, before.rows, by_phase, after.final_bytes)
-    rows = dict(after.rows)
-    if size := rows.pop(_MICRO_STEPS, 0):
-        top = next(top for top in tops if top.bytes == size and top.phase == after.peak_phase)
-        rows = _sum(lambda _: rows, 0, lambda _: top.rows(), 0)
-    return Ledger(after.peak_bytes, after.peak_phase, rows, by_phase, after.final_bytes)
+    sides, before = _sides(plan, rank), _start(_for_start(plan)).ledger
+    tops = _tops(*sides)
+    after = _updates(plan, rank, sides, [top[:2] for top in tops]).ledger()
+    phases = {**before.by_phase, **after.by_phase}
+    by_phase = {name: max(before.by_phase.get(name, 0), after.by_phase.get(name, 0)) for name in phases}
+    most, rows = before if before.peak_bytes >= after.peak_bytes else after, {}
+    if size := most.rows.get(_MICRO_STEPS):
+        rows = next(top for top in tops if top.bytes == size and top.phase == most.peak_phase).rows()
+    rows = _sum(rows, {row: held for row, held in most.rows.items() if row != _MICRO_STEPS})
+    return Ledger(most.peak_bytes, most.peak_phase, rows, by_phase, after.final_bytes)
+
+
+def enough_bytes(plan: PlanInput, rank: int) -> int:
+    """With so much to reserve, `replay` of expandable memory is never short, whatever lies where; mostly less would do.
+
+    That is what `at_most_kept` says of each block at the moment when these sum to most. The first step is no part of it: each of its
+    blocks is there in a later one at the same moment, and more.
+    """
+    sides = _sides(plan, rank)
+    (activations, over), (weights, above) = (side.padded for side in sides)
+    micro_steps = max(*map(add, over, [0, *weights]), *map(add, above, activations))
+    tape = _updates(plan, rank, sides, [("steady forward", 1)])
+    return max(_start(_for_start(plan)).padded_bytes, _padded_peak(tape, {_MICRO_STEPS: micro_steps}))

@@ -4,9 +4,10 @@ import pytest
 
 from bigtrain import shapes
 from bigtrain.plan import ZeroSettings, plan_input
+from bigtrain.plan.allocator import replay
 from bigtrain.plan.choose import _families
 from bigtrain.plan.device import device_tape
-from bigtrain.plan.shared import _activations, _micro_steps, steady_ledger
+from bigtrain.plan.shared import _activations, _micro_steps, enough_bytes, steady_ledger
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.zero_flat import ranks_to_plan
 
@@ -17,6 +18,9 @@ def base(name, world=1, **values):
 
 def assert_same(plan):
     for rank in ranks_to_plan(plan):
+        tape = device_tape(plan, rank=rank)
+        assert tape.ledger().peak_bytes < (enough := enough_bytes(plan, rank))
+        assert not replay(tape, enough).short_bytes
         assert steady_ledger(plan, rank) == device_tape(plan, rank=rank, steady_only=True).ledger(), (plan.settings, rank)
 
 
