@@ -13,7 +13,7 @@ from bigtrain.plan.inputs import PlanInput, ZeroSettings, settings_from_config
 from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge
 from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.roofline import Rates, step_time, told
-from bigtrain.plan.settled import settled, with_all_buffers, with_fewest_blocks, with_most_buffers
+from bigtrain.plan.settled import least_s, settled, with_all_buffers, with_fewest_blocks
 from bigtrain.plan.spilled import least_share
 from bigtrain.plan.states import LAYOUTS
 
@@ -313,7 +313,7 @@ def _search(
         if fitting.faster_than(rank(plan, step_time(with_all_buffers(fewest, rates), rates).total_s)):
             slower += 1
             continue
-        fitting.add(candidate, step_time(with_most_buffers(fewest, candidate.plan, gpu, rates), rates).total_s)
+        fitting.add(candidate, least_s(candidate.input, fewest, gpu, rates))
     return fitting.best(), rejected, slower
 
 

@@ -150,9 +150,7 @@ class Plan:
 
     def _plays(self, gpu_memory_bytes: int) -> bool:
         plan, limit = self.input, int(gpu_memory_bytes / (1 + GPU_MARGIN)) - beside_the_tape(self.input)
-        ranks = ranks_to_plan(plan)
-        if plan.expandable and all(enough_bytes(plan, rank) <= limit for rank in ranks):
-            return True
+        ranks = [rank for rank in ranks_to_plan(plan) if not plan.expandable or enough_bytes(plan, rank) > limit]
         tapes = self.tapes or (device_tape(plan, rank=rank) for rank in ranks)
         return not any(replay(tape, limit, expandable=plan.expandable).short_bytes for tape in tapes)
 

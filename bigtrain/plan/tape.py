@@ -123,7 +123,11 @@ class Tape:
     def touch(self, size: float, row: str, stream: int = 0) -> None:
         """Allocate and free at once: a temporary."""
         if size > 0:
-            self.add(TOUCH, len(self.kinds), -(-int(size) // self.unit) * self.unit, row, stream)
+            self.slots.append(len(self.kinds))
+            self.kinds.append(TOUCH)
+            self.sizes.append(-(-int(size) // self.unit) * self.unit)
+            self.names.append(row)
+            self.streams.append(stream)
 
     def empty_cache(self) -> None:
         """`torch.cuda.empty_cache()`: matters to what is reserved only."""

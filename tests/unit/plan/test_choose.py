@@ -53,11 +53,20 @@ def test_chosen_is_the_fastest_of_the_fitting_and_all_fit():
         assert c.input.micro_batch * c.input.accumulation * 2 == choice.global_batch
 
 
-@pytest.mark.parametrize("name, world, gpu, host", [("llama-1b", 1, 12, 32), ("llama-50m", 1, 5, 8), ("llama-8b", 1, 8, 16)])
+@pytest.mark.parametrize(
+    "name, world, gpu, host",
+    [
+        ("llama-1b", 1, 12, 32),
+        ("llama-50m", 1, 5, 8),
+        ("llama-8b", 1, 8, 16),
+        ("llama-8b", 1, 47.4, 64),
+        ("llama-3b", 2, 24, 128),
+    ],
+)
 def test_what_is_not_planned_would_not_have_been_chosen(name, world, gpu, host):
-    every = pick(name, world, gpu, host, wanted=None)
-    for wanted in (1, 3):
-        found = pick(name, world, gpu, host, wanted=wanted)
+    every = pick(name, world, gpu, host, 8 * world, wanted=None)
+    for wanted in (1, 3, 99):
+        found = pick(name, world, gpu, host, 8 * world, wanted=wanted)
         assert [c.input for c in found.fitting] == [c.input for c in every.fitting[:wanted]]
         assert found.advice == every.advice
 
