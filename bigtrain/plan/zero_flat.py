@@ -85,16 +85,18 @@ class _Owners:
         self.ranks = {i: group.owners(at, items[i].elems) for group, at, i in places}
         self.heaviest = heaviest_rank(items, self.groups, world)
         self._places, self._items = places, items
-        self._owned: dict[int, dict[int, int]] = {}
+        self._owned: dict[int, tuple[dict[int, int], int]] = {}
 
-    def owned(self, rank: int) -> dict[int, int]:
-        """Elements of each parameter that `rank` owns."""
+    def owned(self, rank: int) -> tuple[dict[int, int], int]:
+        """(elements of each parameter that `rank` owns, elements of all that it owns a part of)."""
         if rank not in self._owned:
-            self._owned[rank] = {i: group.owned(at, self._items[i].elems, rank) for group, at, i in self._places}
+            each = {i: group.owned(at, self._items[i].elems, rank) for group, at, i in self._places}
+            self._owned[rank] = each, sum(self._items[i].elems for i, elems in each.items() if elems)
         return self._owned[rank]
 
 
-def _owners(plan: PlanInput) -> _Owners:
+def owners(plan: PlanInput) -> _Owners:
+    """Who owns what, found once for all plans of a model on so many ranks."""
     return plan.parameters.fact(("owners", plan.decay_groups, plan.frozen, plan.world_size), lambda: _Owners(plan))
 
 
@@ -106,7 +108,7 @@ def ranks_to_plan(plan: PlanInput) -> list[int]:
     """
     if plan.settings.stage not in (1, 2) or plan.world_size == 1:
         return [0]
-    return list(dict.fromkeys((_owners(plan).heaviest, plan.world_size - 1)))
+    return list(dict.fromkeys((owners(plan).heaviest, plan.world_size - 1)))
 
 
 class FlatSharding:
@@ -115,11 +117,10 @@ class FlatSharding:
     def __init__(self, plan: PlanInput, tape: Tape, rank: int | None = None):
         self.plan, self.tape, self.zero = plan, tape, plan.told
         self.items, self.layout = plan.parameters.items, plan.device_layout
-        world, owners = plan.world_size, _owners(plan)
-        self.groups, self.owners = owners.groups, owners.ranks
-        self.rank = owners.heaviest if rank is None else rank
-        self.owned = owners.owned(self.rank)
-        self.touched = sum(self.items[i].elems for i, elems in self.owned.items() if elems)
+        world, found = plan.world_size, owners(plan)
+        self.groups, self.owners = found.groups, found.ranks
+        self.rank = found.heaviest if rank is None else rank
+        self.owned, self.touched = found.owned(self.rank)
         self.compact = self.zero.grad_bytes == 4
         self.own = LAYOUTS[plan.optimizer].own_offload  # the weights are its masters (bigtrain/startup.py)
         # One rank at stage 2 leaves bf16 gradients where autograd puts them (bigtrain/reduction.py `_nobody_to_reduce_with`).
@@ -189,8 +190,7 @@ class FlatSharding:
         if i in self.plan.leaving:
             return self._leave(i)
         if self.alone:
-            self.tape.hold(("fresh", i), 2 * self.items[i].elems, "gradients, fresh from autograd")
-            self.tape.drop(("fresh", i))
+            self.tape.touch(2 * self.items[i].elems, "gradients, fresh from autograd")
             if not self.tape.holds(("own", i)):
                 self.tape.hold(("own", i), 2 * self.items[i].elems, "gradients, kept")
             return
@@ -201,7 +201,10 @@ class FlatSharding:
                 self.tape.hold(("full", i), self.zero.grad_bytes * self.items[i].elems, "gradients, kept")
             self.deferred.append(i)
             return
-        self.tape.hold(("fresh", i), 2 * self.items[i].elems, "gradients, fresh from autograd")
+        if self.filled + self.items[i].elems > self.zero.reduce_bucket_elems:
+            self.tape.hold(("fresh", i), 2 * self.items[i].elems, "gradients, fresh from autograd")
+        else:
+            self.tape.touch(2 * self.items[i].elems, "gradients, fresh from autograd")
         self.tape.drop(("full", i))  # stage 1: the sum of the earlier micro steps goes into the bucket with it
         self._into_bucket(i)
 
@@ -284,7 +287,7 @@ class FlatSharding:
     # Step.
 
     def step(self, first: bool) -> None:
-        self.tape.drop(*self.flight)
+        self.tape.drop(*((key, i) for i in self.plan.leaving for key in ("leaving", "sum")))
         self.flight = []
         if self.zero.offload_optimizer:
             self.tape.phase("optimizer step")
@@ -337,7 +340,9 @@ class FlatSharding:
             tape.hold("cast", 2 * partition, "gradients, flat for the step")
 
     def _forget(self) -> None:
-        self.tape.drop(("kept grads", 0), ("kept grads", 1), *(("own", i) for i in range(len(self.items))))
+        self.tape.drop(("kept grads", 0), ("kept grads", 1))
+        if self.alone:
+            self.tape.drop(*(("own", i) for i in range(len(self.items))))
 
     def _moment_bytes(self, g: int, partition: int) -> float:
         group, layout = self.groups[g], self.layout

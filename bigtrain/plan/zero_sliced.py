@@ -30,10 +30,10 @@ class SlicedSharding:
     def __init__(self, plan: PlanInput, tape: Tape):
         self.plan, self.tape, self.zero = plan, tape, plan.told
         self.items, self.layout, self.world = plan.parameters.items, plan.device_layout, plan.world_size
-        self.local = [slice_elems(p.elems, self.world) for p in self.items]
+        self.local, self.subs = plan.parameters.fact(
+            ("slices", plan.decay_groups, plan.frozen, self.world, self.zero.sub_group_elems), self._slices
+        )
         self.total = sum(self.local)
-        groups = split_groups(self.items, plan.decay_groups, plan.trains)
-        self.subs = sub_groups(self.items, groups, self.world, self.zero.sub_group_elems)
         self.on_gpu = [] if self.zero.offload_optimizer else self.subs
         if self.zero.offload_optimizer and self.zero.ratio < 1:
             self.on_gpu = self.subs[: int((1 - self.zero.ratio) * len(self.subs))]
@@ -47,6 +47,12 @@ class SlicedSharding:
         self.unused: list[list[int]] = []  # gathered together ahead, none of them used so far
         # 'reduce_and_partition_stream' and the coordinator's '__allgather_stream'.
         self.side, self.gather = (1, 2) if self.zero.overlap_comm else (0, 0)
+
+    def _slices(self) -> tuple[list[int], list[int]]:
+        """Elements of each parameter, and of each sub-group, on one rank."""
+        groups = split_groups(self.items, self.plan.decay_groups, self.plan.trains)
+        local = [slice_elems(p.elems, self.world) for p in self.items]
+        return local, sub_groups(self.items, groups, self.world, self.zero.sub_group_elems)
 
     def learn(self, visits: list[Visit], recomputed: frozenset[str]) -> None:
         """The order in which a step comes to blocks and other parts."""
@@ -178,14 +184,14 @@ class SlicedSharding:
 
     def grad(self, i: int) -> None:
         elems = self.items[i].elems
-        self.tape.hold(("fresh", i), 2 * elems, "gradients, fresh from autograd")
         if self.filled + elems > self.zero.reduce_bucket_elems:
+            self.tape.hold(("fresh", i), 2 * elems, "gradients, fresh from autograd")
             self._flush()
-        if elems > self.zero.reduce_bucket_elems:
             self.tape.drop(("fresh", i))
-            self.tape.hold(("large", i), 2 * elems, "gradients, larger than the bucket")
         else:
-            self.tape.drop(("fresh", i))
+            self.tape.touch(2 * elems, "gradients, fresh from autograd")
+        if elems > self.zero.reduce_bucket_elems:
+            self.tape.hold(("large", i), 2 * elems, "gradients, larger than the bucket")
         self.bucket.append(i)
         self.filled += elems
 
