@@ -401,7 +401,7 @@ class Engine:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The model itself: for inspection and generation, not for training passes."""
+        """The model itself: for inspection, generation, and writing weights between steps (see `foreign`); not for training passes."""
         self._reduction.finish_update()
         return self._ds.module
 
