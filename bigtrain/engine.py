@@ -226,12 +226,11 @@ class Engine:
             return None
         if why := guards.changed_rates(self._rates, [group["lr"] for group in self._ds.optimizer.param_groups]):
             self._origin.refuse(why)
-        verdict = guards.judge(
-            self._since.exchange(self.global_step, self._flags, self._reduction.order_hash), self.global_step + 1, self._names
-        )
+        written = self._parts.foreign.take_over()
+        told = self._since.exchange(self.global_step, self._flags, self._reduction.order_hash, written)
+        verdict = guards.judge(told, self.global_step + 1, self._names)
         lr = self._set_lr()
         self.checkpoints.before_update()
-        self._parts.foreign.take_over()
         applied, norm = self._reduction.step(refuse=not verdict.apply)
         self._parts.foreign.settled()
         self._parts.running.settle(applied)

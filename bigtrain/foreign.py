@@ -46,20 +46,25 @@ class ForeignWrites:
         self._seen = [_writes(p) for p in self._params]
 
     @torch.no_grad()
-    def take_over(self) -> None:
-        """Let masters take over what was written into weights since `settled`; a rank looks at the elements it owns."""
-        taken = [
-            name
-            for name, param, seen in zip(self._names, self._params, self._seen)
-            if (now := _writes(param)) != seen and self._take(param, whole=now[0] != seen[0])
-        ]
+    def take_over(self) -> int:
+        """Let masters take over what was written into weights since `settled`; a rank looks at the elements it owns.
+
+        Returns:
+            As `RankStep.written`.
+        """
+        now = [_writes(p) for p in self._params]
+        if now == self._seen:
+            return 0
+        self._seen, before = now, self._seen
+        changed = [(n, p, a[0] != b[0]) for n, p, a, b in zip(self._names, self._params, before, now) if a != b]
+        taken = [name for name, param, whole in changed if self._take(param, whole)]
         if taken:
             log.warning(
                 "weights of %s were written from outside of the engine since the last step: their fp32 masters take the new "
                 "values, the optimizer's moments stay",
                 listing(taken),
             )
-        self.settled()
+        return 2 if taken else 1
 
     def _take(self, param: Any, whole: bool) -> bool:
         """Whether the master of a written parameter differed; `whole`: the parameter itself was written, not this rank's slice."""

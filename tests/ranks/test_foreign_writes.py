@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bigtrain.engine import Engine
+from bigtrain.errors import RanksDisagreeError
 from bigtrain.models import build_model
 from bigtrain.zero import gathered
 from tests.ranks.tiny import TinyLM, config, rows, share, whole_weights
@@ -63,6 +64,29 @@ def _written(stage, zero, bf16, folder):
 @pytest.mark.parametrize("stage, zero", CASES)
 def test_what_was_written_is_trained_and_saved(rank_pool, tmp_path, stage, zero, bf16):
     assert rank_pool(2).run(_written, stage, zero, bf16, str(tmp_path)) == [([], []), ([], [])]
+
+
+def _on_one_rank(stage, back):
+    """Rank 0 alone writes other weights, and puts its own `back`."""
+    engine = _engine(stage, {}, bf16=True)
+    _train(engine, 0, 2)
+    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    with torch.no_grad():
+        for name, param in engine.module.named_parameters() if engine.rank == 0 else ():
+            param.zero_()
+            if back:
+                param.copy_(weights[name])
+    try:
+        return _train(engine, 2, 3)[0] > 0
+    except RanksDisagreeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_writing_on_one_rank_only_is_refused_unless_it_was_undone(rank_pool, stage):
+    assert rank_pool(2).run(_on_one_rank, stage, True) == [True, True]
+    for said in rank_pool(2).run(_on_one_rank, stage, False):
+        assert "step 3: a script wrote weights since the last step, but not on ranks [1]" in said
 
 
 def _swapped(stage, zero):
