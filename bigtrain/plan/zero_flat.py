@@ -175,15 +175,22 @@ class FlatSharding:
     def start_backward(self, micro: int, last: bool) -> None:
         self.micro, self.last = micro, last
         self.bucket, self.filled, self.deferred = [], 0, []
+        self.written = 0
 
     def _open_buckets(self) -> None:
         # 'setup_buckets': at the first gradient of every backward, full size whatever is used of it.
         size = 2 if self.zero.stage == 2 else self.zero.grad_bytes
         elems = self.zero.reduce_bucket_elems
-        if self.plan.device == "cpu":  # pages that nothing was written to take no memory
-            elems = min(elems, self.plan.trained_elems)
         for copy in range(2 if self.zero.overlap_comm else 1):
             self.tape.hold(("bucket", copy), size * elems, "reduce buckets")
+
+    def _write(self, i: int) -> None:
+        """On a CPU, pages of a bucket that nothing was written to take no memory."""
+        more = min(self.filled, self.zero.reduce_bucket_elems) - self.written
+        if self.plan.device == "cpu" and more > 0:
+            size = 2 if self.zero.stage == 2 else self.zero.grad_bytes
+            self.tape.hold(("written", i), size * more, "reduce buckets")
+            self.written += more
 
     def grad(self, i: int) -> None:
         """Autograd delivers the gradient of parameter `i`, 2 n bytes."""
@@ -194,14 +201,14 @@ class FlatSharding:
             if not self.tape.holds(("own", i)):
                 self.tape.hold(("own", i), 2 * self.items[i].elems, "gradients, kept")
             return
-        if not self.tape.holds(("bucket", 0)):
+        if self.plan.device != "cpu" and not self.tape.holds(("bucket", 0)):
             self._open_buckets()
         if self.zero.stage == 1 and (not self.zero.overlap_comm or not self.last):
             if not self.tape.holds(("full", i)):
                 self.tape.hold(("full", i), self.zero.grad_bytes * self.items[i].elems, "gradients, kept")
             self.deferred.append(i)
             return
-        if self.filled + self.items[i].elems > self.zero.reduce_bucket_elems:
+        if self.plan.device == "cpu" or self.filled + self.items[i].elems > self.zero.reduce_bucket_elems:
             self.tape.hold(("fresh", i), 2 * self.items[i].elems, "gradients, fresh from autograd")
         else:
             self.tape.touch(2 * self.items[i].elems, "gradients, fresh from autograd")
@@ -227,12 +234,12 @@ class FlatSharding:
         if elems > limit:
             if self.zero.offload_optimizer:
                 self.tape.touch(2 * elems, "gradients, larger than the bucket")  # the clone of offload's safety
-            self.tape.drop(("fresh", i))
+            self.tape.drop(("fresh", i))  # it is the same memory
             self.tape.hold(("large", i), 2 * elems, "gradients, larger than the bucket")
-        else:
-            self.tape.drop(("fresh", i))
         self.bucket.append(i)
         self.filled += elems
+        self._write(i)
+        self.tape.drop(("fresh", i))
 
     def _flush(self) -> None:
         """'reduce_ipg_grads': reduce what the bucket holds, keep what this rank owns."""
@@ -280,7 +287,9 @@ class FlatSharding:
         if self.last:
             self.tape.drop(*(("full", i) for i in self.deferred))
             self.deferred = []
-        self.tape.drop(("bucket", 0), ("bucket", 1), *(("large", i) for i in range(len(self.items))))
+        self.tape.drop(
+            ("bucket", 0), ("bucket", 1), *((key, i) for key in ("written", "large") for i in range(len(self.items)))
+        )
         if self.micro > 0 and self.tape.holds(("kept grads", self.micro)) and self.tape.holds(("kept grads", 0)):
             self.tape.drop(("kept grads", self.micro))  # added to the first micro step's, then freed
 
@@ -293,9 +302,7 @@ class FlatSharding:
             self.tape.phase("optimizer step")
             self.tape.drop("compact")
             return
-        self.tape.phase("norm")
-        if self.plan.device == "cpu":  # on a GPU each gradient is summed up without a copy (bigtrain/reduction.py)
-            self.tape.touch(8 * max(self.owned.values()), "gradient norm in fp64")
+        self.tape.phase("norm")  # each gradient is summed up without a copy (bigtrain/reduction.py)
         self.tape.phase("optimizer step")
         if self.streamed is not None:
             self._stream()

@@ -39,6 +39,7 @@ class SlicedSharding:
             self.on_gpu = self.subs[: int((1 - self.zero.ratio) * len(self.subs))]
         self.bucket: list[int] = []
         self.filled = 0
+        self.written = 0  # of the bucket so far, on CPUs
         self.streamed = Update(plan, tape) if plan.streams else None
         self.steady = False
         self.steps = self.visit = 0  # steady micro steps so far, and visits of this one
@@ -108,10 +109,8 @@ class SlicedSharding:
                 tape.hold(("sub grad", s), 4 * size, "gradients, fp32 for the step")
         if not self.zero.offload_optimizer:
             tape.touch(self.layout.step_grad * max(self.subs), "gradient, zeros at start-up")
-        bucket = self.zero.reduce_bucket_elems
-        if self.plan.device == "cpu":  # pages that nothing was written to take no memory
-            bucket = min(bucket, self.plan.trained_elems)
-        tape.hold("bucket", 2 * bucket, "reduce buckets")
+        if self.plan.device != "cpu":  # there pages that nothing was written to take no memory: see `grad`
+            tape.hold("bucket", 2 * self.zero.reduce_bucket_elems, "reduce buckets")
         if not self.zero.offload_optimizer:
             tape.hold("grads", self.zero.grad_bytes * sum(self.subs), "gradients, kept")
         if self.world > 1:
@@ -184,12 +183,14 @@ class SlicedSharding:
 
     def grad(self, i: int) -> None:
         elems = self.items[i].elems
+        self.tape.hold(("fresh", i), 2 * elems, "gradients, fresh from autograd")
         if self.filled + elems > self.zero.reduce_bucket_elems:
-            self.tape.hold(("fresh", i), 2 * elems, "gradients, fresh from autograd")
             self._flush()
-            self.tape.drop(("fresh", i))
-        else:
-            self.tape.touch(2 * elems, "gradients, fresh from autograd")
+        more = min(self.filled + elems, self.zero.reduce_bucket_elems) - self.written
+        if self.plan.device == "cpu" and more > 0:
+            self.tape.hold(("written", self.written), 2 * more, "reduce buckets")
+            self.written += more
+        self.tape.drop(("fresh", i))
         if elems > self.zero.reduce_bucket_elems:
             self.tape.hold(("large", i), 2 * elems, "gradients, larger than the bucket")
         self.bucket.append(i)
