@@ -67,7 +67,8 @@ def _problems_with_numbers(args: TrainArguments) -> Iterator[str]:
     for name in _AT_LEAST_ONE:
         value = getattr(args, name)
         if value is not None and value < 1:
-            yield f"{name} must be at least 1, got {value}"
+            never = "; leave it out for none" if name in ("eval_steps", "save_steps", "save_total_limit") else ""
+            yield f"{name} must be at least 1, got {value}{never}"
     if args.seq_len is not None and args.seq_len < 2:
         yield f"seq_len must be at least 2, got {args.seq_len}: one token has nothing to predict"
     for name in _NOT_NEGATIVE:
