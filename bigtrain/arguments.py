@@ -130,6 +130,14 @@ class TrainArguments:
     eval_steps: int | None = field(default=None, metadata=_say("steps between evaluations (default: only at the end)"))
     save_steps: int | None = field(default=None, metadata=_say("steps between checkpoints (default: none)"))
     save_total_limit: int | None = field(default=None, metadata=_say("newest checkpoints to keep"))
+    keep_every: int | None = field(default=None, metadata=_say("keep checkpoints whose step is a multiple of this as well"))
+    load_best_model_at_end: bool = field(
+        default=False, metadata=_say("keep the checkpoint of the lowest evaluation loss as well, and make OUT/model from it")
+    )
+    save_only_model: bool = field(
+        default=False,
+        metadata=_say("every save_steps a model folder OUT/model-<step> instead of a checkpoint; no run goes on from it"),
+    )
     resume_from_checkpoint: str | None = field(default=None, metadata=_say("auto, or the path of a checkpoint"))
     overwrite_output_dir: bool = field(default=False, metadata=_say("start over in a folder that holds a run"))
     report_to: list[str] = field(

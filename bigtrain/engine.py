@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -321,15 +321,15 @@ class Engine:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep: Collection[int] = (),
         wait: bool = True,
     ) -> Path:
         """Write `directory/<tag>` ("checkpoint-<global_step>"): all that training needs to go on, on any number of ranks.
 
-        Every rank calls it, between steps. See `checkpoint.native.Checkpoints.save` for arguments and errors, and
-        checkpoint/FORMAT.md for what is written.
+        Every rank calls it, between steps. Arguments and errors: `checkpoint.native.Checkpoints.save`; files: checkpoint/FORMAT.md.
         """
         return self.checkpoints.save(
-            Path(directory).absolute(), tag, state or {}, keep_last=keep_last, keep_every=keep_every, wait=wait
+            Path(directory).absolute(), tag, state or {}, keep_last=keep_last, keep_every=keep_every, keep=keep, wait=wait
         )
 
     def load_checkpoint(self, directory: str | Path, tag: str | int | None = None, trust: bool = False) -> dict[str, Any]:

@@ -79,6 +79,8 @@ FOREIGN: dict[str, Foreign] = {
         with_={"steps": ("save_steps",)},
         without={"no": ("save_steps",)},
     ),
+    "metric_for_best_model": Foreign("--load_best_model_at_end takes the lowest evaluation loss: leave it out", ("loss", "eval_loss")),
+    "greater_is_better": Foreign("--load_best_model_at_end takes the lowest evaluation loss: leave it out", FALSE),
     "save_safetensors": Foreign("weights are always written as safetensors: leave it out", TRUE),
     "logging_strategy": Foreign("use --logging_steps N; metrics.jsonl has every step", ("steps",)),
     "logging_first_step": Foreign("metrics.jsonl has every step: leave it out", (ANY,)),

@@ -1,6 +1,6 @@
 """The output folder of a run: what may be written over, which checkpoints there are, what run.json says.
 
-OUT/run.json  metrics.jsonl  eval.jsonl  ds_config.resolved.json  checkpoint-<step>/  model/  runs/  report.html  report.png
+OUT/run.json  metrics.jsonl  eval.jsonl  ds_config.resolved.json  checkpoint-<step>/  model/  model-<step>/  runs/  report.html  report.png
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ class RunFolder:
 
     def _own(self) -> list[Path]:
         names = [self.root / n for n in (*OWN_FILES, *OWN_FOLDERS)]
-        return [p for p in names if p.exists()] + sorted(self.root.glob("checkpoint-[0-9]*"))
+        return [p for p in names if p.exists()] + sorted(
+            [*self.root.glob("checkpoint-[0-9]*"), *self.root.glob("model-[0-9]*")]
+        )
 
     def own_bytes(self) -> int:
         """Space that starting over would free."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,7 @@ class Checkpoints:
         *,
         keep_last: int | None,
         keep_every: int | None,
+        keep: Collection[int],
         wait: bool,
     ) -> Path:
         """Save the engine, between steps.
@@ -79,6 +81,7 @@ class Checkpoints:
             state: the caller's own values, as JSON.
             keep_last: delete all but so many of the newest; None keeps all.
             keep_every: never delete steps that are a multiple of this.
+            keep: nor delete these steps, such as the best so far.
             wait: return when the checkpoint is on disk on every rank. Else it is written beside training, and an error is
                 raised by the next save or `wait`.
 
@@ -101,7 +104,7 @@ class Checkpoints:
             user = json.loads(json.dumps(state))
         run = {**live.run_state(engine), "user": user, "scalars": live.scalars_of(engine)}
         saver = self._saver_for(directory)
-        saver.keep_last, saver.keep_every = keep_last, keep_every
+        saver.keep_last, saver.keep_every, saver.protect = keep_last, keep_every, set(keep)
         final = saver.start(
             engine.global_step,
             live.slices_of(engine),

@@ -24,7 +24,7 @@ ROWS: list[set[str]] = [
     {"accumulation", "assembly", "evaluation"},
     {"argument_problems", "engine"},
     {"arguments", "auto", "runfolder", "shortage"},
-    {"hosts", "job", "preflight"},
+    {"hosts", "job", "preflight", "saving"},
     {"capacity"},
     {"train"},
     {"cli", "bench"},

@@ -123,6 +123,28 @@ def test_the_remedy_for_a_pasted_flag(base, pasted, remedy):
     assert remedy in refusal([*base, *pasted.split()])
 
 
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ("--save_only_model", "save_only_model without save_steps"),
+        ("--save_steps 2 --keep_every 4", "keep_every without save_total_limit: all checkpoints are kept"),
+        ("--load_best_model_at_end --save_steps 2", "load_best_model_at_end without anything to evaluate on"),
+        ("--load_best_model_at_end --save_steps 2 --eval_fraction 0.1", "write for example --eval_steps 2"),
+        (
+            "--load_best_model_at_end --save_steps 3 --eval_fraction 0.1 --eval_steps 2",
+            "save_steps (3) must be a multiple of eval_steps (2)",
+        ),
+        (
+            "--load_best_model_at_end --save_steps 2 --eval_fraction 0.1 --eval_steps 2 --save_only_model",
+            "leave one of them out",
+        ),
+    ],
+)
+def test_what_is_saved_must_be_possible(base, said, problem):
+    text = refusal([*base, *said.split()])
+    assert text.startswith("1 problem(s)") and problem in text
+
+
 def test_no_flag_of_others_is_one_of_ours_and_every_remedy_names_flags_that_there_are():
     import re
 
