@@ -48,8 +48,8 @@ _EVALUATION = Foreign(
 _ROWS_ARE_PACKED = "rows are packed (--packing isolated), so that next to nothing is padding: leave it out"
 _DTYPE = Foreign("weights are bf16 with fp32 masters; name exceptions with --keep_in_fp32", ("bfloat16", "auto"))
 _LORA = Foreign(
-    "launch/train.py trains all weights (--freeze takes parts out); for LoRA wrap the model with peft in a loop of your own "
-    "and write the adapter with bigtrain.weights.export_adapter",
+    "launch/train.py trains all weights (--freeze takes parts out); LoRA with peft is a loop of your own: see "
+    "launch/examples/lora.py",
     FALSE,
 )
 _STAGE = "the ZeRO stage and offloading come from --ds_config, such as ds_configs/zero3_offload.json; bigtrain config generate writes others"
