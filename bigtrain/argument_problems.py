@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from bigtrain.arguments import TrainArguments
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
-PATHS = ("ds_config", "train_data", "eval_data", "model_name_or_path", "output_dir", "resume_from_checkpoint")
+PATHS = (
+    "ds_config",
+    "train_data",
+    "eval_data",
+    "model_name_or_path",
+    "output_dir",
+    "resume_from_checkpoint",
+    "copy_checkpoints_to",
+)
 
 
 def find_problems(args: TrainArguments) -> Iterator[str]:
@@ -90,11 +98,16 @@ def _problems_with_numbers(args: TrainArguments) -> Iterator[str]:
 
 
 def _problems_with_saving(args: TrainArguments) -> Iterator[str]:
-    for name in ("save_total_limit", "save_only_model", "load_best_model_at_end"):
+    for name in ("save_total_limit", "save_only_model", "load_best_model_at_end", "copy_checkpoints_to"):
         if getattr(args, name) and not args.save_steps:
             yield f"{name} without save_steps: nothing would be saved; add --save_steps N"
     if args.keep_every and not args.save_total_limit:
         yield "keep_every without save_total_limit: all checkpoints are kept; add --save_total_limit K, or leave it out"
+    second = args.copy_checkpoints_to and Path(args.copy_checkpoints_to).expanduser().resolve()
+    if second and second.is_relative_to(Path(args.output_dir).expanduser().resolve()):
+        yield f"copy_checkpoints_to {args.copy_checkpoints_to} lies in output_dir: name a folder on another disk"
+    if second and args.save_only_model:
+        yield "copy_checkpoints_to copies checkpoints, and save_only_model writes none: leave one of them out"
     if not args.load_best_model_at_end:
         return
     if args.save_only_model:

@@ -130,6 +130,9 @@ class TrainArguments:
     eval_steps: int | None = field(default=None, metadata=_say("steps between evaluations (default: only at the end)"))
     save_steps: int | None = field(default=None, metadata=_say("steps between checkpoints (default: none)"))
     save_total_limit: int | None = field(default=None, metadata=_say("newest checkpoints to keep"))
+    copy_checkpoints_to: str | None = field(
+        default=None, metadata=_say("second folder, on another disk: each checkpoint is copied there once it is whole")
+    )
     keep_every: int | None = field(default=None, metadata=_say("keep checkpoints whose step is a multiple of this as well"))
     load_best_model_at_end: bool = field(
         default=False, metadata=_say("keep the checkpoint of the lowest evaluation loss as well, and make OUT/model from it")
@@ -267,7 +270,7 @@ def parse(argv: Sequence[str]) -> TrainArguments:
     namespace = parser.parse_args(tokens + flags)
     values = {f.name: getattr(namespace, f.name) for f in fields(TrainArguments)}
     values["max_steps"] = None if values["max_steps"] == -1 else values["max_steps"]  # transformers' "as many as there are"
-    for name in ("ds_config", "model_name_or_path", "tokenizer_name_or_path", "train_data", "eval_data"):
+    for name in ("ds_config", "model_name_or_path", "tokenizer_name_or_path", "train_data", "eval_data", "copy_checkpoints_to"):
         values[name] = values[name] and os.path.expanduser(values[name])  # run files and --flag=~/x: no shell did it
     args = TrainArguments(**values)
     problems = list(find_problems(args))

@@ -31,6 +31,7 @@ class Saving:
     def __init__(self, args: Any, engine: Any, root: Path, state: Any):
         self.args, self.engine, self.root, self.state = args, engine, root, state
         self.step = engine.global_step or -1
+        engine.checkpoints.copy_to = args.copy_checkpoints_to and Path(args.copy_checkpoints_to).resolve()
 
     @property
     def resumable(self) -> bool:

@@ -67,7 +67,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         preflight.check(args.output_dir, args.dataloader_num_workers)
     places = check_places()
     capacity.cap_gpu_memory(args.gpu_memory_cap)
-    folder = RunFolder(args.output_dir)
+    folder = RunFolder(args.output_dir, second=args.copy_checkpoints_to)
     reads = args.model_name_or_path, args.tokenizer_name_or_path, args.train_data, args.eval_data
     ranks.main_decides(
         lambda: folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir, reads=reads),

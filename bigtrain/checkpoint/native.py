@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bigtrain import __version__, ranks
-from bigtrain.checkpoint import deepspeed_format, deepspeed_import, files, live, neighbours, reshard, rng, store
+from bigtrain.checkpoint import deepspeed_format, deepspeed_import, files, live, neighbours, reshard, rng, second, store
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
@@ -34,6 +34,8 @@ class Checkpoints:
     Attributes:
         tokenizer: kept in each checkpoint beside the model's config, so that `bigtrain export` needs nothing else; may be None.
         disk: the file layer of savers made from now on.
+        copy_to: a second folder, set before the first save: each checkpoint is copied there by rank 0 once it is whole; a copy
+            that fails is warned of.
     """
 
     def __init__(self, engine: Engine):
@@ -42,6 +44,7 @@ class Checkpoints:
         self._model_files: dict[str, bytes] | None = None
         self._left_out_told = False
         self.tokenizer: Any = None
+        self.copy_to: Path | None = None
         self.disk = Disk()
 
     @property
@@ -227,6 +230,9 @@ class Checkpoints:
             self.wait()
             known = None if self._saver is None else self._saver.confirmation
             self._saver = Saver(directory, disk=self.disk, confirmation=known)
+            self._saver.copy_to = place = self.copy_to
+            if place is not None:
+                ranks.main_decides(lambda: second.prepare(self.disk, place), f"preparing {place}")
         return self._saver
 
     def _files_of_model(self) -> dict[str, bytes]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 
 import pytest
 
+from bigtrain.checkpoint import second, store
+from bigtrain.checkpoint.files import Disk
 from bigtrain.cli import main
 from bigtrain.data.demo import stdlib_corpus, train_tokenizer
+from bigtrain.errors import CheckpointError
+from tests import ROOT
 from tests.ranks.test_train import TRAIN, flags, run_forked
 
 
@@ -44,6 +50,40 @@ def test_the_best_checkpoint_is_kept_and_becomes_the_model(demo, tmp_path):
         world=1,
     )  # fmt: skip
     assert checkpoints(out) == [best, 7] and f"the model is that of step {best}" in said
+
+
+def test_a_second_place_has_whole_copies_and_a_lost_disk_is_no_end(demo, tmp_path):
+    out, far = tmp_path / "out", tmp_path / "far"
+    same = {"save_steps": 1, "save_total_limit": 2, "copy_checkpoints_to": far}
+    run_forked([TRAIN, *flags(demo, out, max_steps=3, **same)], world=2)
+    assert sorted(p.name for p in far.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+    assert main(["verify", str(far / "checkpoint-2")]) == main(["verify", str(far / "checkpoint-3")]) == 0
+    assert (far / "checkpoint-3" / "model" / "tokenizer.json").exists()
+    shutil.rmtree(out)
+    said = run_forked([TRAIN, *flags(demo, out, max_steps=3, **same)], expect=2, world=1)
+    assert f"copy_checkpoints_to {far} holds checkpoints of another run (step 3)" in said
+    said = run_forked([TRAIN, *flags(demo, out, max_steps=4, **same, resume_from_checkpoint="auto")], world=2)
+    assert f"resumed from {far / 'checkpoint-3'} at step 3" in said
+    assert checkpoints(out) == [4] and checkpoints(far) == [3, 4]
+
+
+def test_a_copy_that_cannot_be_written_leaves_nothing_behind(tmp_path, golden):
+    class Full(Disk):
+        def step(self, operation, path):
+            if operation == "fsync" and path.name == "COMMIT":
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    second.prepare(Disk(), tmp_path)
+    with pytest.raises(CheckpointError, match=r"cannot copy to .*COMMIT: No space left"):
+        second.copy(Full(), golden, tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert store.open_checkpoint(second.copy(Disk(), golden, tmp_path)).step == 12
+
+
+@pytest.fixture
+def golden():
+    """A checkpoint that is part of the tests."""
+    return ROOT / "tests" / "unit" / "checkpoint" / "golden" / "checkpoint-12"
 
 
 def test_models_alone(demo, tmp_path):

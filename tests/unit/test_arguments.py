@@ -113,7 +113,7 @@ def test_the_same_in_a_run_file(base, tmp_path):
         ("--do_train False", "launch/train.py always trains"),
         ("--push_to_hub", "hf upload OWNER/NAME OUT/model"),
         ("--torch_compile True", "does not use torch.compile"),
-        ("--lora_r 8", "bigtrain.weights.export_adapter"),
+        ("--lora_r 8", "see launch/examples/lora.py"),
         ("--block_size 8", "use --seq_len N"),
         ("--zero_stage 3", "the ZeRO stage and offloading come from --ds_config"),
         ("--save_steps 0", "leave it out for none"),
@@ -127,6 +127,7 @@ def test_the_remedy_for_a_pasted_flag(base, pasted, remedy):
     ("said", "problem"),
     [
         ("--save_only_model", "save_only_model without save_steps"),
+        ("--copy_checkpoints_to /elsewhere", "copy_checkpoints_to without save_steps"),
         ("--save_steps 2 --keep_every 4", "keep_every without save_total_limit: all checkpoints are kept"),
         ("--load_best_model_at_end --save_steps 2", "load_best_model_at_end without anything to evaluate on"),
         ("--load_best_model_at_end --save_steps 2 --eval_fraction 0.1", "write for example --eval_steps 2"),
