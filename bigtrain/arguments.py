@@ -97,7 +97,9 @@ class TrainArguments:
     lr_scheduler_kwargs: str | None = field(
         default=None, metadata=_say("JSON object for the schedule: min_ratio; wsd also decay_steps and decay")
     )
-    warmup_steps: int | None = field(default=None, metadata=_say("steps until the peak learning rate"))
+    warmup_steps: int | None = field(
+        default=None, metadata=_say("steps until the peak learning rate; below 1: a share of all steps")
+    )
     warmup_ratio: float | None = field(default=None, metadata=_say("the same as a share of all steps, 0 to 1"))
 
     # ------------------------------------------------------------ numbers and memory
@@ -246,7 +248,17 @@ def make_parser() -> argparse.ArgumentParser:
     for action in parser._actions:  # HfArgumentParser gives `bool | None` no bare form, but people write `--bf16`
         if action.dest in ("bf16", "gradient_checkpointing", "use_liger_kernel"):
             action.nargs, action.const = "?", True
+        if action.dest == "warmup_steps":
+            action.type = _steps_or_share
     return parser
+
+
+def _steps_or_share(text: str) -> int | float:
+    """Steps, or as transformers 5 has it a share of all steps below 1."""
+    try:
+        return float(text) if 0 < float(text) < 1 else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of steps nor a share below 1") from error
 
 
 def parse(argv: Sequence[str]) -> TrainArguments:
@@ -269,6 +281,8 @@ def parse(argv: Sequence[str]) -> TrainArguments:
     _refuse_conflicting_spellings(flags, parser)
     namespace = parser.parse_args(tokens + flags)
     values = {f.name: getattr(namespace, f.name) for f in fields(TrainArguments)}
+    if isinstance(values["warmup_steps"], float) and values["warmup_ratio"] is None:
+        values["warmup_steps"], values["warmup_ratio"] = None, values["warmup_steps"]
     values["max_steps"] = None if values["max_steps"] == -1 else values["max_steps"]  # transformers' "as many as there are"
     for name in ("ds_config", "model_name_or_path", "tokenizer_name_or_path", "train_data", "eval_data", "copy_checkpoints_to"):
         values[name] = values[name] and os.path.expanduser(values[name])  # run files and --flag=~/x: no shell did it

@@ -102,6 +102,17 @@ def test_the_same_in_a_run_file(base, tmp_path):
     assert "save_strategy: checkpoints come with --save_steps N" in refusal(["--config", str(file), *base])
 
 
+def test_warmup_steps_below_one_are_a_share_as_in_transformers_5(base, tmp_path):
+    assert parse([*base, "--warmup_steps", "0.03"]) == parse([*base, "--warmup_ratio", "0.03"])
+    assert parse([*base, "--warmup_steps", "3"]).warmup(100) == 3
+    file = tmp_path / "run.yaml"
+    file.write_text("warmup_steps: 0.1")
+    assert parse(["--config", str(file), *base]).warmup(100) == 10
+    assert "two ways to say one thing" in refusal([*base, "--warmup_steps", "0.03", "--warmup_ratio", "0.1"])
+    for wrong in ("1.5", "many"):
+        assert f"--warmup_steps: '{wrong}' is neither" in refusal([*base, "--warmup_steps", wrong])
+
+
 @pytest.mark.parametrize(
     ("pasted", "remedy"),
     [
