@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from bigtrain.arguments import TrainArguments
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
-PATHS = ("ds_config", "train_data", "eval_data", "model_name_or_path", "output_dir", "resume_from_checkpoint")
+PATHS = (
+    "ds_config",
+    "train_data",
+    "eval_data",
+    "model_name_or_path",
+    "output_dir",
+    "resume_from_checkpoint",
+    "copy_checkpoints_to",
+)
 
 
 def find_problems(args: TrainArguments) -> Iterator[str]:
@@ -35,8 +43,7 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
         yield "eval_steps without anything to evaluate on: add --eval_data PATH or --eval_fraction 0.05"
     if args.resume_from_checkpoint and args.overwrite_output_dir:
         yield "resume_from_checkpoint and overwrite_output_dir contradict each other: go on with that run, or start over"
-    if args.save_total_limit and not args.save_steps:
-        yield "save_total_limit without save_steps: nothing would be saved; add --save_steps N"
+    yield from _problems_with_saving(args)
     if args.warmup_steps is not None and args.warmup_ratio is not None:
         yield "warmup_steps and warmup_ratio are two ways to say one thing: give one of them"
     try:
@@ -57,7 +64,7 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
 
 _AT_LEAST_ONE = (
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_steps",
-    "logging_steps", "eval_steps", "save_steps", "save_total_limit", "nonfinite_limit", "ddp_timeout",
+    "logging_steps", "eval_steps", "save_steps", "save_total_limit", "keep_every", "nonfinite_limit", "ddp_timeout",
 )  # fmt: skip
 _NOT_NEGATIVE = ("hang_s", "warmup_steps", "weight_decay", "learning_rate", "max_grad_norm", "dataloader_num_workers", "seed")
 _FRACTIONS = ("eval_fraction", "warmup_ratio", "adam_beta1", "adam_beta2")
@@ -67,7 +74,8 @@ def _problems_with_numbers(args: TrainArguments) -> Iterator[str]:
     for name in _AT_LEAST_ONE:
         value = getattr(args, name)
         if value is not None and value < 1:
-            yield f"{name} must be at least 1, got {value}"
+            never = "; leave it out for none" if name in ("eval_steps", "save_steps", "save_total_limit") else ""
+            yield f"{name} must be at least 1, got {value}{never}"
     if args.seq_len is not None and args.seq_len < 2:
         yield f"seq_len must be at least 2, got {args.seq_len}: one token has nothing to predict"
     for name in _NOT_NEGATIVE:
@@ -87,6 +95,30 @@ def _problems_with_numbers(args: TrainArguments) -> Iterator[str]:
         yield f"gpu_memory_cap must be a positive number of GiB, got {args.gpu_memory_cap}"
     if not 0 < args.num_train_epochs < float("inf"):
         yield f"num_train_epochs must be positive, got {args.num_train_epochs}"
+
+
+def _problems_with_saving(args: TrainArguments) -> Iterator[str]:
+    for name in ("save_total_limit", "save_only_model", "load_best_model_at_end", "copy_checkpoints_to"):
+        if getattr(args, name) and not args.save_steps:
+            yield f"{name} without save_steps: nothing would be saved; add --save_steps N"
+    if args.keep_every and not args.save_total_limit:
+        yield "keep_every without save_total_limit: all checkpoints are kept; add --save_total_limit K, or leave it out"
+    second = args.copy_checkpoints_to and Path(args.copy_checkpoints_to).expanduser().resolve()
+    if second and second.is_relative_to(Path(args.output_dir).expanduser().resolve()):
+        yield f"copy_checkpoints_to {args.copy_checkpoints_to} lies in output_dir: name a folder on another disk"
+    if second and args.save_only_model:
+        yield "copy_checkpoints_to copies checkpoints, and save_only_model writes none: leave one of them out"
+    if not args.load_best_model_at_end:
+        return
+    if args.save_only_model:
+        yield "load_best_model_at_end loads a checkpoint, and save_only_model writes none: leave one of them out"
+    if not (args.eval_data or args.eval_fraction):
+        yield "load_best_model_at_end without anything to evaluate on: add --eval_data PATH or --eval_fraction 0.05"
+    elif args.save_steps and (not args.eval_steps or args.save_steps % args.eval_steps):
+        yield (
+            f"load_best_model_at_end needs an evaluation where it saves: save_steps ({args.save_steps}) must be a multiple of "
+            f"eval_steps ({args.eval_steps}); write for example --eval_steps {args.save_steps}"
+        )
 
 
 def _problems_with_recomputing(args: TrainArguments) -> Iterator[str]:

@@ -14,17 +14,19 @@ import argparse
 import difflib
 import importlib.util
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from bigtrain import defaults
+from bigtrain import defaults, foreign
 from bigtrain.argument_problems import TRACKERS, find_problems
 from bigtrain.errors import UsageError
 from bigtrain.runfile import read_run_file
 
+logger = logging.getLogger("bigtrain")
 Packing = Literal["isolated", "concatenate", "none"]
 Policy = Literal["full", "selective", "offload"]
 
@@ -95,7 +97,9 @@ class TrainArguments:
     lr_scheduler_kwargs: str | None = field(
         default=None, metadata=_say("JSON object for the schedule: min_ratio; wsd also decay_steps and decay")
     )
-    warmup_steps: int | None = field(default=None, metadata=_say("steps until the peak learning rate"))
+    warmup_steps: int | None = field(
+        default=None, metadata=_say("steps until the peak learning rate; below 1: a share of all steps")
+    )
     warmup_ratio: float | None = field(default=None, metadata=_say("the same as a share of all steps, 0 to 1"))
 
     # ------------------------------------------------------------ numbers and memory
@@ -128,6 +132,17 @@ class TrainArguments:
     eval_steps: int | None = field(default=None, metadata=_say("steps between evaluations (default: only at the end)"))
     save_steps: int | None = field(default=None, metadata=_say("steps between checkpoints (default: none)"))
     save_total_limit: int | None = field(default=None, metadata=_say("newest checkpoints to keep"))
+    copy_checkpoints_to: str | None = field(
+        default=None, metadata=_say("second folder, on another disk: each checkpoint is copied there once it is whole")
+    )
+    keep_every: int | None = field(default=None, metadata=_say("keep checkpoints whose step is a multiple of this as well"))
+    load_best_model_at_end: bool = field(
+        default=False, metadata=_say("keep the checkpoint of the lowest evaluation loss as well, and make OUT/model from it")
+    )
+    save_only_model: bool = field(
+        default=False,
+        metadata=_say("every save_steps a model folder OUT/model-<step> instead of a checkpoint; no run goes on from it"),
+    )
     resume_from_checkpoint: str | None = field(default=None, metadata=_say("auto, or the path of a checkpoint"))
     overwrite_output_dir: bool = field(default=False, metadata=_say("start over in a folder that holds a run"))
     report_to: list[str] = field(
@@ -193,23 +208,6 @@ class TrainArguments:
         return asdict(self)
 
 
-# TrainingArguments and launcher flags that people try, and what to write instead.
-INSTEAD = {
-    "fp16": "bigtrain trains in bf16: leave the flag out",
-    "fsdp": "sharding comes from --ds_config",
-    "torch_dtype": "weights are bf16 with fp32 masters; name exceptions with --keep_in_fp32",
-    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "use --eval_steps N"),
-    "save_strategy": "use --save_steps N",
-    "logging_strategy": "use --logging_steps N",
-    **dict.fromkeys(("batch_size", "train_batch_size"), "use --per_device_train_batch_size N (rows per rank and micro step)"),
-    "train_file": "use --train_data PATH",
-    "validation_file": "use --eval_data PATH",
-    "dataset_name": "use --train_data PATH",
-    "num_gpus": "it belongs to the launcher: deepspeed --num_gpus N launch/train.py ...",
-    "num_accelerators": "it belongs to the launcher: deepspeed --num_accelerators N launch/train.py ...",
-    "nproc_per_node": "it belongs to the launcher: torchrun --nproc_per_node N launch/train.py ...",
-    "master_port": "it belongs to the launcher: deepspeed --master_port P launch/train.py ...",
-}
 LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 
 
@@ -250,7 +248,17 @@ def make_parser() -> argparse.ArgumentParser:
     for action in parser._actions:  # HfArgumentParser gives `bool | None` no bare form, but people write `--bf16`
         if action.dest in ("bf16", "gradient_checkpointing", "use_liger_kernel"):
             action.nargs, action.const = "?", True
+        if action.dest == "warmup_steps":
+            action.type = _steps_or_share
     return parser
+
+
+def _steps_or_share(text: str) -> int | float:
+    """Steps, or as transformers 5 has it a share of all steps below 1."""
+    try:
+        return float(text) if 0 < float(text) < 1 else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of steps nor a share below 1") from error
 
 
 def parse(argv: Sequence[str]) -> TrainArguments:
@@ -261,12 +269,22 @@ def parse(argv: Sequence[str]) -> TrainArguments:
     """
     parser = make_parser()
     flags, run_file = _split_run_file(_without_local_rank(argv))
-    tokens = list(_file_tokens(run_file, parser)) if run_file else []
+    values = read_run_file(run_file) if run_file else {}
+    given = _given([*flags, *(f"--{key}" for key, value in values.items() if value is not None)], parser)
+    flags, left_out = foreign.sort_out(flags, given)
+    same = {key: value for key, value in values.items() if foreign.changes_nothing(key, _text(value), given)}
+    if left_out := left_out + [f"{key}: {_text(value)}" for key, value in same.items()]:
+        logger.info("left out, because a run does so anyway: %s", ", ".join(left_out))
+    values = {key: value for key, value in values.items() if key not in same}
+    tokens = list(_file_tokens(str(run_file), values, parser))
     _refuse_unknown([t.split("=", 1)[0] for t in flags if t.startswith("--")], parser, "flag")
     _refuse_conflicting_spellings(flags, parser)
     namespace = parser.parse_args(tokens + flags)
     values = {f.name: getattr(namespace, f.name) for f in fields(TrainArguments)}
-    for name in ("ds_config", "model_name_or_path", "tokenizer_name_or_path", "train_data", "eval_data"):
+    if isinstance(values["warmup_steps"], float) and values["warmup_ratio"] is None:
+        values["warmup_steps"], values["warmup_ratio"] = None, values["warmup_steps"]
+    values["max_steps"] = None if values["max_steps"] == -1 else values["max_steps"]  # transformers' "as many as there are"
+    for name in ("ds_config", "model_name_or_path", "tokenizer_name_or_path", "train_data", "eval_data", "copy_checkpoints_to"):
         values[name] = values[name] and os.path.expanduser(values[name])  # run files and --flag=~/x: no shell did it
     args = TrainArguments(**values)
     problems = list(find_problems(args))
@@ -306,8 +324,18 @@ def _split_run_file(argv: list[str]) -> tuple[list[str], str | None]:
     return argv, None
 
 
-def _file_tokens(path: str, parser: argparse.ArgumentParser) -> Iterator[str]:
-    values = read_run_file(path)
+def _given(flags: Sequence[str], parser: argparse.ArgumentParser) -> set[str]:
+    """Names of the settings that are given, whatever the spelling."""
+    known = (parser._option_string_actions.get(flag.split("=", 1)[0]) for flag in flags)
+    return {action.dest for action in known if action is not None}
+
+
+def _text(value: Any) -> str:
+    """A value of a run file as it would stand on the command line."""
+    return str(value).lower() if isinstance(value, bool) else json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def _file_tokens(path: str, values: dict[str, Any], parser: argparse.ArgumentParser) -> Iterator[str]:
     _refuse_unknown([f"--{key}" for key in values], parser, f"key in {path}")
     _refuse_conflicting_spellings([f"--{key}" for key in values], parser)
     for key, value in values.items():
@@ -316,11 +344,8 @@ def _file_tokens(path: str, parser: argparse.ArgumentParser) -> Iterator[str]:
         if isinstance(value, list):
             nothing = ["none"] if key.replace("-", "_") == "report_to" else []  # an empty list is not the default there
             yield from (f"--{key}", *map(str, value or nothing)) if value or nothing else ()
-        elif isinstance(value, bool):
-            # A "no_*" flag is argparse's store_false: it takes no value, and `false` for it means its absence.
-            yield f"--{key}={str(value).lower()}"
         else:
-            yield f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"
+            yield f"--{key}={_text(value)}"
 
 
 def _refuse_unknown(names: Sequence[str], parser: argparse.ArgumentParser, what: str) -> None:
@@ -334,10 +359,9 @@ def _refuse_unknown(names: Sequence[str], parser: argparse.ArgumentParser, what:
 
 
 def _hint(name: str, known: list[str]) -> str:
-    plain = name.lstrip("-").replace("-", "_")
-    if plain in INSTEAD:
-        return f": {INSTEAD[plain]}"
-    near = difflib.get_close_matches("--" + plain, [k for k in known if "-" not in k[2:]], n=3, cutoff=0.6)
+    if remedy := foreign.instead(name):
+        return f": {remedy}"
+    near = difflib.get_close_matches("--" + foreign.plain(name), [k for k in known if "-" not in k[2:]], n=3, cutoff=0.6)
     return f": did you mean {' or '.join(near)}?" if near else ""
 
 

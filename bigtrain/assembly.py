@@ -12,7 +12,7 @@ import torch
 
 from bigtrain import buffers, guards, heap, optim, ranks, weights, zero
 from bigtrain.errors import ModelError
-from bigtrain.foreign import ForeignWrites, MasterOf
+from bigtrain.writes import ForeignWrites, MasterOf
 from bigtrain.master import MasterOptimizer
 from bigtrain.models.sharding import refuse_empty
 from bigtrain.optim.build import build_optimizer
@@ -36,7 +36,7 @@ class Assembled:
         running: BatchNorm's statistics, which ranks must share.
         base_lrs: peak learning rate of each parameter group.
         flags: marks of non-finite gradients.
-        foreign: weights that a script wrote between two steps.
+        writes: weights that a script wrote between two steps.
     """
 
     ds: Any
@@ -46,7 +46,7 @@ class Assembled:
     running: buffers.RunningStats
     base_lrs: list[float]
     flags: GradientFlags
-    foreign: ForeignWrites
+    writes: ForeignWrites
 
 
 def assemble(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 from dataclasses import replace
 from typing import Any
@@ -161,11 +162,15 @@ def check_disk(job: Job, folder: RunFolder, reached: int) -> None:
     args, resumes = job.args, job.args.resume_from_checkpoint is not None
     if job.checkpoint_bytes is None or job.model_bytes is None:
         return
+    kept = args.save_total_limit
+    if kept is not None:  # beyond the newest: every N-th, and the best
+        often = math.lcm(args.save_steps or 1, args.keep_every) if args.keep_every else None
+        kept += saves_to_come(reached, job.steps.steps, often) + args.load_best_model_at_end
     writes = Writes(
-        checkpoint_bytes=job.checkpoint_bytes,
+        checkpoint_bytes=job.model_bytes if args.save_only_model else job.checkpoint_bytes,
         model_bytes=0 if args.no_export else job.model_bytes,
         saves=saves_to_come(reached, job.steps.steps, args.save_steps),
-        keep=args.save_total_limit,
+        keep=kept,
         there=len(folder.checkpoints()) if resumes else 0,
     )
     free = free_bytes(folder.root) + (0 if resumes else folder.own_bytes())

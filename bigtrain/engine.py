@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ class Engine:
         self._ds, self._names = self._parts.ds, self._parts.names
         self._rates = list(self._parts.base_lrs)  # what each parameter group should still say at the next step
         self.checkpoints = Checkpoints(self)
-        self._parts.foreign.before = self.checkpoints.before_update
+        self._parts.writes.before = self.checkpoints.before_update
         self._register()
         torch.manual_seed(seed + ranks.rank())
 
@@ -226,13 +226,13 @@ class Engine:
             return None
         if why := guards.changed_rates(self._rates, [group["lr"] for group in self._ds.optimizer.param_groups]):
             self._origin.refuse(why)
-        written = self._parts.foreign.take_over()
+        written = self._parts.writes.take_over()
         told = self._since.exchange(self.global_step, self._flags, self._reduction.order_hash, written)
         verdict = guards.judge(told, self.global_step + 1, self._names)
         lr = self._set_lr()
         self.checkpoints.before_update()
         applied, norm = self._reduction.step(refuse=not verdict.apply)
-        self._parts.foreign.settled()
+        self._parts.writes.settled()
         self._parts.running.settle(applied)
         reason = verdict.reason
         if verdict.apply and not applied:
@@ -322,16 +322,16 @@ class Engine:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep: Collection[int] = (),
         wait: bool = True,
     ) -> Path:
         """Write `directory/<tag>` ("checkpoint-<global_step>"): all that training needs to go on, on any number of ranks.
 
-        Every rank calls it, between steps. See `checkpoint.native.Checkpoints.save` for arguments and errors, and
-        checkpoint/FORMAT.md for what is written.
+        Every rank calls it, between steps. Arguments and errors: `checkpoint.native.Checkpoints.save`; files: checkpoint/FORMAT.md.
         """
-        self._parts.foreign.take_over()
+        self._parts.writes.take_over()
         return self.checkpoints.save(
-            Path(directory).absolute(), tag, state or {}, keep_last=keep_last, keep_every=keep_every, wait=wait
+            Path(directory).absolute(), tag, state or {}, keep_last=keep_last, keep_every=keep_every, keep=keep, wait=wait
         )
 
     def load_checkpoint(self, directory: str | Path, tag: str | int | None = None, trust: bool = False) -> dict[str, Any]:
@@ -352,7 +352,7 @@ class Engine:
         self, directory: str | Path, tag: str | None = None, state: dict[str, Any] | None = None
     ) -> Path:
         """Write DeepSpeed's own layout, for tools that need it; blocks, and loads at the same number of ranks only."""
-        self._parts.foreign.take_over()
+        self._parts.writes.take_over()
         return deepspeed_format.save(self, directory, tag, state or {})
 
     def export(self, directory: str | Path, dtype: str = "bfloat16", tokenizer: Any = None) -> Path:
@@ -400,7 +400,7 @@ class Engine:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The model itself: for inspection, generation, and writing weights between steps (see `foreign`); not for training passes."""
+        """The model itself: for inspection, generation, and writing weights between steps (see `writes`); not for training passes."""
         self._reduction.finish_update()
         return self._ds.module
 

@@ -1,93 +1,177 @@
-"""Weights that somebody else wrote: between two steps a script may load a state dict, swap in averaged weights, or zero rows.
+"""Flags of transformers and of other trainers that people paste: which say what a run does anyway, and what to write for the others.
 
-An update makes weights anew from their fp32 masters, at every stage. What was written into the weights since the last one would be
-gone with the next step, without a word. So before an update or a save, masters take over what was written. Torch counts writes in place
-(`Tensor._version`); which elements are meant is told by comparing them with the rounded masters, so that weights that were swapped
-out and in again change nothing. Adam's moments stay as they are.
-
-Not seen are writes through `.data`, which torch does not count: write under torch.no_grad() instead, and at stage 3 inside
-`bigtrain.zero.gathered(params, modifier_rank=0)`.
+A value that changes nothing here is left out of the command, with a word about it; any other is refused with `instead`.
+Plain Python.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from bigtrain import zero
-from bigtrain.guards import listing
-
-log = logging.getLogger(__name__)
-
-MasterOf = Callable[[Any], tuple[int, torch.Tensor] | None]
+ANY = "*"
+TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
 
-class ForeignWrites:
-    """Watches the trained parameters of one engine; asked before each update and each save.
-
-    Args:
-        names, params: the trained parameters.
-        master_of: as `zero.master_of`. A parameter without a master needs nothing: its weights are what is updated.
+@dataclass(frozen=True)
+class Foreign:
+    """One such flag.
 
     Attributes:
-        before: called before a master is changed: a save may still be reading it.
+        instead: what to write for it.
+        same: values (in lower case; ANY for all) that a run acts like anyway.
+        with_, without: of some of these values: only beside one of these flags of bigtrain's, only beside none of them.
     """
 
-    def __init__(self, names: Sequence[str], params: Sequence[torch.nn.Parameter], master_of: MasterOf):
-        self._names, self._params, self._master_of = names, params, master_of
-        self.before: Callable[[], None] = lambda: None
-        self.settled()
+    instead: str
+    same: tuple[str, ...] = ()
+    with_: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    without: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def settled(self) -> None:
-        """All writes so far were the engine's own."""
-        self._seen = [_writes(p) for p in self._params]
-
-    @torch.no_grad()
-    def take_over(self) -> int:
-        """Let masters take over what was written into weights since `settled`; a rank looks at the elements it owns.
-
-        Returns:
-            As `RankStep.written`.
-        """
-        now = [_writes(p) for p in self._params]
-        if now == self._seen:
-            return 0
-        self._seen, before = now, self._seen
-        changed = [(n, p, a[0] != b[0]) for n, p, a, b in zip(self._names, self._params, before, now) if a != b]
-        taken = [name for name, param, whole in changed if self._take(param, whole)]
-        if taken:
-            log.warning(
-                "weights of %s were written from outside of the engine since the last step: their fp32 masters take the new "
-                "values, the optimizer's moments stay",
-                listing(taken),
-            )
-        return 2 if taken else 1
-
-    def _take(self, param: Any, whole: bool) -> bool:
-        """Whether the master of a written parameter differed; `whole`: the parameter itself was written, not this rank's slice."""
-        found = self._master_of(param)
-        if found is None:
+    def changes_nothing(self, value: str, given: Collection[str]) -> bool:
+        """True if the run is the same without this flag; `given`: the flags of bigtrain's that are given."""
+        value = value.lower().replace(" ", "")
+        if ANY not in self.same and value not in self.same:
             return False
-        start, master = found
-        if zero.is_partitioned(param) and not (whole and zero.is_available(param)):
-            written = param.ds_tensor.data[: master.numel()]
+        needs, shuns = self.with_.get(value), self.without.get(value, ())
+        return (needs is None or any(n in given for n in needs)) and not any(n in given for n in shuns)
+
+
+_EVAL = ("eval_data", "eval_fraction")
+_EVALUATION = Foreign(
+    "evaluation comes with --eval_data PATH or --eval_fraction 0.05: every --eval_steps N steps, and at the end",
+    ("no", "steps"),
+    with_={"steps": ("eval_steps",)},
+    without={"no": (*_EVAL, "eval_steps")},
+)
+_ROWS_ARE_PACKED = "rows are packed (--packing isolated), so that next to nothing is padding: leave it out"
+_DTYPE = Foreign("weights are bf16 with fp32 masters; name exceptions with --keep_in_fp32", ("bfloat16", "auto"))
+_LORA = Foreign(
+    "launch/train.py trains all weights (--freeze takes parts out); LoRA with peft is a loop of your own: see "
+    "launch/examples/lora.py",
+    FALSE,
+)
+_STAGE = "the ZeRO stage and offloading come from --ds_config, such as ds_configs/zero3_offload.json; bigtrain config generate writes others"
+_LENGTH, _SMALLER = (
+    "use --seq_len N",
+    "use a smaller --per_device_train_batch_size, or --ds_config auto, which chooses what fits",
+)
+_SPEED = "it changes the speed of loading alone: leave it out; --dataloader_num_workers N is there"
+_LAUNCHER = "it belongs to the launcher: "
+
+
+def _all(names: str, what: Foreign) -> dict[str, Foreign]:
+    return dict.fromkeys(names.split(), what)
+
+
+FOREIGN: dict[str, Foreign] = {
+    # ------------------------------------------------------------ when to evaluate, save and log
+    **_all("eval_strategy evaluation_strategy", _EVALUATION),
+    "do_eval": Foreign(_EVALUATION.instead, (*TRUE, *FALSE), dict.fromkeys(TRUE, _EVAL), dict.fromkeys(FALSE, _EVAL)),
+    "eval_on_start": Foreign("evaluation is after steps, and at the end: leave it out", FALSE),
+    "eval_accumulation_steps": Foreign("only the loss is kept of an evaluation: leave it out", (ANY,)),
+    "prediction_loss_only": Foreign("evaluation is the loss alone: leave it out", TRUE),
+    "save_strategy": Foreign(
+        "checkpoints come with --save_steps N and without it there are none; the model is written at the end in any case "
+        "(--no_export: not)",
+        ("steps", "no"),
+        with_={"steps": ("save_steps",)},
+        without={"no": ("save_steps",)},
+    ),
+    "metric_for_best_model": Foreign("--load_best_model_at_end takes the lowest evaluation loss: leave it out", ("loss", "eval_loss")),
+    "greater_is_better": Foreign("--load_best_model_at_end takes the lowest evaluation loss: leave it out", FALSE),
+    "save_safetensors": Foreign("weights are always written as safetensors: leave it out", TRUE),
+    "logging_strategy": Foreign("use --logging_steps N; metrics.jsonl has every step", ("steps",)),
+    "logging_first_step": Foreign("metrics.jsonl has every step: leave it out", (ANY,)),
+    "logging_dir": Foreign("TensorBoard's files are in OUT/runs: leave it out"),
+    "include_num_input_tokens_seen": Foreign("metrics.jsonl has the tokens of every step: leave it out", (ANY,)),
+    "push_to_hub": Foreign("upload the folder afterwards: hf upload OWNER/NAME OUT/model", FALSE),
+    # ------------------------------------------------------------ numbers and speed
+    "fp16": Foreign("bigtrain trains in bf16: leave the flag out", FALSE),
+    "bf16_full_eval": Foreign("evaluation runs in what training runs in: leave it out", TRUE),
+    "tf32": Foreign("matrix products are bf16: leave it out", (ANY,)),
+    "half_precision_backend": Foreign("bf16 needs none: leave it out", ("auto", "cuda_amp")),
+    **_all("torch_dtype dtype", _DTYPE),
+    "torch_compile": Foreign("bigtrain does not use torch.compile; fused kernels are on by default on a GPU (--use_liger_kernel)", FALSE),
+    "gradient_checkpointing_kwargs": Foreign(
+        "what is recomputed is chosen with --checkpointing_policy and --checkpoint_blocks, always without reentrance",
+        ('{"use_reentrant":false}', "{}"),
+    ),
+    **_all("flash_attn use_flash_attention_2", Foreign("use --attn_implementation flash_attention_2, or leave it to auto", ("auto",))),
+    "average_tokens_across_devices": Foreign("the loss is always per target token of the global batch: leave it out", TRUE),
+    "label_smoothing_factor": Foreign("the loss is the plain cross-entropy: leave it out", ("0", "0.0")),
+    "neftune_noise_alpha": Foreign("embeddings get no noise: leave it out"),
+    "auto_find_batch_size": Foreign(_SMALLER, FALSE),
+    **_all("gradient_clipping clip_grad", Foreign("use --max_grad_norm X")),
+    **_all("load_in_4bit load_in_8bit", Foreign("weights stay bf16; --optim adamw_8bit or adamw_split_8bit make the state small", FALSE)),
+    **_all("lora_r lora_rank lora_alpha lora_dropout lora_target lora_target_modules use_lora use_peft", _LORA),
+    "finetuning_type": Foreign(_LORA.instead, ("full",)),
+    # ------------------------------------------------------------ data
+    "do_train": Foreign("launch/train.py always trains; evaluation alone is bigtrain.engine.Engine.evaluate in a loop of your own", TRUE),
+    "do_predict": Foreign("nothing is predicted after training: leave it out", FALSE),
+    "group_by_length": Foreign(_ROWS_ARE_PACKED, FALSE),
+    "length_column_name": Foreign(_ROWS_ARE_PACKED, (ANY,)),
+    "remove_unused_columns": Foreign("columns that are not needed are never loaded: leave it out", (ANY,)),
+    "overwrite_cache": Foreign("leave it out", (ANY,)),
+    "use_fast_tokenizer": Foreign("the tokenizer is the fast one where there is one: leave it out", TRUE),
+    "low_cpu_mem_usage": Foreign("no rank ever holds the whole model: leave it out", TRUE),
+    "dataset_text_field": Foreign("rename the column to text (or messages, prompt and completion, input_ids)", ("text",)),
+    "ignore_data_skip": Foreign("a resumed run goes on at its row: leave it out", FALSE),
+    "dataloader_drop_last": Foreign("the rows of a step are always complete: leave it out", TRUE),
+    **_all("dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor", Foreign(_SPEED, (ANY,))),
+    "ddp_find_unused_parameters": Foreign("a parameter unused on one rank counts as zero: leave it out", (ANY,)),
+    **_all("model_max_length block_size max_seq_len", Foreign(_LENGTH)),
+    **_all("train_file dataset_name dataset_path", Foreign("use --train_data PATH")),
+    "validation_file": Foreign("use --eval_data PATH"),
+    # ------------------------------------------------------------ other names of the same, and the launcher's
+    **_all("batch_size train_batch_size per_gpu_train_batch_size", Foreign("use --per_device_train_batch_size N (rows per rank and micro step)")),
+    **_all("eval_batch_size per_gpu_eval_batch_size", Foreign("use --per_device_eval_batch_size N")),
+    **_all("max_train_steps total_steps", Foreign("use --max_steps N")),
+    **_all("epochs epoch", Foreign("use --num_train_epochs X")),
+    **_all("optimizer optimizer_type", Foreign("use --optim NAME")),
+    **_all("scheduler lr_scheduler", Foreign("use --lr_scheduler_type NAME")),
+    **_all("model model_name model_path", Foreign("use --model_name_or_path DIR|ID|preset:NAME")),
+    **_all("output output_path save_path", Foreign("use --output_dir OUT")),
+    "fsdp": Foreign("sharding comes from --ds_config", ("", *FALSE)),
+    **_all("zero_stage offload offload_optimizer offload_param preset", Foreign(_STAGE, FALSE)),
+    "stage": Foreign(_STAGE, ("sft", "pt")),
+    **_all("use_cpu no_cuda", Foreign("write CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu before the command", FALSE)),
+    "num_gpus": Foreign(_LAUNCHER + "deepspeed --num_gpus N launch/train.py ..."),
+    "num_accelerators": Foreign(_LAUNCHER + "deepspeed --num_accelerators N launch/train.py ..."),
+    "nproc_per_node": Foreign(_LAUNCHER + "torchrun --nproc_per_node N launch/train.py ..."),
+    "master_port": Foreign(_LAUNCHER + "deepspeed --master_port P launch/train.py ..."),
+}  # fmt: skip
+
+
+def plain(name: str) -> str:
+    """A flag or key as the name of a setting."""
+    return name.lstrip("-").replace("-", "_")
+
+
+def instead(name: str) -> str:
+    """What to write for a flag of another program; empty if it is not known."""
+    return FOREIGN[plain(name)].instead if plain(name) in FOREIGN else ""
+
+
+def changes_nothing(name: str, value: Any, given: Collection[str]) -> bool:
+    """True if `name` is a flag of another program that asks for what a run does anyway."""
+    return plain(name) in FOREIGN and FOREIGN[plain(name)].changes_nothing(str(value), given)
+
+
+def sort_out(flags: Iterable[str], given: Collection[str]) -> tuple[list[str], list[str]]:
+    """A command line without the flags that change nothing, and those, each with its value."""
+    groups: list[list[str]] = []
+    for token in flags:
+        if token.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(token)
+    kept: list[str] = []
+    left_out: list[str] = []
+    for head, *values in groups:
+        name, _, value = head.partition("=")
+        if len(values) <= 1 and changes_nothing(name, value or (values[0] if values else "true"), given):
+            left_out.append(" ".join([head, *values]))
         else:
-            written = param.detach().reshape(-1)[start : start + master.numel()]
-        master = master[: written.numel()]
-        values = written.to(master.device)
-        differs = values != master.to(values.dtype)
-        if not differs.any():
-            return False
-        self.before()
-        master.copy_(torch.where(differs, values.to(master.dtype), master))
-        if zero.is_partitioned(param):
-            param.ds_tensor.data[: written.numel()].copy_(written)
-        return True
-
-
-def _writes(param: Any) -> tuple[int, int]:
-    """How often the parameter, and this rank's slice of it, were written in place."""
-    return param._version, param.ds_tensor._version if zero.is_partitioned(param) else 0
+            kept += [head, *values]
+    return kept, left_out

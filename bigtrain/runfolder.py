@@ -1,6 +1,6 @@
 """The output folder of a run: what may be written over, which checkpoints there are, what run.json says.
 
-OUT/run.json  metrics.jsonl  eval.jsonl  ds_config.resolved.json  checkpoint-<step>/  model/  runs/  report.html  report.png
+OUT/run.json  metrics.jsonl  eval.jsonl  ds_config.resolved.json  checkpoint-<step>/  model/  model-<step>/  runs/  report.html  report.png
 """
 
 from __future__ import annotations
@@ -41,10 +41,15 @@ logger = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """One output folder. Reading is safe on every rank, writing is rank 0's."""
+    """One output folder. Reading is safe on every rank, writing is rank 0's.
 
-    def __init__(self, root: str | Path):
-        self.root = Path(root).expanduser().resolve()
+    Args:
+        root: the folder.
+        second: where copies of its checkpoints go; `auto` looks there if the folder has none.
+    """
+
+    def __init__(self, root: str | Path, second: str | None = None):
+        self.root, self.second = Path(root).expanduser().resolve(), Path(second).resolve() if second else None
         self._aside, self._replaces = self.root / ASIDE, False
 
     def check(self, *, resume: str | None, overwrite: bool, reads: Sequence[str | None] = ()) -> None:
@@ -145,7 +150,9 @@ class RunFolder:
 
     def _own(self) -> list[Path]:
         names = [self.root / n for n in (*OWN_FILES, *OWN_FOLDERS)]
-        return [p for p in names if p.exists()] + sorted(self.root.glob("checkpoint-[0-9]*"))
+        return [p for p in names if p.exists()] + sorted(
+            [*self.root.glob("checkpoint-[0-9]*"), *self.root.glob("model-[0-9]*")]
+        )
 
     def own_bytes(self) -> int:
         """Space that starting over would free."""
@@ -161,11 +168,18 @@ class RunFolder:
 
         Raises:
             CheckpointError: the one that was named is no complete checkpoint; lists those that are. None of this folder's is whole.
-            UsageError: this folder holds newer ones than the one that was named.
+            UsageError: this folder holds newer ones than the one that was named; the second place those of another run.
         """
         if asked is None:
+            if self.second is not None and (steps := store.steps(self.second)):
+                raise UsageError(
+                    f"copy_checkpoints_to {self.second} holds checkpoints of another run (step {steps[-1]}): name another folder, or go on "
+                    "with --resume_from_checkpoint auto"
+                )
             return None
         path = self.root if asked == "auto" else Path(asked).expanduser().resolve()
+        if asked == "auto" and self.second is not None and not store.steps(self.root):
+            path = self.second
         store.recover(path if path.is_dir() else path.parent)
         if asked == "auto" and not store.steps(path):
             return None

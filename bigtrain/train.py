@@ -67,7 +67,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         preflight.check(args.output_dir, args.dataloader_num_workers)
     places = check_places()
     capacity.cap_gpu_memory(args.gpu_memory_cap)
-    folder = RunFolder(args.output_dir)
+    folder = RunFolder(args.output_dir, second=args.copy_checkpoints_to)
     reads = args.model_name_or_path, args.tokenizer_name_or_path, args.train_data, args.eval_data
     ranks.main_decides(
         lambda: folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir, reads=reads),
@@ -119,6 +119,7 @@ class Run:
         from bigtrain.diagnostics.metrics import HostMemory, RowLog, StepClock
         from bigtrain.diagnostics.progress import Progress, open_trackers
         from bigtrain.diagnostics.report import spelled
+        from bigtrain.saving import Saving
 
         args = job.args
         self.job, self.engine, self.folder, self.stop = job, engine, folder, stop
@@ -136,7 +137,7 @@ class Run:
             )
             self.eval_loader = data.EvalLoader(job.eval_rows, plan, num_workers=workers, **where)
         self.clock, self.memory, self.main = StepClock(), HostMemory(), ranks.is_main()
-        self.saved_step, self.ended = start or -1, False
+        self.saving, self.ended = Saving(args, engine, folder.root, job.data_told), False
         self.trackers: list[Any] = []
         if self.main:
             self.rows = RowLog(folder.root / "metrics.jsonl", keep_to_step=start)
@@ -156,7 +157,7 @@ class Run:
 
     def loop(self) -> str:
         """All steps; returns how it ended."""
-        engine, args = self.engine, self.args
+        engine = self.engine
         self.evaluate()  # a run that was stopped after the step that this one goes on from had no time for it
         self.clock.lap()
         for micro_batches in self.loader:
@@ -166,7 +167,7 @@ class Run:
             if stopping:
                 return self.stopped(result.step)
             self.evaluate()
-            if args.save_steps and result.step % args.save_steps == 0:
+            if self.saving.due():
                 self.save()
         return "finished"
 
@@ -224,21 +225,18 @@ class Run:
             self.progress.note(f"evaluation after step {step}: loss {result.loss:.4f} over {result.tokens:,} target tokens")
 
     def save(self) -> None:
-        """Begin a checkpoint, written while training goes on; after one that failed, wait for it: a second failure ends the run."""
+        """Save this step."""
         with self.clock.paused("saving"):
-            failed = self.engine.checkpoints.failure()
-            path = self.engine.save_checkpoint(
-                self.folder.root, state=self.job.data_told, keep_last=self.args.save_total_limit, wait=failed is not None
-            )
-            self.saved_step = self.engine.global_step
-        self.progress.note(f"saving {path} beside training")
+            told = self.saving.save()
+        self.progress.note(told)
 
     def stopped(self, step: int) -> str:
         """Asked to stop: save if this run saves, then leave."""
         why = self.stop.requested or "another rank's signal"
-        if not self.args.save_steps:
-            return f"stopped by {why} after step {step}; no checkpoint, because --save_steps was not given"
-        if self.saved_step != step:
+        if not self.saving.resumable:
+            without = "--save_only_model was given" if self.args.save_steps else "--save_steps was not given"
+            return f"stopped by {why} after step {step}; no checkpoint, because {without}"
+        if self.saving.step != step:
             self.save()
         self.engine.checkpoints.wait()
         model = f"bigtrain export {shlex.quote(str(self.folder.root / f'checkpoint-{step}'))} MODEL_DIR"
@@ -252,15 +250,17 @@ class Run:
         """
         if outcome == "finished":
             self.evaluate(last=True)
-            if self.args.save_steps and self.saved_step != self.engine.global_step:
+            if self.saving.resumable and self.saving.step != self.engine.global_step:
                 self.save()
             self.engine.checkpoints.wait()
+            if self.args.load_best_model_at_end:
+                self.saving.load_best()
             if not self.args.no_export:
                 self.engine.export(self.folder.root / "model", tokenizer=self.job.tokenizer)
         self.progress.close()
         summary = self._summarise(outcome) if self.main else {}
         if outcome != "finished":
-            if self.args.save_steps:
+            if self.saving.resumable:
                 raise StoppedError(outcome)
             raise BigtrainError(outcome)
         return summary

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bigtrain.checkpoint import store
+from bigtrain.checkpoint import reshard, store
 from bigtrain.checkpoint.verify import verify
 from bigtrain.errors import UsageError
+from bigtrain.partition import owned_range
 from bigtrain.weights import cli as weights_cli
 
 _COUNTERS = ("global_step", "updates", "tokens", "data_position", "seed", "schedule", "skipped", "user")
@@ -49,7 +50,10 @@ def run_inspect(args: argparse.Namespace) -> int:
     _refuse_missing(path)
     if not is_checkpoint(path):
         return weights_cli.run_inspect(args)
-    sys.stdout.write((json.dumps(facts(path), indent=2) if args.json else describe(path)) + "\n")
+    if args.world_size is not None and args.world_size < 1:
+        raise UsageError(f"--world_size {args.world_size}: at least 1 rank.")
+    found = facts(path, args.world_size)
+    sys.stdout.write((json.dumps(found, indent=2) if args.json else describe(found, None if args.all else 60)) + "\n")
     return 0
 
 
@@ -79,8 +83,8 @@ def is_checkpoint(path: Path) -> bool:
     return (path / "COMMIT").is_file() or bool(store.steps(path))
 
 
-def facts(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds: ranks, elements and bytes by kind, layout and run state.
+def facts(path: Path, world_size: int | None = None) -> dict[str, Any]:
+    """What a checkpoint holds: ranks, elements and bytes by kind, tensors, layout and run state; what `world_size` ranks would read.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -99,13 +103,39 @@ def facts(path: Path) -> dict[str, Any]:
         "bytes": sum(r.data_bytes for r in opened.ranks),
         "kinds": [{**row, "tensors": len(row["tensors"])} for row in kinds.values()],
         "model_files": sorted(opened.run.get("model_files", {})), "layout": opened.run.get("layout", {}),
-        "state": opened.run.get("state", {}),
+        "state": opened.run.get("state", {}), "tensors": _tensors(opened),
+        **({} if world_size is None else {"reads": _reads(opened, world_size)}),
     }  # fmt: skip
 
 
-def describe(path: Path) -> str:
-    """`facts` for people."""
-    f = facts(path)
+def _tensors(opened: store.Opened) -> list[dict[str, Any]]:
+    """Each parameter: shape, and dtype by kind."""
+    found: dict[str, dict[str, Any]] = {}
+    for s in (s for rank in opened.ranks for s in rank.slices):
+        row = found.setdefault(s.param, {"name": s.param, "shape": list(s.shape), "kinds": {}})
+        row["kinds"][s.kind] = s.dtype
+    return list(found.values())
+
+
+def _reads(opened: store.Opened, world_size: int) -> list[dict[str, int]]:
+    """For each of so many ranks at ZeRO-3: bytes that it reads of each data file."""
+    index = reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
+    found = []
+    for rank in range(world_size):
+        wanted = []
+        for (kind, param), held in index.items():
+            start, stop = owned_range(held[0][1].numel, rank, world_size)
+            wanted.append(reshard.Wanted(param=param, kind=kind, shape=held[0][1].shape, start=start, stop=stop))
+        sizes: dict[str, int] = {}
+        for read in reshard.plan_reads(index, wanted):
+            name = opened.ranks[read.rank].data_name
+            sizes[name] = sizes.get(name, 0) + read.count * read.saved.item_bytes
+        found.append(sizes)
+    return found
+
+
+def describe(f: dict[str, Any], most: int | None = 60) -> str:
+    """`facts` for people, with so many of the tensors."""
     lines = [f"{f['folder']}: step {f['step']}, written by {f['ranks']} ranks, {f['bytes'] / 2**30:.3f} GiB"]
     lines += [
         f"  {k['kind']:<12} {k['dtype']:<5} {k['tensors']:>6} tensors {k['elements']:>16,} elements {k['bytes'] / 2**20:>12.1f} MiB"
@@ -114,4 +144,11 @@ def describe(path: Path) -> str:
     lines.append("  model files: " + (", ".join(f["model_files"]) or "none (give `bigtrain export` --model DIR)"))
     lines += [f"  {name}: {value}" for name, value in f["layout"].items()]
     lines += [f"  {name}: {value}" for name, value in f["state"].items() if name in _COUNTERS]
+    shown = f["tensors"][:most]
+    lines += [f"  {t['name']}  {t['shape']}  {', '.join(f'{k} {d}' for k, d in t['kinds'].items())}" for t in shown]
+    if len(f["tensors"]) > len(shown):
+        lines.append(f"  ... and {len(f['tensors']) - len(shown)} more tensors (--all)")
+    for rank, sizes in enumerate(f.get("reads", ())):
+        parts = ", ".join(f"{size / 2**20:.1f} MiB of {name}" for name, size in sizes.items())
+        lines.append(f"  rank {rank} of {len(f['reads'])} (ZeRO-3) would read {parts or 'nothing'}")
     return "\n".join(lines)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bigtrain import __version__, ranks
-from bigtrain.checkpoint import deepspeed_format, deepspeed_import, files, live, neighbours, reshard, rng, store
+from bigtrain.checkpoint import deepspeed_format, deepspeed_import, files, live, neighbours, reshard, rng, second, store
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
@@ -33,6 +34,8 @@ class Checkpoints:
     Attributes:
         tokenizer: kept in each checkpoint beside the model's config, so that `bigtrain export` needs nothing else; may be None.
         disk: the file layer of savers made from now on.
+        copy_to: a second folder, set before the first save: each checkpoint is copied there by rank 0 once it is whole; a copy
+            that fails is warned of.
     """
 
     def __init__(self, engine: Engine):
@@ -41,6 +44,7 @@ class Checkpoints:
         self._model_files: dict[str, bytes] | None = None
         self._left_out_told = False
         self.tokenizer: Any = None
+        self.copy_to: Path | None = None
         self.disk = Disk()
 
     @property
@@ -69,6 +73,7 @@ class Checkpoints:
         *,
         keep_last: int | None,
         keep_every: int | None,
+        keep: Collection[int],
         wait: bool,
     ) -> Path:
         """Save the engine, between steps.
@@ -79,6 +84,7 @@ class Checkpoints:
             state: the caller's own values, as JSON.
             keep_last: delete all but so many of the newest; None keeps all.
             keep_every: never delete steps that are a multiple of this.
+            keep: nor delete these steps, such as the best so far.
             wait: return when the checkpoint is on disk on every rank. Else it is written beside training, and an error is
                 raised by the next save or `wait`.
 
@@ -101,7 +107,7 @@ class Checkpoints:
             user = json.loads(json.dumps(state))
         run = {**live.run_state(engine), "user": user, "scalars": live.scalars_of(engine)}
         saver = self._saver_for(directory)
-        saver.keep_last, saver.keep_every = keep_last, keep_every
+        saver.keep_last, saver.keep_every, saver.protect = keep_last, keep_every, set(keep)
         final = saver.start(
             engine.global_step,
             live.slices_of(engine),
@@ -224,6 +230,9 @@ class Checkpoints:
             self.wait()
             known = None if self._saver is None else self._saver.confirmation
             self._saver = Saver(directory, disk=self.disk, confirmation=known)
+            self._saver.copy_to = place = self.copy_to
+            if place is not None:
+                ranks.main_decides(lambda: second.prepare(self.disk, place), f"preparing {place}")
         return self._saver
 
     def _files_of_model(self) -> dict[str, bytes]:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from bigtrain import ranks
-from bigtrain.checkpoint import files, hashing, manifest, snapshot, store
+from bigtrain.checkpoint import files, hashing, manifest, second, snapshot, store
 from bigtrain.checkpoint.confirm import Confirmation, LostRankError
 from bigtrain.checkpoint.datafile import BLOCK_BYTES, DataFile, DiskThread, buffers
 from bigtrain.checkpoint.files import Disk
@@ -79,6 +79,7 @@ class Saver:
     Attributes:
         always_imaged: also what lies in host memory is copied to an image of the file when a save starts; for tests without a GPU.
         protect: steps that are not deleted.
+        copy_to: folder that gets a copy of each checkpoint; None for none.
         blocked_s: seconds that the last save kept training waiting, so far.
         fetched_bytes, fetch_s: copied from the GPU by the last save, and the seconds from the first copy to the end of the last.
     """
@@ -91,6 +92,7 @@ class Saver:
     ):  # fmt: skip
         self.root, self.keep_last, self.keep_every = Path(root), keep_last, keep_every
         self.protect: set[int] = set()
+        self.copy_to: Path | None = None
         self.blocked_s = 0.0
         self.fetched_bytes, self.fetch_s = 0, 0.0
         self._disk = disk or Disk()
@@ -410,13 +412,17 @@ class Saver:
         try:
             store.write_model_files(self._disk, job.scratch, job.model_files)
             store.commit(self._disk, job.scratch, job.final, job.step, job.run, entries, ranks.world_size())
-            store.retire(
-                self._disk, self.root, keep_last=self.keep_last, keep_every=self.keep_every,
-                protect=frozenset(self.protect | {job.step}),
-            )  # fmt: skip
+            self._retire(self.root, job.step)
+            if self.copy_to is not None:
+                second.copy(self._disk, job.final, self.copy_to)
+                self._retire(self.copy_to, job.step)
         except Exception as error:
             if job.scratch.exists() or not job.final.exists():
                 return error
             # It has its final name, so it is whole and can be loaded; only what comes after failed.
             log.warning("step %d is saved, but afterwards: %s", job.step, error)
         return None
+
+    def _retire(self, root: Path, step: int) -> None:
+        kept = frozenset(self.protect | {step})
+        store.retire(self._disk, root, keep_last=self.keep_last, keep_every=self.keep_every, protect=kept)

@@ -221,6 +221,11 @@ def commit(
     disk.sync_folder(scratch)
     disk.write_file(scratch / "COMMIT", Commit(step=step, world_size=world_size, files=listed).to_json())
     disk.sync_folder(scratch)
+    publish(disk, scratch, final)
+
+
+def publish(disk: Disk, scratch: Path, final: Path) -> None:
+    """Give a whole checkpoint its name, in the place of an earlier one."""
     old = final.with_name(f".{final.name}.old")
     if final.exists():
         disk.remove_tree(old)

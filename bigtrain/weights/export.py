@@ -91,7 +91,7 @@ def export_model(
         if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
             raise UsageError(
                 f"{type(model).__name__}: from_pretrained would find none of its weights under these names. Write its adapters with "
-                "bigtrain.weights.adapters.export_adapter, or export what merge_and_unload() returns."
+                "bigtrain.weights.export_adapter, or export what merge_and_unload() returns."
             )
         slots = slots_of(model)
         layout = plan_layout(model, slots, wanted, max_shard_bytes)

@@ -13,18 +13,18 @@ PACKAGE = ROOT / "bigtrain"
 # The rows, lowest first. A part imports parts of lower rows only; parts of one row do not know each other.
 ROWS: list[set[str]] = [
     {"errors"},
-    {"defaults", "partition", "ports", "runfile", "shapes"},
+    {"defaults", "foreign", "partition", "ports", "runfile", "shapes"},
     {"guards", "config", "plan", "whereabouts"},
     {"builds", "heap", "network", "pastcache", "ranks", "startup"},
     {"placement", "stopping", "watch", "zero"},
     {"flat", "hostgradients", "kernels"},
     {"weights", "optim", "data", "diagnostics", "buffers", "meeting", "precision", "steps"},
     {"branches", "models"},
-    {"agreement", "bypass", "checkpoint", "foreign", "master", "reduction", "settings"},
+    {"agreement", "bypass", "checkpoint", "master", "reduction", "settings", "writes"},
     {"accumulation", "assembly", "evaluation"},
     {"argument_problems", "engine"},
     {"arguments", "auto", "runfolder", "shortage"},
-    {"hosts", "job", "preflight"},
+    {"hosts", "job", "preflight", "saving"},
     {"capacity"},
     {"train"},
     {"cli", "bench"},
@@ -32,7 +32,20 @@ ROWS: list[set[str]] = [
 LEVEL = {part: level for level, row in enumerate(ROWS) for part in row}
 FACADES = {"", "__init__", "__main__"}  # the lazy package itself and `python -m bigtrain`
 # Plain Python: importing these may not load what takes seconds.
-PLAIN = ("errors", "defaults", "whereabouts", "shapes", "partition", "ports", "config", "plan", "auto", "bench", "cli")
+PLAIN = (
+    "errors",
+    "defaults",
+    "foreign",
+    "whereabouts",
+    "shapes",
+    "partition",
+    "ports",
+    "config",
+    "plan",
+    "auto",
+    "bench",
+    "cli",
+)
 HEAVY = ("torch", "transformers", "deepspeed", "numpy", "pandas", "datasets", "matplotlib")
 
 

@@ -53,7 +53,10 @@ def test_the_size_said_before_the_first_step_is_what_is_written(rank_pool, world
 
 
 def test_too_little_disk_is_said_before_the_model_is_built(tmp_path, monkeypatch, caplog):
-    args = SimpleNamespace(resume_from_checkpoint=None, no_export=True, save_steps=2, save_total_limit=2)
+    args = SimpleNamespace(
+        resume_from_checkpoint=None, no_export=True, save_steps=2, save_total_limit=2, keep_every=None,
+        load_best_model_at_end=False, save_only_model=False,
+    )  # fmt: skip
     job = SimpleNamespace(args=args, checkpoint_bytes=2**30, model_bytes=2**29, steps=SimpleNamespace(steps=10))
     for free, said in ((2**30, "a checkpoint of this run takes 1.06 GiB"), (2 * 2**30, "writes up to 3 more"), (4 * 2**30, "")):
         monkeypatch.setattr(capacity, "free_bytes", lambda _, free=free: free)
@@ -64,6 +67,17 @@ def test_too_little_disk_is_said_before_the_model_is_built(tmp_path, monkeypatch
         else:
             capacity.check_disk(job, RunFolder(tmp_path), 0)
             assert said in caplog.text and bool(said) == bool(caplog.text)
+    monkeypatch.setattr(capacity, "free_bytes", lambda _: 2**30)
+    job.checkpoint_bytes = 2**29
+    for more, said in (
+        ({"load_best_model_at_end": True}, "4 more"),
+        ({"keep_every": 4}, "5 more"),
+        ({"save_only_model": True}, "3 more"),
+    ):
+        args.__dict__.update({"load_best_model_at_end": False, "keep_every": None, **more})
+        caplog.clear()
+        capacity.check_disk(job, RunFolder(tmp_path), 0)
+        assert f"{said} checkpoint(s) of 0.50 GiB" in caplog.text
 
 
 def _refused(words, **more):

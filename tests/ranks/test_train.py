@@ -375,6 +375,24 @@ def test_vision_example(tmp_path):
     assert (tmp_path / "last").is_dir()
 
 
+def test_B17_lora_example(demo, tmp_path):
+    """What peft makes of the adapter, without DeepSpeed, differs from the base model and belongs to it."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 512}
+    LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(demo / "tokenizer").save_pretrained(tmp_path / "base")
+    run_forked(["launch/examples/lora.py", tmp_path / "base", demo / "train.jsonl", tmp_path], world=2)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    ids = torch.arange(20)[None]
+    before = base(ids).logits
+    tuned = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    moved = [n for n, p in tuned.named_parameters() if "lora_B" in n and p.abs().max() > 0]
+    assert len(moved) == 14 and not torch.equal(tuned(ids).logits, before)
+
+
 def test_smollm2(demo, tmp_path):
     """The real pretrained model, in three steps: `python -m tests.ranks.smollm2` is the long form."""
     folder = os.environ.get("BIGTRAIN_SMOLLM2")

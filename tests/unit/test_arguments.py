@@ -74,7 +74,99 @@ def test_flags_of_others_get_a_remedy(base):
     text = refusal([*base, "--fp16", "--num_gpus", "2", "--evaluation_strategy", "steps"])
     assert "--fp16: bigtrain trains in bf16" in text
     assert "deepspeed --num_gpus N launch/train.py" in text
-    assert "use --eval_steps N" in text
+    assert "--eval_data PATH or --eval_fraction 0.05: every --eval_steps N" in text
+
+
+PASTED = [
+    "--do_train", "--do_eval", "True", "--eval_strategy", "steps", "--save_strategy=steps", "--logging_strategy", "steps",
+    "--logging_first_step", "True", "--fp16", "False", "--tf32", "True", "--remove_unused_columns", "False", "--dataloader_pin_memory",
+    "True", "--save_safetensors", "True", "--push_to_hub", "False", "--group_by_length", "False", "--max_steps", "-1",
+    "--ddp_find_unused_parameters", "False", "--torch_dtype", "bfloat16", "--average_tokens_across_devices", "True",
+]  # fmt: skip
+
+
+def test_flags_that_say_what_a_run_does_anyway_are_left_out_with_a_word(base, caplog):
+    real = ["--eval_fraction", "0.1", "--eval_steps", "5", "--save_steps", "5"]
+    with caplog.at_level("INFO", "bigtrain"):
+        assert parse([*base, *PASTED, *real]) == parse([*base, *real])
+    assert "left out, because a run does so anyway: --do_train, --do_eval True, --eval_strategy steps" in caplog.text
+
+
+def test_the_same_in_a_run_file(base, tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text(
+        json.dumps({"do_train": True, "save_strategy": "no", "gradient_checkpointing_kwargs": {"use_reentrant": False}})
+    )
+    assert parse(["--config", str(file), *base]) == parse(base)
+    file.write_text(json.dumps({"save_strategy": "no", "save_steps": 5}))
+    assert "save_strategy: checkpoints come with --save_steps N" in refusal(["--config", str(file), *base])
+
+
+def test_warmup_steps_below_one_are_a_share_as_in_transformers_5(base, tmp_path):
+    assert parse([*base, "--warmup_steps", "0.03"]) == parse([*base, "--warmup_ratio", "0.03"])
+    assert parse([*base, "--warmup_steps", "3"]).warmup(100) == 3
+    file = tmp_path / "run.yaml"
+    file.write_text("warmup_steps: 0.1")
+    assert parse(["--config", str(file), *base]).warmup(100) == 10
+    assert "two ways to say one thing" in refusal([*base, "--warmup_steps", "0.03", "--warmup_ratio", "0.1"])
+    for wrong in ("1.5", "many"):
+        assert f"--warmup_steps: '{wrong}' is neither" in refusal([*base, "--warmup_steps", wrong])
+
+
+@pytest.mark.parametrize(
+    ("pasted", "remedy"),
+    [
+        ("--save_strategy epoch", "checkpoints come with --save_steps N and without it there are none"),
+        ("--save_strategy steps", "checkpoints come with --save_steps N"),  # but when?
+        ("--save_strategy no --save_steps 5", "checkpoints come with --save_steps N and without it there are none"),
+        ("--eval_strategy no --eval_fraction 0.1", "evaluation comes with --eval_data PATH or --eval_fraction 0.05"),
+        ("--do_eval", "evaluation comes with --eval_data PATH or --eval_fraction 0.05"),
+        ("--do_train False", "launch/train.py always trains"),
+        ("--push_to_hub", "hf upload OWNER/NAME OUT/model"),
+        ("--torch_compile True", "does not use torch.compile"),
+        ("--lora_r 8", "see launch/examples/lora.py"),
+        ("--block_size 8", "use --seq_len N"),
+        ("--zero_stage 3", "the ZeRO stage and offloading come from --ds_config"),
+        ("--save_steps 0", "leave it out for none"),
+    ],
+)
+def test_the_remedy_for_a_pasted_flag(base, pasted, remedy):
+    assert remedy in refusal([*base, *pasted.split()])
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ("--save_only_model", "save_only_model without save_steps"),
+        ("--copy_checkpoints_to /elsewhere", "copy_checkpoints_to without save_steps"),
+        ("--save_steps 2 --keep_every 4", "keep_every without save_total_limit: all checkpoints are kept"),
+        ("--load_best_model_at_end --save_steps 2", "load_best_model_at_end without anything to evaluate on"),
+        ("--load_best_model_at_end --save_steps 2 --eval_fraction 0.1", "write for example --eval_steps 2"),
+        (
+            "--load_best_model_at_end --save_steps 3 --eval_fraction 0.1 --eval_steps 2",
+            "save_steps (3) must be a multiple of eval_steps (2)",
+        ),
+        (
+            "--load_best_model_at_end --save_steps 2 --eval_fraction 0.1 --eval_steps 2 --save_only_model",
+            "leave one of them out",
+        ),
+    ],
+)
+def test_what_is_saved_must_be_possible(base, said, problem):
+    text = refusal([*base, *said.split()])
+    assert text.startswith("1 problem(s)") and problem in text
+
+
+def test_no_flag_of_others_is_one_of_ours_and_every_remedy_names_flags_that_there_are():
+    import re
+
+    from bigtrain.foreign import FOREIGN
+
+    known = make_parser()._option_string_actions
+    launchers = {"--num_gpus", "--num_accelerators", "--nproc_per_node", "--master_port"}
+    assert not {f"--{name}" for name in FOREIGN} & known.keys()
+    for name, flag in FOREIGN.items():
+        assert set(re.findall(r"--\w+", flag.instead)) - launchers <= known.keys(), name
 
 
 def test_no_abbreviations(base):

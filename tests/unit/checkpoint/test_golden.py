@@ -1,5 +1,6 @@
 """A checkpoint written by version 1 of the format stays readable, byte for byte. Never write these files anew: add new ones."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -34,3 +35,19 @@ def test_version_1_is_read(capsys):
     assert opened.ranks[0].slices[1].flat == ("partition-0-0-of-1", 5)
     assert store.steps(GOLDEN) == [12]
     assert cli.main(["verify", str(GOLDEN)]) == 0 and "whole. Step 12, 1 ranks" in capsys.readouterr().out
+
+
+def test_inspect_lists_tensors_and_who_would_read_what(capsys):
+    """--world_size and --all were taken for a checkpoint, and did nothing."""
+    assert cli.main(["inspect", str(GOLDEN), "--world_size", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "  w  [3, 100]  master F32, state1 U8" in said and "  frozen  [7]  weight BF16" in said
+    assert "rank 1 of 2 (ZeRO-3) would read 0.0 MiB of rank-00000-of-00001.safetensors" in said
+    assert cli.main(["inspect", str(GOLDEN), "--world_size", "2", "--json"]) == 0
+    reads = json.loads(capsys.readouterr().out)["reads"]
+    # of 300 fp32 and 300 codes 150 each, of two fp32 one, of seven bf16 four and three
+    assert reads == [
+        {"rank-00000-of-00001.safetensors": 150 * 5 + 4 + 4 * 2},
+        {"rank-00000-of-00001.safetensors": 150 * 5 + 4 + 3 * 2},
+    ]
+    assert cli.main(["inspect", str(GOLDEN), "--world_size", "0"]) == 2

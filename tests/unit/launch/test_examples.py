@@ -9,7 +9,9 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[3] / "launch" / "examples"
 
 
-@pytest.mark.parametrize("name, usage", [("custom_loop", "text tokenizer_dir out"), ("vision", "teacher out")])
+@pytest.mark.parametrize(
+    "name, usage", [("custom_loop", "text tokenizer_dir out"), ("vision", "teacher out"), ("lora", "model_dir text out")]
+)
 @pytest.mark.parametrize("words", [[], ["--local_rank=0"], ["one", "two", "three", "four"]])
 def test_wrong_arguments_get_the_usage(name, usage, words, monkeypatch, capsys):
     """Without arguments custom_loop.py ended with IndexError."""

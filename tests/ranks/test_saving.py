@@ -1,0 +1,100 @@
+"""What a run keeps on the way: the newest, every N-th and the best checkpoint; models alone."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+
+import pytest
+
+from bigtrain.checkpoint import second, store
+from bigtrain.checkpoint.files import Disk
+from bigtrain.cli import main
+from bigtrain.data.demo import stdlib_corpus, train_tokenizer
+from bigtrain.errors import CheckpointError
+from tests import ROOT
+from tests.ranks.test_train import TRAIN, flags, run_forked
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """A small corpus and its tokenizer."""
+    folder = tmp_path_factory.mktemp("demo")
+    corpus = stdlib_corpus(folder, max_bytes=200_000, validation_every=10)
+    train_tokenizer(corpus.train_path, folder / "tokenizer", vocab_size=512)
+    return folder
+
+
+def checkpoints(out):
+    return sorted(int(path.name.split("-")[1]) for path in out.glob("checkpoint-*"))
+
+
+def test_the_best_checkpoint_is_kept_and_becomes_the_model(demo, tmp_path):
+    """A rate that ruins the model: the first evaluation stays the best, long after `save_total_limit` would have removed its step."""
+    out = tmp_path / "out"
+    run_forked(
+        [TRAIN, *flags(demo, out, max_steps=6, learning_rate=3.0, warmup_steps=0, lr_scheduler_type="constant", save_steps=1, eval_steps=1,
+                       eval_data=demo / "validation.jsonl", save_total_limit=1, keep_every=4, load_best_model_at_end=True)],
+        world=2,
+    )  # fmt: skip
+    losses = {row["step"]: row["eval_loss"] for row in map(json.loads, (out / "eval.jsonl").read_text().splitlines())}
+    best = min(losses, key=losses.get)
+    assert best < 4, losses  # else the test shows nothing
+    assert checkpoints(out) == [best, 4, 6]
+    assert main(["export", str(out / f"checkpoint-{best}"), str(tmp_path / "best")]) == 0
+    assert (tmp_path / "best" / "model.safetensors").read_bytes() == (out / "model" / "model.safetensors").read_bytes()
+    said = run_forked(
+        [TRAIN, *flags(demo, out, max_steps=7, learning_rate=3.0, warmup_steps=0, lr_scheduler_type="constant", save_steps=1, eval_steps=1,
+                       eval_data=demo / "validation.jsonl", save_total_limit=1, load_best_model_at_end=True, resume_from_checkpoint="auto")],
+        world=1,
+    )  # fmt: skip
+    assert checkpoints(out) == [best, 7] and f"the model is that of step {best}" in said
+
+
+def test_a_second_place_has_whole_copies_and_a_lost_disk_is_no_end(demo, tmp_path):
+    out, far = tmp_path / "out", tmp_path / "far"
+    same = {"save_steps": 1, "save_total_limit": 2, "copy_checkpoints_to": far}
+    run_forked([TRAIN, *flags(demo, out, max_steps=3, **same)], world=2)
+    assert sorted(p.name for p in far.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+    assert main(["verify", str(far / "checkpoint-2")]) == main(["verify", str(far / "checkpoint-3")]) == 0
+    assert (far / "checkpoint-3" / "model" / "tokenizer.json").exists()
+    shutil.rmtree(out)
+    said = run_forked([TRAIN, *flags(demo, out, max_steps=3, **same)], expect=2, world=1)
+    assert f"copy_checkpoints_to {far} holds checkpoints of another run (step 3)" in said
+    said = run_forked([TRAIN, *flags(demo, out, max_steps=4, **same, resume_from_checkpoint="auto")], world=2)
+    assert f"resumed from {far / 'checkpoint-3'} at step 3" in said
+    assert checkpoints(out) == [4] and checkpoints(far) == [3, 4]
+
+
+def test_a_copy_that_cannot_be_written_leaves_nothing_behind(tmp_path, golden):
+    class Full(Disk):
+        def step(self, operation, path):
+            if operation == "fsync" and path.name == "COMMIT":
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    second.prepare(Disk(), tmp_path)
+    with pytest.raises(CheckpointError, match=r"cannot copy to .*COMMIT: No space left"):
+        second.copy(Full(), golden, tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert store.open_checkpoint(second.copy(Disk(), golden, tmp_path)).step == 12
+
+
+@pytest.fixture
+def golden():
+    """A checkpoint that is part of the tests."""
+    return ROOT / "tests" / "unit" / "checkpoint" / "golden" / "checkpoint-12"
+
+
+def test_models_alone(demo, tmp_path):
+    out = tmp_path / "out"
+    said = run_forked(
+        [TRAIN, *flags(demo, out, max_steps=5, save_steps=1, save_total_limit=2, keep_every=2, save_only_model=True)], world=2
+    )
+    assert f"saved {out / 'model-2'}" in said
+    assert sorted(path.name for path in out.glob("model*")) == ["model", "model-2", "model-4", "model-5"]
+    assert not checkpoints(out)
+    weights = [(out / name / "model.safetensors").read_bytes() for name in ("model", "model-5", "model-4")]
+    assert weights[0] == weights[1] != weights[2] and (out / "model-4" / "tokenizer.json").exists()
+    run_forked([TRAIN, *flags(demo, out, max_steps=1, overwrite_output_dir=True)], world=1)
+    assert not list(out.glob("model-*"))  # they belonged to the run that was overwritten
