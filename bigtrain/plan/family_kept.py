@@ -6,9 +6,20 @@ Counted with torch's saved_tensors_hooks on transformers 5.24's own modules; tes
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from bigtrain.plan.family_others import ROBERTA, T5
 from bigtrain.plan.parameters import Values
+
+# sdpa, sdpa with a dense mask (packed rows where no kernel keeps documents apart), and single operations although there is sdpa.
+Attention = Literal["sdpa", "masked", "eager"]
+
+
+def attention_of(asked: str, packing: str, device: str) -> Attention:
+    """Of a run's flags. On GPUs variable-length kernels keep packed documents apart (but for families without sdpa)."""
+    if asked == "eager":
+        return "eager"
+    return "masked" if device == "cpu" and packing == "isolated" else "sdpa"
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,7 @@ class Keeps:
         router: of the residual stream's width, in a sparse block.
         matrix: for each head and key, where attention is made of single operations; 0: it goes through sdpa.
         mask: for each key (a mask that each block makes for itself).
+        masked: sdpa is given a dense mask, which it keeps, and keys and values repeated for each head of queries.
         plain: sdpa finds no fused kernel on any device. bias: what it adds to the scores has a gradient.
         masks: dropouts of the residual stream's width. feed_mask: one behind the activation. attention_dropout: one in attention.
     """
@@ -39,6 +51,7 @@ class Keeps:
     router: int = 0
     matrix: int = 0
     mask: int = 0
+    masked: bool = False
     plain: bool = False
     bias: bool = False
     masks: int = 0
@@ -138,19 +151,15 @@ def activation(kind: str, c: Values) -> str:
     return str(c.get(_ACTIVATION_KEYS.get(kind, "hidden_act")) or _ACTIVATION_BY_DEFAULT.get(kind, "silu"))
 
 
-def keeps(kind: str, c: Values, eager: bool) -> Keeps:
-    """What a block of this config keeps.
-
-    Args:
-        eager: attention is made of single operations although the class has sdpa.
-    """
+def keeps(kind: str, c: Values, attention: Attention) -> Keeps:
+    """What a block of this config keeps."""
     found = _variant(kind, c, FAMILIES.get(kind, RMS))
     if name := activation(kind, c):
         found = replace(found, activation=ACTIVATIONS.get(name, 2))
     key, default, masks = _RESIDUAL.get(kind, ("", 0.0, 0))
     attention_key, attention_default = _ATTENTION.get(kind, ("attention_dropout", 0.0))
     dropped = bool(masks and c.get(key, default))
-    matrix = _MATRIX.get(kind, _EAGER_IN_BF16.get(kind, _EAGER) if eager else 0)
+    matrix = _MATRIX.get(kind, _EAGER_IN_BF16.get(kind, _EAGER) if attention == "eager" else 0)
     if kind == "gemma2" and c.get("attn_logit_softcapping", 50.0):
         matrix += 2
     # Falcon drops in attention with ALiBi only, where it then drops the residual stream too: rare enough to be left out.
@@ -160,13 +169,14 @@ def keeps(kind: str, c: Values, eager: bool) -> Keeps:
         masks=masks if dropped else 0,
         feed_mask=found.feed_mask and dropped,
         matrix=matrix,
+        masked=attention == "masked",
         attention_dropout=in_attention,
     )
 
 
-def are_counted(kind: str, c: Values, eager: bool) -> bool:
+def are_counted(kind: str, c: Values, attention: Attention) -> bool:
     """Whether `keeps` is of this family's own modules. T5's source and target may differ in length: that is an estimate."""
-    if kind not in FAMILIES or kind in T5 or (eager and kind in _EAGER_IS_ESTIMATED):
+    if kind not in FAMILIES or kind in T5 or (attention == "eager" and kind in _EAGER_IS_ESTIMATED):
         return False
     return kind in _OWN_ACTIVATION or activation(kind, c) in ACTIVATIONS
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.plan.family_decoders import is_sparse
-from bigtrain.plan.family_kept import RMS, Keeps, are_counted, keeps
+from bigtrain.plan.family_kept import RMS, Attention, Keeps, are_counted, keeps
 from bigtrain.plan.family_others import ROBERTA, T5, VISION_LANGUAGE, text_values, values
 from bigtrain.plan.parameters import Values
 
@@ -118,12 +118,8 @@ def _dense_layers(c: Values) -> int:
     return int(c.get("first_k_dense_replace") or 0)
 
 
-def geometry(config: Mapping[str, Any], eager: bool = False) -> Geometry:
-    """Sizes of the language model (of a vision-language model too: images are counted as their text tokens).
-
-    Args:
-        eager: attention is made of single operations although the class has sdpa.
-    """
+def geometry(config: Mapping[str, Any], attention: Attention = "sdpa") -> Geometry:
+    """Sizes of the language model (of a vision-language model too: images are counted as their text tokens)."""
     c = text_values(config) if config.get("model_type") in VISION_LANGUAGE else values(config)
     kind = str(c.get("model_type"))
     hidden = _first(c, "hidden_size", "n_embd", "d_model")
@@ -142,10 +138,10 @@ def geometry(config: Mapping[str, Any], eager: bool = False) -> Geometry:
         rms=kind not in _LAYER_NORM,
         norms=4 if kind in _FOUR_NORMS else 1 if kind in _ONE_NORM else 2,
         soft_cap=bool(c.get("final_logit_softcapping", kind == "gemma2")),
-        keeps=keeps(kind, c, eager),
+        keeps=keeps(kind, c, attention),
         latent=heads * c["qk_nope_head_dim"] if c.get("kv_lora_rank") else 0,
         cross_from=encoders,
-        exact=are_counted(kind, c, eager),
+        exact=are_counted(kind, c, attention),
         **_experts(c, ffn),
     )  # fmt: skip
 

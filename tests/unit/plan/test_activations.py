@@ -48,6 +48,8 @@ VARIANTS = [
     ("gemma2", {"attn_logit_softcapping": None}, "sdpa"),
     ("deepseek_v3", {"v_head_dim": 16}, "sdpa"),
     *((name, {}, "eager") for name in ("gpt2", "llama", "gpt_neox", "phi3", "qwen3", "olmo2", "mixtral")),
+    *((name, {}, "masked") for name in ("llama", "qwen3", "mixtral", "gpt_neox", "gpt_oss")),
+    ("gpt2", NO_DROPOUT, "masked"),
     ("gemma3_text", {"hidden_activation": "relu"}, "sdpa"),
 ]  # fmt: skip
 
@@ -64,12 +66,13 @@ def sized(name, layers, **more):
     return {**config, **sparse, **sizes, **{depth: layers for depth in DEPTHS if depth in config}, "decoder_start_token_id": 0}
 
 
-def kept_bytes(name, config, tokens, attention="sdpa"):
+def kept_bytes(name, config, tokens, attention):
     """Bytes of all distinct storages that autograd keeps in one forward pass, without the parameters."""
     model_class = getattr(transformers, ALL[name][0])
     has_sdpa = config["model_type"] not in ("gemma2", "gpt_oss", "bloom")
     hf = transformers.AutoConfig.for_model(**config)
-    model = model_class.from_config(hf, dtype=torch.bfloat16, attn_implementation=attention if has_sdpa else "eager").train()
+    how = "eager" if attention == "eager" or not has_sdpa else "sdpa"
+    model = model_class.from_config(hf, dtype=torch.bfloat16, attn_implementation=how).train()
     own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
     seen = {}
 
@@ -81,6 +84,8 @@ def kept_bytes(name, config, tokens, attention="sdpa"):
 
     ids = torch.randint(3, 100, (1, tokens))
     inputs = {"input_ids": ids, **({"labels": ids} if "Seq2Seq" in ALL[name][0] else {"use_cache": False})}
+    if attention == "masked":  # a row of two documents
+        inputs["position_ids"] = torch.arange(tokens)[None] % (tokens // 2)
     if name == "vit":
         inputs = {"pixel_values": torch.randn(1, 3, IMAGE["image_size"], IMAGE["image_size"], dtype=torch.bfloat16)}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
@@ -94,7 +99,7 @@ def counted_and_planned(name, tokens, more, attention="sdpa"):
     counted = kept_bytes(name, sized(name, 3, **more), tokens, attention) - kept_bytes(
         name, sized(name, 2, **more), tokens, attention
     )
-    g = geometry(sized(name, 3, **more), eager=attention == "eager")
+    g = geometry(sized(name, 3, **more), attention)
     blocks = (0, 3) if g.cross_from else (2,)
     return counted, sum(block_bytes(g, tokens, block=block, seq_len=tokens, device="cpu").kept for block in blocks)
 
