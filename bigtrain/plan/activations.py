@@ -117,8 +117,10 @@ def _fused(g: Geometry, t: int, seq_len: int, bias: bool) -> _Attention:
     k, out = g.keeps, _out(g)
     results = _grads(g, t) + 2 * t * out + 4 * t * g.heads
     copies = t * (k.query * out + k.key * g.key + 2 * g.latent) + (2 * t * seq_len * g.heads if bias else 0)
-    if k.masked:
-        copies += t * (4 * (g.query - g.key) + (0 if k.mask else 2 * seq_len))
+    if k.masked or 0 < k.window < seq_len:
+        # What is repeated is no view of one product any more.
+        views = 2 * (g.query + g.key) if k.key and g.key != g.query else 0
+        copies += t * (4 * (g.query - g.key) - views + (0 if k.mask else 2 * seq_len))
     expanded = 2 * t * 2 * g.query if g.key != g.query else 0
     return _Attention(results + copies, 0, _grads(g, t) + expanded + 4 * t * g.query + 4 * t * g.heads, results)
 

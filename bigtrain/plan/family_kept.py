@@ -36,6 +36,7 @@ class Keeps:
         router: of the residual stream's width, in a sparse block.
         matrix: for each head and key, where attention is made of single operations; 0: it goes through sdpa.
         mask: for each key (a mask that each block makes for itself).
+        window: tokens that a sliding window sees (0: all before); in longer rows it is a dense mask, here of all blocks.
         masked: sdpa is given a dense mask, which it keeps, and keys and values repeated for each head of queries.
         plain: sdpa finds no fused kernel on any device. bias: what it adds to the scores has a gradient.
         masks: dropouts of the residual stream's width. feed_mask: one behind the activation. attention_dropout: one in attention.
@@ -51,6 +52,7 @@ class Keeps:
     router: int = 0
     matrix: int = 0
     mask: int = 0
+    window: int = 0
     masked: bool = False
     plain: bool = False
     bias: bool = False
@@ -116,6 +118,11 @@ _ACTIVATION_KEYS = {
 _ACTIVATION_BY_DEFAULT = {**dict.fromkeys(("gpt2", "gptj", "phi"), "gelu_new"), "opt": "relu"}
 # With use_parallel_residual: one input for two norms, one norm.
 _PARALLEL = {"gpt_neox": 6, "stablelm": 4}
+# The class's sliding window; which blocks have it is in layer_types, where there is such a list.
+_WINDOWS = {
+    **dict.fromkeys(("mistral", "ministral", "gemma3_text", "cohere2", "olmo3", "exaone4"), 4096),
+    **dict.fromkeys(("phi3", "mixtral", "starcoder2"), 0),
+}  # fmt: skip
 _OWN_ACTIVATION = {"bloom", "gpt_oss"}
 # (key, the class's default, dropouts of a block) on the residual stream's width.
 _RESIDUAL: dict[str, tuple[str, float, int]] = {
@@ -169,6 +176,7 @@ def keeps(kind: str, c: Values, attention: Attention) -> Keeps:
         masks=masks if dropped else 0,
         feed_mask=found.feed_mask and dropped,
         matrix=matrix,
+        window=_window(kind, c),
         masked=attention == "masked",
         attention_dropout=in_attention,
     )
@@ -193,6 +201,13 @@ def _variant(kind: str, c: Values, row: Keeps) -> Keeps:
         low = int(c.get("q_lora_rank") or 0) + c["kv_lora_rank"]
         return replace(row, token=8 * low)  # RMSNorms on the way
     return row
+
+
+def _window(kind: str, c: Values) -> int:
+    types = c.get("layer_types")
+    if kind not in _WINDOWS or (types and "sliding_attention" not in types):
+        return 0
+    return int(c.get("sliding_window", _WINDOWS[kind]) or 0)
 
 
 def _falcon(c: Values) -> Keeps:

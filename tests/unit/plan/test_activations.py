@@ -48,8 +48,10 @@ VARIANTS = [
     ("gemma2", {"attn_logit_softcapping": None}, "sdpa"),
     ("deepseek_v3", {"v_head_dim": 16}, "sdpa"),
     *((name, {}, "eager") for name in ("gpt2", "llama", "gpt_neox", "phi3", "qwen3", "olmo2", "mixtral")),
-    *((name, {}, "masked") for name in ("llama", "qwen3", "mixtral", "gpt_neox", "gpt_oss")),
+    *((name, {}, "masked") for name in ("llama", "phi3", "qwen3", "mixtral", "gpt_neox", "gpt_oss")),
     ("gpt2", NO_DROPOUT, "masked"),
+    *((name, {"sliding_window": 32}, "sdpa") for name in ("mistral", "gemma3_text", "cohere2", "olmo3", "phi3", "starcoder2")),
+    ("mistral", {"sliding_window": None}, "sdpa"),
     ("gemma3_text", {"hidden_activation": "relu"}, "sdpa"),
 ]  # fmt: skip
 
