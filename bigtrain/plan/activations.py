@@ -97,9 +97,12 @@ def _by_operations(g: Geometry, t: int, seq_len: int, device: str) -> _Attention
     wide = 2 * t * (3 * g.query + _out(g))
     views = 2 * t * k.key * g.key if g.key == g.query else 0  # values are views of one product with queries and keys
     # A softmax in bf16 is kept beside what dropout leaves of it; one in fp32 is cast before that.
-    mask = _mask_bytes(device) + (2 if k.matrix == 2 else 0) if k.attention_dropout else 0
+    low, dropped = k.matrix == 2, 2 if k.attention_dropout else 0
+    mask = _mask_bytes(device) + (2 if low else 0) if dropped else 0
     kept = wide + views + (k.matrix + mask) * matrix
-    return _Attention(kept, 10 * matrix, _grads(g, t) + wide + 6 * matrix, _grads(g, t) + 2 * t * _out(g) + 2 * matrix)
+    forward = (4 + dropped if low else 10) * matrix
+    passing = ((4 if low else 6) - dropped) * matrix  # what dropout left is freed before the softmax's gradient comes
+    return _Attention(kept, forward, _grads(g, t) + wide + passing, _grads(g, t) + 2 * t * _out(g) + 2 * matrix)
 
 
 def _in_fp32(g: Geometry, t: int, seq_len: int) -> _Attention:
