@@ -12,7 +12,6 @@ import torch
 
 from bigtrain import buffers, guards, heap, optim, ranks, weights, zero
 from bigtrain.errors import ModelError
-from bigtrain.writes import ForeignWrites, MasterOf
 from bigtrain.master import MasterOptimizer
 from bigtrain.models.sharding import refuse_empty
 from bigtrain.optim.build import build_optimizer
@@ -21,6 +20,7 @@ from bigtrain.precision import refuse_other_dtypes, to_bf16
 from bigtrain.reduction import GradientFlags
 from bigtrain.settings import Settings
 from bigtrain.startup import SharedMaster
+from bigtrain.writes import ForeignWrites, MasterOf
 
 log = logging.getLogger(__name__)
 

@@ -52,6 +52,7 @@ def pick(
     gpu_memory_bytes: int | None,
     host_memory_bytes: int | None,
     device: str = "cuda",
+    attention: plan.Attention = "sdpa",
     kernels: str = "hf",
     frozen: tuple[str, ...] = (),
     rates: Rates | None = None,
@@ -76,7 +77,7 @@ def pick(
     """
     base = plan.plan_input(
         model_config, world_size=world_size, gpus_per_node=ranks_per_node, seq_len=seq_len, device=device, kernels=kernels,
-        frozen=frozen, optimizer=layout_name(run.optim or "adamw"), checkpointing=policy, drawn=drawn,
+        attention=attention, frozen=frozen, optimizer=layout_name(run.optim or "adamw"), checkpointing=policy, drawn=drawn,
         checkpoint_blocks=int(blocks) if blocks not in (None, AUTO) else None, expandable=expandable_segments(),
     )  # fmt: skip
     base = base.but(settings=search_settings(base.geometry.hidden))

@@ -39,6 +39,7 @@ def plan_of(job: Job, gpu: int | None) -> plan.Plan | None:
             plan.plan_input(
                 job.model_config.to_dict(),
                 ds_config=job.resolved.engine_config(),
+                attention=plan.attention_of(args.attn_implementation, args.packing, device_type()),
                 world_size=ranks.world_size(),
                 gpus_per_node=ranks_per_host(),
                 seq_len=job.seq_len,
@@ -198,6 +199,7 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
         gpu_memory_bytes=gpu,
         host_memory_bytes=host,
         device=device_type(),
+        attention=plan.attention_of(args.attn_implementation, args.packing, device_type()),
         kernels=_kernels(args),
         frozen=tuple(args.freeze),
         policy=args.checkpointing_policy,

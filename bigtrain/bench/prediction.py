@@ -53,6 +53,13 @@ def _share(cell: Cell) -> float | None:
     return asked_share(str(cell.arguments.get("offload_gradients", AUTO)))
 
 
+def attention(cell: Cell, machine: Machine) -> plan.Attention:
+    """Rows of a sweep are not packed unless told."""
+    return plan.attention_of(
+        cell.arguments.get("attn_implementation", "auto"), cell.arguments.get("packing", "none"), machine.device
+    )
+
+
 def kernels(cell: Cell, machine: Machine) -> str:
     """The planner's word for the cell's kernels: fused ones on a GPU unless told not to, as in launch/train.py; peers, if told."""
     asked = cell.arguments.get("use_liger_kernel")
@@ -78,8 +85,8 @@ def _resolved(cell: Cell, machine: Machine) -> tuple[Resolved, PlanInput | None]
         gpu, host = limits(cell, machine)
         picked = pick(
             values, run, world_size=cell.num_gpus, ranks_per_node=cell.num_gpus, seq_len=cell.seq_len, gpu_memory_bytes=gpu,
-            host_memory_bytes=host, device=machine.device, kernels=kernels(cell, machine),
-            frozen=tuple(cell.arguments.get("freeze") or ()), rates=stored_rates(machine.device), policy=_policy(cell),
+            host_memory_bytes=host, device=machine.device, attention=attention(cell, machine),
+            kernels=kernels(cell, machine), frozen=tuple(cell.arguments.get("freeze") or ()), rates=stored_rates(machine.device), policy=_policy(cell),
             blocks=cell.arguments.get("checkpoint_blocks"), share=_share(cell), drawn=cell.model.startswith("preset:"),
         )  # fmt: skip
         config, run, chosen = picked.config, picked.run, picked.candidate.input
@@ -110,6 +117,7 @@ def planned(cell: Cell, machine: Machine) -> Plan:
     found = plan.plan_input(
         model_config(cell.model),
         ds_config=done.engine_config(),
+        attention=attention(cell, machine),
         world_size=cell.num_gpus,
         gpus_per_node=cell.num_gpus,
         seq_len=cell.seq_len,

@@ -9,11 +9,13 @@ from __future__ import annotations
 from bigtrain.plan.blocks import least_blocks
 from bigtrain.plan.choose import Candidate, Choice, choose
 from bigtrain.plan.families import model_parameters, parameters_from_shapes
+from bigtrain.plan.family_kept import Attention, attention_of
 from bigtrain.plan.inputs import PlanInput, ZeroSettings, block_count, plan_input, settings_from_config
 from bigtrain.plan.predict import Plan, Row, Tree, predict
 from bigtrain.plan.roofline import Rates, StepTime, rates_from, step_time
 
 __all__ = [
+    "Attention",
     "Candidate",
     "Choice",
     "Plan",
@@ -24,6 +26,7 @@ __all__ = [
     "Tree",
     "ZeroSettings",
     "block_count",
+    "attention_of",
     "choose",
     "least_blocks",
     "model_parameters",

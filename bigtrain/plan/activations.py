@@ -22,6 +22,7 @@ class BlockBytes:
         product, middle, gate: kept tensors of the feed-forward part, in the order in which backward frees them.
         routing: router logits and gathered tokens of a sparse block.
         forward_extra: most that is held for a moment in forward and not kept.
+        forward_attention: most that attention holds in forward where nothing is kept, if it has no fused kernel.
         attention_extra: gradients inside attention's backward (dq, dk, dv, fp32 accumulator, expanded dk and dv).
         norm_extra: temporaries of a norm's backward.
         feed: width in bytes of one feed-forward tensor (2 t f).
@@ -38,6 +39,7 @@ class BlockBytes:
     gate: int
     routing: int
     forward_extra: int
+    forward_attention: int
     attention_extra: int
     norm_extra: int
     feed: int
@@ -65,83 +67,157 @@ def norm_kept(g: Geometry, t: int, kernels: str, feeds_linear: bool = True) -> i
     return (4 + 2) * t * g.hidden + 4 * t + output
 
 
-def _attention_kept(g: Geometry, t: int, kernels: str) -> int:
-    # A latent attention's value is as wide as its output; otherwise the output is as wide as the queries.
-    out = g.value if g.key == g.query != g.value else g.query
-    kept = 2 * t * (g.query + g.key + g.value + out) + 4 * t * g.heads
-    if g.qk_norm:
-        kept += (2 if kernels == "liger" else 4 + 2) * t * (g.query + g.key)
-    return kept + (t * g.hidden if g.dropout else 0)
+@dataclass(frozen=True)
+class _Attention:
+    """Bytes: kept for backward; most that a forward without gradients holds; gradients; results of the products."""
+
+    kept: int
+    forward: int
+    backward: int
+    results: int
 
 
-def _attention_backward(g: Geometry, t: int) -> int:
-    grads = 2 * t * (g.query + g.key + g.value)
-    expanded = 2 * t * 2 * g.query if g.key != g.query else 0
-    return grads + expanded + 4 * t * g.query + 4 * t * g.heads
+def _attention(g: Geometry, t: int, seq_len: int, device: str, bias: bool) -> _Attention:
+    """The kernel that torch takes, or the operations in its place.
+
+    On CPUs torch's fused kernel takes no dropout, no bias with a gradient and no value of another width than the keys
+    (aten/src/ATen/native/transformers/sdp_utils_cpp.cpp, `use_flash_attention_cpp`). On GPUs one of three takes each of these and
+    keeps no matrix for it (.../cuda/sdp_utils.cpp: cuDNN's and flash attention take dropout, the memory-efficient one all).
+    """
+    if g.keeps.matrix:
+        return _by_operations(g, t, seq_len, device)
+    if g.keeps.plain or (device == "cpu" and (g.keeps.attention_dropout or bias or g.value != g.key)):
+        return _in_fp32(g, t, seq_len)
+    return _fused(g, t, seq_len, bias)
 
 
-def _counted(g: Geometry, t: int, general: BlockBytes) -> BlockBytes:
-    """The family's own counts (`geometry.KEPT`) in place of the general rules."""
-    if g.kept is None:
-        return general
-    hidden, query, key, feed = g.kept
-    width = general.feed // 2
-    return replace(
-        general,
-        first_norm=hidden * t * g.hidden // 2 + 4 * t,
-        second_norm=hidden * t * g.hidden - hidden * t * g.hidden // 2 + 4 * t,
-        attention=t * (query * g.query + key * g.key) + 4 * t * g.heads,
-        product=general.feed,
-        middle=max(0, feed - 4) * width,
-        gate=max(0, min(2, feed - 2)) * width,
+def _by_operations(g: Geometry, t: int, seq_len: int, device: str) -> _Attention:
+    """transformers' `eager_attention_forward`: keys and values are repeated for each head of queries."""
+    k, matrix = g.keeps, t * seq_len * g.heads
+    wide = 2 * t * (3 * g.query + _out(g))
+    views = 2 * t * k.key * g.key if g.key == g.query else 0  # values are views of one product with queries and keys
+    # A softmax in bf16 is kept beside what dropout leaves of it; one in fp32 is cast before that.
+    low, dropped = k.matrix == 2, 2 if k.attention_dropout else 0
+    mask = _mask_bytes(device) + (2 if low else 0) if dropped else 0
+    kept = wide + views + (k.matrix + mask) * matrix
+    forward = (4 + dropped if low else 10) * matrix
+    passing = ((4 if low else 6) - dropped) * matrix  # what dropout left is freed before the softmax's gradient comes
+    return _Attention(kept, forward, _grads(g, t) + wide + passing, _grads(g, t) + 2 * t * _out(g) + 2 * matrix)
+
+
+def _in_fp32(g: Geometry, t: int, seq_len: int) -> _Attention:
+    """torch's `_scaled_dot_product_attention_math`: fp32 copies, the probabilities and, with dropout, the mask and what it leaves."""
+    k, matrix = g.keeps, t * seq_len * g.heads
+    copies = 4 * t * (g.query + g.key + g.value if k.plain or g.latent else 3 * g.query)
+    matrices, passing = (12 * matrix, 4 * matrix) if k.attention_dropout else (4 * matrix, 8 * matrix)
+    results = _grads(g, t) + 4 * matrix + 4 * t * _out(g)
+    return _Attention(
+        copies + matrices + 2 * t * _out(g), copies + max(matrices, 8 * matrix), _grads(g, t) + copies + passing, results
     )
 
 
-def block_bytes(g: Geometry, t: int, kernels: str = "hf", block: int = 0, seq_len: int = 0) -> BlockBytes:
+def _fused(g: Geometry, t: int, seq_len: int, bias: bool) -> _Attention:
+    k, out = g.keeps, _out(g)
+    results = _grads(g, t) + 2 * t * out + 4 * t * g.heads
+    copies = t * (k.query * out + k.key * g.key + 2 * g.latent) + (2 * t * seq_len * g.heads if bias else 0)
+    if k.masked or 0 < k.window < seq_len:
+        # What is repeated is no view of one product any more.
+        views = 2 * (g.query + g.key) if k.key and g.key != g.query else 0
+        copies += t * (4 * (g.query - g.key) - views + (0 if k.mask else 2 * seq_len))
+    expanded = 2 * t * 2 * g.query if g.key != g.query else 0
+    return _Attention(results + copies, 0, _grads(g, t) + expanded + 4 * t * g.query + 4 * t * g.heads, results)
+
+
+def _grads(g: Geometry, t: int) -> int:
+    """Queries, keys and values, and as much again are their gradients."""
+    return 2 * t * (g.query + g.key + g.value)
+
+
+def _out(g: Geometry) -> int:
+    """A latent attention's value is as wide as its output; otherwise the output is as wide as the queries."""
+    return g.value if g.latent else g.query
+
+
+def _mask_bytes(device: str) -> int:
+    """Of one element's dropout: on CPUs torch keeps the mask in the dtype of what it drops (aten/src/ATen/native/Dropout.cpp)."""
+    return 2 if device == "cpu" else 1
+
+
+def block_bytes(g: Geometry, t: int, kernels: str = "hf", block: int = 0, seq_len: int = 0, device: str = "cuda") -> BlockBytes:
     """Bytes of block number `block` (sparse models may have dense blocks first).
 
     Args:
         t: tokens of a micro step. seq_len: tokens of one sequence, for attention that keeps its matrix.
+        device: "cuda" or "cpu", on which torch has fewer fused kernels.
     """
-    d, dense = g.hidden, g.is_dense(block)
+    d, k, dense, liger = g.hidden, g.keeps, g.is_dense(block), kernels == "liger"
+    cross = bool(g.cross_from) and block >= g.cross_from
     width = (g.dense_ffn or g.ffn) if dense else g.ffn * g.experts_per_token + g.shared_ffn
-    feed = 2 * t * width
-    routing = 0 if dense else 8 * t * g.experts + 4 * t * d * g.experts_per_token
-    products, middle = (feed, 2 * feed) if g.gated else (feed, 0)
-    if g.gated and kernels == "liger":
-        middle = feed
-    first, second = norm_kept(g, t, kernels), norm_kept(g, t, kernels) if g.norms >= 2 else 0
-    second += (g.norms - 2) * norm_kept(g, t, kernels, feeds_linear=False) if g.norms > 2 else 0
-    fused = kernels == "liger" or not g.rms
-    matrix = (10 if g.soft_cap else 6) * t * (seq_len or t) * g.heads if g.eager else 0
-    general = BlockBytes(
+    feed, mask = 2 * t * width, _mask_bytes(device)
+    parts = [_attention(g, t, seq_len or t, device, bias) for bias in ((k.bias, False) if cross else (k.bias,))]
+    first, second = _norms(g, t, kernels, cross)
+    fused = liger or not g.rms
+    middle, gate = (feed, feed) if liger and g.gated else _activation(g, t * width)
+    product = feed
+    if k.feed_mask:
+        product += mask * t * width + (0 if g.gated or k.activation else feed)
+    masks = k.masks + (1 if cross and k.masks else 0)
+    kept = sum(a.kept for a in parts) + _beside_attention(g, t, seq_len or t, liger) + (t * (seq_len or t) if cross else 0)
+    used, ends = _results(g, t, width, sum(a.results for a in parts), dense)
+    found = BlockBytes(
         first_norm=first,
-        attention=_attention_kept(g, t, kernels) + matrix,
-        second_norm=second + (t * d if g.dropout else 0),
-        product=products,
+        attention=kept + (mask * t * d if masks else 0),
+        second_norm=second + mask * t * d * max(0, masks - 1),
+        product=product,
         middle=middle,
-        gate=feed,
-        routing=routing,
+        gate=gate,
+        routing=0 if dense else _routing(g, t),
         forward_extra=max(3 * feed + 4 * t * d, (4 if fused else 14) * t * d),
-        attention_extra=_attention_backward(g, t),
+        forward_attention=max(a.forward for a in parts),
+        attention_extra=max(a.backward for a in parts),
         norm_extra=(2 if fused else 12) * t * d,
         feed=feed,
         stream=2 * t * d,
+        results=used + ends,
     )
-    found = general if kernels == "liger" else _counted(g, t, general)
-    used, ends = _results(g, t, width, matrix, dense)
-    return replace(found, results=used + ends, results_used=min(used, found.kept))
+    return replace(found, results_used=min(used, found.kept))
 
 
-def _results(g: Geometry, t: int, width: int, matrix: int, dense: bool) -> tuple[int, int]:
+def _norms(g: Geometry, t: int, kernels: str, cross: bool) -> tuple[int, int]:
+    """Of the first half of a block and of the second."""
+    if kernels != "liger":
+        half = g.keeps.hidden * t * g.hidden // 2
+        return half + 4 * t, (2 * half if cross else half) + 4 * t
+    first, second = norm_kept(g, t, kernels), norm_kept(g, t, kernels) if g.norms >= 2 else 0
+    return first, second + max(0, g.norms - 2) * norm_kept(g, t, kernels, feeds_linear=False)
+
+
+def _beside_attention(g: Geometry, t: int, seq_len: int, liger: bool) -> int:
+    """Norms and rotary embeddings of queries and keys, latent vectors, masks."""
+    k = g.keeps
+    norm = min(2, k.qk_norm) if liger else k.qk_norm
+    return t * (norm * (g.query + g.key) + k.head * g.query // g.heads + k.token + k.mask * seq_len)
+
+
+def _activation(g: Geometry, elems: int) -> tuple[int, int]:
+    """(what lies between activation and product, the activation's input) of so many elements."""
+    at_input = min(2, g.keeps.activation)
+    return (g.keeps.activation - at_input + (4 if g.gated else 0)) * elems, at_input * elems
+
+
+def _routing(g: Geometry, t: int) -> int:
+    """The router's probabilities, where each chosen token goes, and the experts' inputs and results."""
+    chosen = 40 + 4 * g.hidden
+    return t * (4 * g.experts + chosen * g.experts_per_token + g.keeps.router * g.hidden)
+
+
+def _results(g: Geometry, t: int, width: int, attention: int, dense: bool) -> tuple[int, int]:
     """(results inside of attention and feed-forward part, results of the two output projections) of a block.
 
     Gate and up, queries, keys, values, attention's output with its fp32 statistics (or, without a fused kernel, its matrix);
     the output projections come once for the block and, in a sparse one, once for each active expert.
     """
-    out = g.value if g.key == g.query != g.value else g.query
     inner = 2 * t * (2 if g.gated else 1) * width
-    attention = 2 * t * (g.query + g.key + g.value + out) + (matrix // 3 if g.eager else 4 * t * g.heads)
     experts = 1 if dense else max(1, g.experts_per_token)
     router = 0 if dense else 2 * t * g.experts
     return inner + attention, 2 * t * g.hidden * (1 + experts) + router

@@ -14,6 +14,7 @@ from bigtrain import defaults, shapes
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
 from bigtrain.plan.families import position_limit, read_json, said_twice
+from bigtrain.plan.family_kept import attention_of
 from bigtrain.plan.inputs import PlanInput, plan_input
 from bigtrain.plan.machine import expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
@@ -172,6 +173,7 @@ def _input(args: argparse.Namespace, config: dict[str, Any] | None, ds_config: d
         "checkpointing": args.policy if recompute or (recompute is None and defaults.GRADIENT_CHECKPOINTING) else "none",
         "checkpoint_blocks": None if args.blocks == AUTO else args.blocks,
         "kernels": args.kernels, "loss": args.loss, "device": args.device,
+        "attention": attention_of("auto", "isolated", args.device),
         "micro_batch": args.micro_batch if run is None else run.micro_batch,
         "accumulation": args.accumulation if run is None else run.accumulation,
         "optimizer": (args.optim or defaults.OPTIM) if run is None else run.optim,

@@ -96,7 +96,9 @@ class Run:
         self.before, self.after = self.parts.before, self.parts.after
         self.head = self.parts.head if self.g.vocab else []
         self.tied = bool(plan.parameters.tied)
-        self.costs = {b: block_bytes(self.g, self.t, plan.kernels, b, plan.seq_len) for b in self._distinct_blocks()}
+        self.costs = {
+            b: block_bytes(self.g, self.t, plan.kernels, b, plan.seq_len, plan.device) for b in self._distinct_blocks()
+        }
         self.recomputed = set(list(self.blocks)[: plan.recomputed_blocks])
         # On CPUs there is nowhere else to put a block's input.
         self.selective = plan.checkpointing == "selective"
@@ -110,7 +112,7 @@ class Run:
         return [("embedding", self.before), *forward, ("head", self.head), *backward, ("embedding", self.before)]
 
     def _distinct_blocks(self) -> list[int]:
-        return list(self.blocks) if self.g.dense_layers else [0]
+        return list(self.blocks) if len(self.g.unlike) > 1 else [0]
 
     def _cost(self, block: int) -> BlockBytes:
         return self.costs.get(block) or self.costs[0]
@@ -137,7 +139,7 @@ class Run:
         cost = self._cost(block)
         self.shards.fetch(f"f{block}", members, backward=False, steady=steady)
         if block in self.recomputed:
-            self.tape.touch(cost.forward_extra, "activations, in passing")
+            self.tape.touch(max(cost.forward_extra, cost.forward_attention), "activations, in passing")
             self._keep_input(block)
         else:
             self._keep_block(block)

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from bigtrain.errors import UsageError
 from bigtrain.partition import last_share
 from bigtrain.plan.families import ModelParameters, model_parameters, parameters_from_shapes
+from bigtrain.plan.family_kept import Attention
 from bigtrain.plan.family_others import ROBERTA, T5, VISION_LANGUAGE
 from bigtrain.plan.geometry import Geometry, geometry, geometry_of_shapes
 from bigtrain.plan.states import LAYOUTS, StateLayout, layout_name
@@ -374,6 +375,7 @@ def plan_input(
     *,
     shapes: Any = None,
     ds_config: Mapping[str, Any] | None = None,
+    attention: Attention = "sdpa",
     **values: Any,
 ) -> PlanInput:
     """Make an input from a Hugging Face config (or a list of shapes) and a ds_config.
@@ -381,6 +383,7 @@ def plan_input(
     Args:
         config: parsed config.json; or None with `shapes` = [[name, [sizes...]], ...].
         ds_config: parsed DeepSpeed JSON; None: ZeRO defaults.
+        attention: how the model's classes attend.
         values: fields of `PlanInput` (`settings` overrides `ds_config`).
 
     Raises:
@@ -389,7 +392,7 @@ def plan_input(
     if (config is None) == (shapes is None):
         raise UsageError("a plan needs a model config or a list of shapes, and only one of them")
     if config is not None:
-        parameters, sizes = model_parameters(config), geometry(config)
+        parameters, sizes = model_parameters(config), geometry(config, attention)
     else:
         parameters = parameters_from_shapes(shapes)
         sizes = geometry_of_shapes(parameters)

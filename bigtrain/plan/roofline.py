@@ -182,7 +182,7 @@ def forward_s(plan: PlanInput, rates: Rates) -> float:
 
 def _elementwise_s(plan: PlanInput, rates: Rates) -> float:
     """The recompute of selective blocks: what is made again is written once, and about twice as much is read for it."""
-    one = block_bytes(plan.geometry, plan.tokens, plan.kernels, plan.geometry.dense_layers, plan.seq_len)
+    one = block_bytes(plan.geometry, plan.tokens, plan.kernels, plan.geometry.dense_layers, plan.seq_len, plan.device)
     return plan.recomputed_blocks * 3 * one.made_again / rates.device_bytes_s
 
 

@@ -39,6 +39,17 @@ def test_a_cap_counts_as_the_card():
     assert small["fits"] is False and small["gpu_limit_bytes"] == 8 * 2**30
 
 
+@pytest.mark.parametrize(
+    "said, attention",
+    [({}, "sdpa"), ({"packing": "isolated"}, "masked"), ({"attn_implementation": "eager", "packing": "isolated"}, "eager")],
+)
+def test_the_plan_is_of_the_attention_that_will_run(said, attention):
+    """On CPUs a dense mask keeps packed documents apart: it is kept, and keys and values are repeated for each head of queries."""
+    cpu = replace(H100, device="cpu", gpu_bytes=None)
+    keeps = planned(cell(model="preset:llama-8b", ds_config="zero2", **said), cpu).input.geometry.keeps
+    assert (keeps.masked, keeps.matrix > 0) == (attention == "masked", attention == "eager")
+
+
 def test_auto_is_chosen_as_the_run_will_and_respects_what_is_given():
     said = prediction(cell(model="preset:llama-8b", ds_config="auto", use_liger_kernel=True), H100)
     assert said["fits"] is True and "micro batch 2 x 4096 tokens" in said["config"] and "checkpointing full" in said["config"]

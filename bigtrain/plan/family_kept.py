@@ -1,0 +1,222 @@
+"""What the operations of each family's block keep for backward, beside the products that all families have.
+
+Counted with torch's saved_tensors_hooks on transformers 5.24's own modules; tests/unit/plan/test_activations.py counts again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from bigtrain.plan.family_others import ROBERTA, T5
+from bigtrain.plan.parameters import Values
+
+# sdpa, sdpa with a dense mask (packed rows where no kernel keeps documents apart), and single operations although there is sdpa.
+Attention = Literal["sdpa", "masked", "eager"]
+
+
+def attention_of(asked: str, packing: str, device: str) -> Attention:
+    """Of a run's flags. On GPUs variable-length kernels keep packed documents apart (but for families without sdpa)."""
+    if asked == "eager":
+        return "eager"
+    return "masked" if device == "cpu" and packing == "isolated" else "sdpa"
+
+
+@dataclass(frozen=True)
+class Keeps:
+    """Bytes of one token, for each element of a width.
+
+    Attributes:
+        hidden: norms and inputs of linear layers, of the residual stream's width.
+        query, key: of these widths, beyond queries, keys, values and attention's output.
+        qk_norm: norms of queries and keys, of their widths.
+        head: of one head's width (rotary tables that each block makes for itself).
+        token: whatever the widths of the block.
+        activation: of the feed-forward width, beyond the activation's output.
+        router: of the residual stream's width, in a sparse block.
+        matrix: for each head and key, where attention is made of single operations; 0: it goes through sdpa.
+        mask: for each key (a mask that each block makes for itself).
+        window: tokens that a sliding window sees (0: all before); in longer rows it is a dense mask, here of all blocks.
+        masked: sdpa is given a dense mask, which it keeps, and keys and values repeated for each head of queries.
+        plain: sdpa finds no fused kernel on any device. bias: what it adds to the scores has a gradient.
+        masks: dropouts of the residual stream's width. feed_mask: one behind the activation. attention_dropout: one in attention.
+    """
+
+    hidden: int = 16
+    query: int = 0
+    key: int = 0
+    qk_norm: int = 0
+    head: int = 0
+    token: int = 0
+    activation: int = 2
+    router: int = 0
+    matrix: int = 0
+    mask: int = 0
+    window: int = 0
+    masked: bool = False
+    plain: bool = False
+    bias: bool = False
+    masks: int = 0
+    feed_mask: bool = False
+    attention_dropout: bool = False
+
+
+_BERT = ("bert", *ROBERTA)
+# nn.LayerNorm keeps its input and its output is a linear layer's input, 4 bytes; LlamaRMSNorm keeps an fp32 copy and the
+# normalised value too, 8. A rotary embedding of part of a head makes another layout, in which attention's output is copied.
+_LAYER_NORM, RMS = Keeps(hidden=8), Keeps(hidden=16)
+_T5 = Keeps(hidden=20, bias=True, feed_mask=True)
+FAMILIES: dict[str, Keeps] = {
+    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "smollm3", "granite", "arcee", "seed_oss"), RMS),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "mixtral", "granitemoe"), RMS),
+    **dict.fromkeys(("gpt2", "opt", "bloom", "starcoder2", "vit", *_BERT), _LAYER_NORM),
+    **dict.fromkeys(("qwen3", "qwen3_moe", "olmoe", "hunyuan_v1_dense", "exaone4"), Keeps(qk_norm=6)),
+    "dots1": Keeps(qk_norm=6, router=4),
+    "qwen2_moe": Keeps(router=2),  # the shared expert's output, for its gate
+    "ernie4_5": Keeps(head=8),
+    "glm": Keeps(query=2, head=2),
+    "glm4": Keeps(hidden=28, query=2, head=2),
+    "gemma": Keeps(hidden=20),
+    "gemma2": Keeps(hidden=36),
+    "gemma3_text": Keeps(hidden=36, qk_norm=8),
+    "phi": Keeps(hidden=4, query=2),
+    "phi3": Keeps(query=4, key=2),
+    "olmo": Keeps(hidden=12),
+    **dict.fromkeys(("olmo2", "olmo3", "flex_olmo"), Keeps(hidden=20, qk_norm=8)),
+    "cohere": Keeps(hidden=14),
+    "cohere2": Keeps(hidden=14),
+    "stablelm": Keeps(hidden=8, query=2),
+    "nemotron": Keeps(hidden=8, query=2),
+    "gpt_neox": Keeps(hidden=8, query=4, key=2),
+    "gptj": Keeps(hidden=4),
+    "falcon": _LAYER_NORM,
+    "gpt_oss": Keeps(hidden=20, activation=8),  # its own gated activation clamps both inputs
+    "deepseek_v2": Keeps(query=2, router=4),
+    "deepseek_v3": Keeps(query=2, router=4),
+    **dict.fromkeys(("t5", "mt5"), _T5),
+    "umt5": replace(_T5, mask=8),
+}
+# Classes without sdpa, or with more in it than a product: the matrix is kept as softmax's output in fp32, in bf16, capped.
+_MATRIX = {"gemma2": 6, "bloom": 6, "gpt_oss": 2}
+# The same where a class that has sdpa is told to do without.
+_EAGER, _EAGER_IN_BF16 = 6, {"gpt2": 2, "falcon": 2}
+_EAGER_IS_ESTIMATED = {"falcon", "gptj", "deepseek_v2", "deepseek_v3"}
+# Bytes that an activation keeps beyond its output: one operation of torch's its input or nothing, those made of several more.
+ACTIVATIONS = {
+    **dict.fromkeys(("gelu", "gelu_pytorch_tanh", "silu", "swish", "mish", "relu2", "relu6", "leaky_relu", "hardswish"), 2),
+    **dict.fromkeys(("relu", "sigmoid", "tanh", "linear"), 0),
+    **dict.fromkeys(("gelu_10", "quick_gelu"), 4),
+    "gelu_python": 6,
+    **dict.fromkeys(("gelu_new", "gelu_accurate", "gelu_python_tanh"), 8),
+    "gelu_fast": 14,
+}  # fmt: skip
+_ACTIVATION_KEYS = {
+    **dict.fromkeys(("gpt2", "gptj", "opt"), "activation_function"),
+    **dict.fromkeys(("gemma2", "gemma3_text"), "hidden_activation"),
+    "falcon": "activation",
+}  # fmt: skip
+_ACTIVATION_BY_DEFAULT = {**dict.fromkeys(("gpt2", "gptj", "phi"), "gelu_new"), "opt": "relu"}
+# With use_parallel_residual: one input for two norms, one norm.
+_PARALLEL = {"gpt_neox": 6, "stablelm": 4}
+# The class's sliding window; which blocks have it is in layer_types, where there is such a list.
+_WINDOWS = {
+    **dict.fromkeys(("mistral", "ministral", "gemma3_text", "cohere2", "olmo3", "exaone4"), 4096),
+    **dict.fromkeys(("phi3", "mixtral", "starcoder2"), 0),
+}  # fmt: skip
+_OWN_ACTIVATION = {"bloom", "gpt_oss"}
+# (key, the class's default, dropouts of a block) on the residual stream's width.
+_RESIDUAL: dict[str, tuple[str, float, int]] = {
+    "gpt2": ("resid_pdrop", 0.1, 2),
+    **dict.fromkeys(("gptj", "phi", "phi3"), ("resid_pdrop", 0.0, 2)),
+    **dict.fromkeys(("gpt_neox", "bloom"), ("hidden_dropout", 0.0, 2)),
+    **dict.fromkeys(("stablelm", "falcon"), ("hidden_dropout", 0.0, 1)),
+    "starcoder2": ("residual_dropout", 0.0, 2),
+    "seed_oss": ("residual_dropout", 0.1, 2),
+    "opt": ("dropout", 0.1, 2),
+    **dict.fromkeys(_BERT, ("hidden_dropout_prob", 0.1, 2)),
+    "vit": ("hidden_dropout_prob", 0.0, 2),
+    **dict.fromkeys(T5, ("dropout_rate", 0.1, 2)),
+}
+# (key, the class's default) of attention's dropout, where it is not ("attention_dropout", 0).
+_ATTENTION: dict[str, tuple[str, float]] = {
+    "gpt2": ("attn_pdrop", 0.1),
+    "gptj": ("attn_pdrop", 0.0),
+    "seed_oss": ("attention_dropout", 0.1),
+    **dict.fromkeys(_BERT, ("attention_probs_dropout_prob", 0.1)),
+    "vit": ("attention_probs_dropout_prob", 0.0),
+    **dict.fromkeys(T5, ("dropout_rate", 0.1)),
+}
+
+
+def activation(kind: str, c: Values) -> str:
+    """The name of the feed-forward activation, as transformers calls it; "" where the family has its own."""
+    if kind in T5:
+        name = str(c.get("feed_forward_proj", "relu")).removeprefix("gated-")
+        return "gelu_new" if str(c.get("feed_forward_proj")) == "gated-gelu" else name
+    if kind in _OWN_ACTIVATION:
+        return ""
+    return str(c.get(_ACTIVATION_KEYS.get(kind, "hidden_act")) or _ACTIVATION_BY_DEFAULT.get(kind, "silu"))
+
+
+def keeps(kind: str, c: Values, attention: Attention) -> Keeps:
+    """What a block of this config keeps."""
+    found = _variant(kind, c, FAMILIES.get(kind, RMS))
+    if name := activation(kind, c):
+        found = replace(found, activation=ACTIVATIONS.get(name, 2))
+    key, default, masks = _RESIDUAL.get(kind, ("", 0.0, 0))
+    attention_key, attention_default = _ATTENTION.get(kind, ("attention_dropout", 0.0))
+    dropped = bool(masks and c.get(key, default))
+    matrix = _MATRIX.get(kind, _EAGER_IN_BF16.get(kind, _EAGER) if attention == "eager" else 0)
+    if kind == "gemma2" and c.get("attn_logit_softcapping", 50.0):
+        matrix += 2
+    # Falcon drops in attention with ALiBi only, where it then drops the residual stream too: rare enough to be left out.
+    in_attention = kind != "falcon" and bool(c.get(attention_key, attention_default))
+    return replace(
+        found,
+        masks=masks if dropped else 0,
+        feed_mask=found.feed_mask and dropped,
+        matrix=matrix,
+        window=_window(kind, c),
+        masked=attention == "masked",
+        attention_dropout=in_attention,
+    )
+
+
+def are_counted(kind: str, c: Values, attention: Attention) -> bool:
+    """Whether `keeps` is of this family's own modules. T5's source and target may differ in length: that is an estimate."""
+    if kind not in FAMILIES or kind in T5 or (attention == "eager" and kind in _EAGER_IS_ESTIMATED):
+        return False
+    return kind in _OWN_ACTIVATION or activation(kind, c) in ACTIVATIONS
+
+
+def _variant(kind: str, c: Values, row: Keeps) -> Keeps:
+    """Families whose config chooses between orders of operations."""
+    if kind == "falcon":
+        return _falcon(c)
+    if kind == "cohere" and c.flag("use_qk_norm"):
+        return replace(row, qk_norm=12)
+    if kind in _PARALLEL and c.flag("use_parallel_residual", kind == "gpt_neox"):
+        return replace(row, hidden=_PARALLEL[kind])
+    if c.get("kv_lora_rank"):
+        low = int(c.get("q_lora_rank") or 0) + c["kv_lora_rank"]
+        return replace(row, token=8 * low)  # RMSNorms on the way
+    return row
+
+
+def _window(kind: str, c: Values) -> int:
+    types = c.get("layer_types")
+    if kind not in _WINDOWS or (types and "sliding_attention" not in types):
+        return 0
+    return int(c.get("sliding_window", _WINDOWS[kind]) or 0)
+
+
+def _falcon(c: Values) -> Keeps:
+    new, rotary = c.flag("new_decoder_architecture"), not c.flag("alibi")
+    norms = (c.get("num_ln_in_parallel_attn") or (2 if new else 1)) if c.flag("parallel_attn", True) else 2
+    shared = c.flag("parallel_attn", True)  # both parts read one input
+    row = Keeps(hidden=2 + 2 * norms if shared else 8, mask=2 if rotary else 0)
+    if new:
+        return row
+    if c.flag("multi_query", True):
+        return replace(row, mask=0, plain=True)  # one key for many queries, without saying so to sdpa
+    return replace(row, query=2, key=2) if rotary else row
