@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import stat
 import tempfile
@@ -133,7 +134,15 @@ def meeting_port(env: dict[str, str] | Any = os.environ, wait_s: float = 600.0) 
     started all ranks on this host, rank 0 looks, moves to a free port if need be, and tells its siblings through a
     private file named after the launcher's process. Several hosts, torchrun (whose agent owns the port) and single
     processes are left alone.
+
+    Raises:
+        UsageError: variables that say which rank this is cannot be.
     """
+    if problems := launch_problems(env):
+        raise UsageError(
+            f"the launcher's variables in the environment cannot be used: {'; '.join(problems)}. deepspeed and torchrun set them "
+            "all; for a single process unset RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
     launcher = _deepspeed_launcher() if _all_ranks_here(env) else None
     if launcher is None:
         yield None
@@ -153,6 +162,21 @@ def meeting_port(env: dict[str, str] | Any = os.environ, wait_s: float = 600.0) 
     finally:
         if env["RANK"] == "0":
             note.unlink(missing_ok=True)
+
+
+def launch_problems(env: Mapping[str, str] = os.environ) -> list[str]:
+    """What a launcher, or a shell's leftovers, said of this rank that cannot be; none for a process without a launcher."""
+    if "RANK" not in env:
+        alone = env.get("WORLD_SIZE", "1") == "1"  # else each of several processes would train by itself, into one folder
+        return [] if alone else [f"WORLD_SIZE is {env['WORLD_SIZE']!r}, but RANK is not set"]
+    problems = [f"RANK is set, but {name} is not" for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+    whole = {"RANK": (0, 2**31), "WORLD_SIZE": (1, 2**31), "LOCAL_RANK": (0, 2**31), "MASTER_PORT": (1, 65536)}
+    for name, (low, above) in whole.items():
+        if name in env and not (re.fullmatch("[0-9]{1,10}", env[name]) and low <= int(env[name]) < above):
+            problems.append(f"{name} is {env[name]!r}: a whole number from {low} to {above - 1} is needed")
+    if not problems and int(env["RANK"]) >= int(env["WORLD_SIZE"]):
+        problems.append(f"RANK is {env['RANK']}, but WORLD_SIZE is {env['WORLD_SIZE']}: ranks count from 0")
+    return problems
 
 
 def _all_ranks_here(env: Mapping[str, str]) -> bool:

@@ -2,7 +2,7 @@
 
 The handler only notes the wish; ranks agree on it after each step, so that all stop after the same one. A second Ctrl-C
 leaves at once. Launchers pass a Ctrl-C on to ranks that the terminal has already told, so what comes within
-`ECHO_S` of the first is taken for its echo.
+`ECHO_S` of the first is taken for its echo. While the ranks meet there is nothing to finish: any of these leaves at once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
+
+from bigtrain.errors import StoppedError
 
 ECHO_S = 2.0
 EXIT_INTERRUPTED = 130
@@ -39,6 +42,19 @@ class StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @contextlib.contextmanager
+    def leaving_at_once(self) -> Iterator[None]:
+        """Inside, a stop ends the process at once: torch waits for other ranks in C++, where no handler of Python's runs."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        before = signal.set_wakeup_fd(writer)  # written to by the interpreter's own handler, whatever the main thread does
+        threading.Thread(target=_leave_when_told, args=(reader,), daemon=True, name="bigtrain-stop").start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            os.close(writer)  # the thread ends
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a data worker that was forked with this handler: its rank decides
             return
@@ -50,6 +66,14 @@ class StopSignal:
         elif number == signal.SIGINT and now - self._first_at > ECHO_S:
             _say(b"\nsecond Ctrl-C: leaving at once\n")
             os._exit(EXIT_INTERRUPTED)
+
+
+def _leave_when_told(reader: int) -> None:
+    for told in iter(lambda: os.read(reader, 1), b""):
+        if told[0] in (signal.SIGINT, signal.SIGTERM):
+            _say(b"\nstopped while the ranks were meeting, before anything was trained\n")
+            os._exit(StoppedError.exit_code)
+    os.close(reader)
 
 
 def _say(text: bytes) -> None:

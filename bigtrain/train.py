@@ -56,7 +56,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     from bigtrain.shortage import Explained
 
     config = jobs.read_ds_config(args)  # every fault of the file, before anything starts
-    with placement.meeting_port():
+    with stop.leaving_at_once(), placement.meeting_port():
         zero.init_distributed(timeout_s=args.ddp_timeout, store=hosts.roll_call())
         ranks.control_group()
     ranks.agree(args.as_dict(), "the arguments")
@@ -397,7 +397,7 @@ def report_error(error: Exception) -> int:
 
         watch.failed(error)
     ours = error if isinstance(error, BigtrainError) else placement.explain_port(error)
-    rank = os.environ.get("RANK", "0")
+    rank = "0" if placement.launch_problems() else os.environ.get("RANK", "0")
     if ours is None:
         print(f"[rank {rank}] {''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
         return BigtrainError.exit_code
