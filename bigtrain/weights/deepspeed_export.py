@@ -136,9 +136,16 @@ def _slots(folder: WeightSource, model: torch.nn.Module) -> tuple[list[Slot], di
         slots.append(Slot(names, state[names[0]], shape, folder.pieces[source][0].flat.dtype))
     extra = [name for name in held if name not in state]
     if absent or extra:
+        adapters = any(".lora_" in name for name in extra)
+        advice = (
+            "It is of a model with adapters: load it in your script (Engine.load_checkpoint), and write them with "
+            "bigtrain.weights.export_adapter."
+            if adapters
+            else "Give the config of the model that was trained."
+        )
         raise WeightsError(
             f"{folder.path}: does not match the model: {len(absent)} tensors are missing ({', '.join(absent[:5])}), "
-            f"{len(extra)} are unexpected ({', '.join(extra[:5])}). Give the config of the model that was trained.",
+            f"{len(extra)} are unexpected ({', '.join(extra[:5])}). {advice}",
             file=folder.path,
         )
     return slots, held

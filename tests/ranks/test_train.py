@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from bigtrain.cli import main
 from bigtrain.data.demo import stdlib_corpus, train_tokenizer
 from bigtrain.errors import DoesNotFitError, StoppedError
 from launch import bench_sigterm
@@ -375,7 +376,7 @@ def test_vision_example(tmp_path):
     assert (tmp_path / "last").is_dir()
 
 
-def test_B17_lora_example(demo, tmp_path):
+def test_B17_lora_example(demo, tmp_path, capsys):
     """What peft makes of the adapter, without DeepSpeed, differs from the base model and belongs to it."""
     import torch
     from peft import PeftModel
@@ -391,6 +392,8 @@ def test_B17_lora_example(demo, tmp_path):
     tuned = PeftModel.from_pretrained(base, tmp_path / "adapter")
     moved = [n for n, p in tuned.named_parameters() if "lora_B" in n and p.abs().max() > 0]
     assert len(moved) == 14 and not torch.equal(tuned(ids).logits, before)
+    assert main(["export", str(tmp_path / "checkpoint-10"), str(tmp_path / "whole")]) == 1
+    assert "write them with bigtrain.weights.export_adapter" in capsys.readouterr().err
 
 
 def test_smollm2(demo, tmp_path):
