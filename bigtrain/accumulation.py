@@ -91,27 +91,34 @@ class Accumulation:
         self.sums[1].fill_(sum(counts))  # not added: the forward of an earlier plan may have failed
         return total
 
-    def exchange(self, step: int, flags: GradientFlags, order: int) -> list[RankStep]:
+    def exchange(self, step: int, flags: GradientFlags, order: int, written: int) -> list[RankStep]:
         """Tell what this rank knows, and hear the others. The one wait for the device in a step: DeepSpeed would wait here too.
 
         Args:
             step: steps done.
             flags: which parameters got a sound gradient.
             order: hash of the order in which gradients were reduced.
+            written: see `RankStep`.
 
         Raises:
-            RanksDisagreeError: if the orders differ, or a rank is elsewhere.
+            RanksDisagreeError: if the orders differ, a rank is elsewhere, or weights were written on some ranks only.
         """
         sound = torch.isfinite(flags.marks).all().double().reshape(1)
         loss, tokens, finite = torch.cat([self.sums, sound]).tolist()
         bad = guards.UNKNOWN if finite else flags.first()
-        packed = (pack(loss), int(tokens), agreement.fold(bad, order))
+        packed = (pack(loss), 4 * int(tokens) + written, agreement.fold(bad, order))
         rows = meet(Point.STEP, step, self.backwards, packed)
-        told = [RankStep(unpack(a), b, *agreement.unfold(c)) for a, b, c in rows]
+        told = [RankStep(unpack(a), b // 4, *agreement.unfold(c), b % 4) for a, b, c in rows]
         if len({row.order for row in told}) > 1:
             raise RanksDisagreeError(
                 f"step {step + 1}: ranks reduced the same parameters in different orders: gradients are mixed. "
                 "Run the model's modules in the same order on every rank."
+            )
+        without = [rank for rank, row in enumerate(told) if not row.written]
+        if without and any(row.written == 2 for row in told):
+            raise RanksDisagreeError(
+                f"step {step + 1}: a script wrote weights since the last step, but not on ranks {without}: each rank updates the part "
+                "that it owns, so they would be old in one part and new in another. Write the same values on every rank."
             )
         return told
 

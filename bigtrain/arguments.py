@@ -66,6 +66,7 @@ class TrainArguments:
     allow_unexpected: list[str] = field(
         default_factory=list, metadata=_say("name patterns in the model's files that are left out")
     )
+    verify_load: bool = field(default=False, metadata=_say("after loading, compare a hash of each whole weight with its file"))
     attn_implementation: str = field(
         default="auto",
         metadata=_say("attention of the Hugging Face model; auto: variable-length flash for packed rows on a GPU, else sdpa"),

@@ -12,6 +12,7 @@ import torch
 
 from bigtrain import buffers, guards, heap, optim, ranks, weights, zero
 from bigtrain.errors import ModelError
+from bigtrain.foreign import ForeignWrites, MasterOf
 from bigtrain.master import MasterOptimizer
 from bigtrain.models.sharding import refuse_empty
 from bigtrain.optim.build import build_optimizer
@@ -35,6 +36,7 @@ class Assembled:
         running: BatchNorm's statistics, which ranks must share.
         base_lrs: peak learning rate of each parameter group.
         flags: marks of non-finite gradients.
+        foreign: weights that a script wrote between two steps.
     """
 
     ds: Any
@@ -44,6 +46,7 @@ class Assembled:
     running: buffers.RunningStats
     base_lrs: list[float]
     flags: GradientFlags
+    foreign: ForeignWrites
 
 
 def assemble(
@@ -71,6 +74,8 @@ def assemble(
     saved = buffers.snapshot(model)
     if s.bf16 and s.stage == 0:
         to_bf16(model, keep_in_fp32)
+    for param in model.parameters():
+        param.grad = None  # of plain torch before, or of an engine that was closed in the middle of a step
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     frozen_map = [(n, p, p.requires_grad) for n, p in model.named_parameters()]
     names, params = [n for n, _ in named], [p for _, p in named]
@@ -81,21 +86,30 @@ def assemble(
     with SharedMaster() if own else contextlib.nullcontext():
         ds = zero.initialize(model, s.config, optimizer, through_host=s.offload_gradients > 0.0)
     optim.after_initialize(s.optimizer, ds)
-    _fill_masters(model, optimizer)
+    master_of = optimizer.master_of if isinstance(optimizer, MasterOptimizer) else zero.master_of
+    _fill_masters(model, master_of)
     heap.give_back()
     restored = buffers.restore(model, saved)
     if restored:
         log.info("kept %d buffers in the dtype they were built with: %s", len(restored), guards.listing(restored))
     base_lrs = [float(group["lr"]) for group in ds.optimizer.param_groups]
-    return Assembled(ds, names, params, frozen_map, buffers.RunningStats(buffers.batchnorms(model)), base_lrs, flags)
+    return Assembled(
+        ds,
+        names,
+        params,
+        frozen_map,
+        buffers.RunningStats(buffers.batchnorms(model)),
+        base_lrs,
+        flags,
+        ForeignWrites(names, params, master_of),
+    )
 
 
-def _fill_masters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _fill_masters(model: torch.nn.Module, master_of: MasterOf) -> None:
     """Give the fp32 masters the bits that the model's own bf16 weights lost when they were read from finer files."""
     directory = getattr(getattr(model, "bigtrain_info", None), "finer_files", None)
     if directory is None:
         return
-    master_of = optimizer.master_of if isinstance(optimizer, MasterOptimizer) else zero.master_of
     found = sum(ranks.all_gather_object(weights.load_masters(model, directory, master_of=master_of)))
     log.info(
         "the fp32 masters hold the unrounded values of %s" if found else "%s is finer than bf16: this setup has no fp32 masters "

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from bigtrain import ranks, steps
+from bigtrain import ranks, steps, zero
 from bigtrain.errors import BypassError, UsageError
 from bigtrain.meeting import announce_failure
 
@@ -47,12 +47,15 @@ class Origin:
         self._in_forward = False
         self._in_backward = False
         self._module = weakref.ref(module)
-        self._handle = module.register_forward_hook(self._mark)
+        self._handles = [module.register_forward_hook(self._mark)]
+        if any(zero.is_partitioned(p) for p in module.parameters()):
+            self._handles.append(module.register_forward_pre_hook(self._refuse_inference))
         _taken.add(module)
 
     def release(self) -> None:
         """Mark no more: the engine is closed."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         if (module := self._module()) is not None:
             _taken.discard(module)
 
@@ -80,6 +83,13 @@ class Origin:
         check = self.check if self._in_forward else self._bypassed
         for tensor in steps.output_tensors(output):
             tensor.register_hook(lambda grad, check=check: check())
+
+    def _refuse_inference(self, module: torch.nn.Module, _inputs: Any) -> None:
+        """Weights gathered in inference mode are inference tensors for good: the next training forward could not save them."""
+        if torch.is_inference_mode_enabled() and not all(zero.is_available(p) for p in module.parameters()):
+            raise UsageError(
+                "a forward under torch.inference_mode() at stage 3 would leave weights behind that cannot be trained: use torch.no_grad()."
+            )
 
     def check(self) -> None:
         """Called for gradients: refuse a backward that the engine did not start."""

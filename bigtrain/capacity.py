@@ -20,7 +20,7 @@ from bigtrain.job import Job, choose_seq_len, device_type, fused_kernels, load_m
 from bigtrain.plan.constants import CUDA_CONTEXT_BYTES, nccl_bytes
 from bigtrain.plan.disk import Writes, saves_to_come
 from bigtrain.plan.machine import expandable_segments, host_memory, show_bytes
-from bigtrain.plan.roofline import stored_rates
+from bigtrain.plan.roofline import Rates, stored_rates
 from bigtrain.plan.settled import buffers_are_open, buffers_wanted, settled
 from bigtrain.plan.show import plan_text
 from bigtrain.plan.spilled import asked_share
@@ -47,7 +47,7 @@ def plan_of(job: Job, gpu: int | None) -> plan.Plan | None:
                 optimizer=layout_name(run.optim or "adamw"),
                 checkpointing=args.checkpointing_policy if run.gradient_checkpointing else "none",
                 checkpoint_blocks=args.recomputed_blocks,
-                kernels="liger" if fused_kernels(args) and torch.cuda.is_available() else "hf",
+                kernels=_kernels(args),
                 device=device_type(),
                 expandable=expandable_segments(),
                 frozen=tuple(args.freeze),
@@ -64,6 +64,14 @@ def plan_of(job: Job, gpu: int | None) -> plan.Plan | None:
     return None
 
 
+def _kernels(args: TrainArguments) -> str:
+    return "liger" if fused_kernels(args) and torch.cuda.is_available() else "hf"
+
+
+def _rates() -> Rates | None:
+    return ranks.main_decides(lambda: stored_rates(device_type()), "reading the rates that bigtrain doctor stored")
+
+
 def settle(job: Job, gpu: int | None, host: int | None) -> Job:
     """What the run leaves open, as `plan.settled` has it for the smallest card and host of all; the job with it.
 
@@ -71,7 +79,7 @@ def settle(job: Job, gpu: int | None, host: int | None) -> Job:
     """
     asked, blocks = asked_share(job.args.offload_gradients), job.args.checkpoint_blocks == "auto"
     layout = plan_of(job, gpu)
-    rates = ranks.main_decides(lambda: stored_rates(device_type()), "reading the rates that bigtrain doctor stored")
+    rates = _rates()
     if layout is not None:
         now, buffers = layout.input, not job.args.no_plan and buffers_are_open(job.resolved.config)
         found = settled(now, gpu, host, rates, share=asked is None, buffers=buffers, blocks=blocks)
@@ -187,13 +195,13 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
         host_memory_bytes=host,
         device=device_type(),
         attention=plan.attention_of(args.attn_implementation, args.packing, device_type()),
-        kernels="liger" if fused_kernels(args) and torch.cuda.is_available() else "hf",
+        kernels=_kernels(args),
         frozen=tuple(args.freeze),
         policy=args.checkpointing_policy,
         blocks=args.checkpoint_blocks,
         share=asked_share(args.offload_gradients),
         drawn=args.model_name_or_path.startswith("preset:"),
-        rates=ranks.main_decides(lambda: stored_rates(device_type()), "reading the rates that bigtrain doctor stored"),
+        rates=_rates(),
     )
     logger.info("%s", picked.text())
     run = picked.run
@@ -248,7 +256,7 @@ def cap_gpu_memory(cap_gib: float | None) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, cap_gib * 2**30 - outside) / total), index)
 
 
-def memory_limits(cap_gib: float | None = None) -> tuple[int | None, int | None]:
+def memory_limits(cap_gib: float | None) -> tuple[int | None, int | None]:
     """(bytes of the smallest card, or the cap if lower; bytes of the smallest host) over all ranks; None where unknown."""
     found = host_memory()
     card = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if torch.cuda.is_available() else 0

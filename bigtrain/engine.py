@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from bigtrain import agreement, evaluation, guards, ranks, settings, steps, watch, zero
+from bigtrain import agreement, evaluation, guards, ranks, settings, steps, watch, weights, zero
 from bigtrain.accumulation import Accumulation
 from bigtrain.assembly import assemble
 from bigtrain.branches import Comparison
 from bigtrain.bypass import Origin, refuse_taken
+from bigtrain.checkpoint import deepspeed_format
 from bigtrain.checkpoint.native import Checkpoints
 from bigtrain.config import Resolved
 from bigtrain.meeting import Point, meet, naming_the_lost
@@ -128,6 +129,7 @@ class Engine:
         self._ds, self._names = self._parts.ds, self._parts.names
         self._rates = list(self._parts.base_lrs)  # what each parameter group should still say at the next step
         self.checkpoints = Checkpoints(self)
+        self._parts.foreign.before = self.checkpoints.before_update
         self._register()
         torch.manual_seed(seed + ranks.rank())
 
@@ -140,9 +142,8 @@ class Engine:
         self._reduction = Reduction(self._ds, self._parts.params, self._flags)
         self._origin = Origin(self.module, lambda: self.global_step)
         self._flags.check = self._origin.check
-        self._comparison: Comparison | None = None
-        if self.settings.stage == 3 and not self._uniform and self.device.type == "cpu":
-            self._comparison = Comparison(self.module, lambda: self.global_step)
+        compares = self.settings.stage == 3 and not self._uniform and self.device.type == "cpu"
+        self._comparison = Comparison(self.module, lambda: self.global_step) if compares else None
         watch.names_modules(self.module)
 
     # ------------------------------------------------------------ forward
@@ -225,12 +226,13 @@ class Engine:
             return None
         if why := guards.changed_rates(self._rates, [group["lr"] for group in self._ds.optimizer.param_groups]):
             self._origin.refuse(why)
-        verdict = guards.judge(
-            self._since.exchange(self.global_step, self._flags, self._reduction.order_hash), self.global_step + 1, self._names
-        )
+        written = self._parts.foreign.take_over()
+        told = self._since.exchange(self.global_step, self._flags, self._reduction.order_hash, written)
+        verdict = guards.judge(told, self.global_step + 1, self._names)
         lr = self._set_lr()
         self.checkpoints.before_update()
         applied, norm = self._reduction.step(refuse=not verdict.apply)
+        self._parts.foreign.settled()
         self._parts.running.settle(applied)
         reason = verdict.reason
         if verdict.apply and not applied:
@@ -254,8 +256,7 @@ class Engine:
 
     def _set_lr(self) -> float:
         """The schedule is a pure function of the step, set right before the update: the rate logged is the rate used."""
-        factor = self._factor(self.global_step)
-        self._rates = [peak * factor for peak in self._parts.base_lrs]
+        self._rates = [peak * self._factor(self.global_step) for peak in self._parts.base_lrs]
         for group, rate in zip(self._ds.optimizer.param_groups, self._rates):
             group["lr"] = rate
         return self._rates[0]
@@ -328,6 +329,7 @@ class Engine:
         Every rank calls it, between steps. See `checkpoint.native.Checkpoints.save` for arguments and errors, and
         checkpoint/FORMAT.md for what is written.
         """
+        self._parts.foreign.take_over()
         return self.checkpoints.save(
             Path(directory).absolute(), tag, state or {}, keep_last=keep_last, keep_every=keep_every, wait=wait
         )
@@ -350,14 +352,11 @@ class Engine:
         self, directory: str | Path, tag: str | None = None, state: dict[str, Any] | None = None
     ) -> Path:
         """Write DeepSpeed's own layout, for tools that need it; blocks, and loads at the same number of ranks only."""
-        from bigtrain.checkpoint import deepspeed_format
-
+        self._parts.foreign.take_over()
         return deepspeed_format.save(self, directory, tag, state or {})
 
     def export(self, directory: str | Path, dtype: str = "bfloat16", tokenizer: Any = None) -> Path:
         """Write the model as a Hugging Face folder; all ranks call it."""
-        from bigtrain import weights
-
         meet(Point.EXPORT, self.global_step, 0, limit_s=120.0)
         weights.export_model(self.module, Path(directory), dtype=dtype, tokenizer=tokenizer)
         return Path(directory)
@@ -401,7 +400,7 @@ class Engine:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The model itself: for inspection and generation, not for training passes."""
+        """The model itself: for inspection, generation, and writing weights between steps (see `foreign`); not for training passes."""
         self._reduction.finish_update()
         return self._ds.module
 

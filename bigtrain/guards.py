@@ -30,12 +30,14 @@ class RankStep:
         tokens: its target tokens.
         bad_parameter: index of the first parameter whose local gradient is not finite, or UNKNOWN.
         order: hash of the order in which gradients were reduced.
+        written: 0 if nobody else wrote weights since the last step, 1 if somebody did, 2 if this rank's masters took values over.
     """
 
     loss: float
     tokens: int
     bad_parameter: int
     order: int
+    written: int = 0
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ Everything that can be wrong is looked at in this order, cheapest first, and bef
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def prepare(args: TrainArguments, config: dict[str, Any], resume: Path | None = 
         CheckpointError, WeightsError: the checkpoint is damaged.
     """
     name = args.tokenizer_name_or_path or args.model_name_or_path
-    with ranks.main_first("reading the tokenizer"), _Named(f"tokenizer of {name}"):
+    with ranks.main_first("reading the tokenizer"), _named(f"tokenizer of {name}"):
         tokenizer = load_tokenizer(args)
     with ranks.together("reading the model's config"):
         model_config = load_model_config(args)
@@ -225,17 +226,13 @@ def resolve(args: TrainArguments, config: dict[str, Any], shape: ModelShape, tot
     )
 
 
-class _Named:
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
     """Turn what a library raises about files into a UsageError that names the flag."""
-
-    def __init__(self, what: str):
-        self._what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OSError | ValueError | ImportError):
-            raise UsageError(f"the {self._what} cannot be loaded: {error}") from error
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        raise UsageError(f"the {what} cannot be loaded: {error}") from error
 
 
 def load_tokenizer(args: TrainArguments) -> Any:
@@ -417,6 +414,7 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
         keep_in_fp32=args.keep_in_fp32,
         allow_missing=args.allow_missing,
         allow_unexpected=args.allow_unexpected,
+        verify_load=args.verify_load,
         **job.config_overrides,
     )
     models.refuse_batchnorm_micro_batch_1(model, job.steps.micro_batch)

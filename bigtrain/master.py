@@ -42,7 +42,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         self.overflow = False
         self.refuse = False
         self._global_grad_norm = 0.0
-        self.flat = torch.zeros(sum(p.numel() for p in self.masters), device=self.masters[0].device)
+        elems, device = sum(p.numel() for p in self.masters), self.masters[0].device
+        self.flat = torch.zeros(elems, dtype=torch.float32, device=device)
         self.views = [v.view_as(p) for v, p in zip(self.flat.split([p.numel() for p in self.masters]), self.masters)]
         hooked = zip(self.model_params, self.views)
         self.handles = [param.register_post_accumulate_grad_hook(_adder(view)) for param, view in hooked]

@@ -48,19 +48,6 @@ def owned_range(numel: int, rank: int, world: int) -> tuple[int, int]:
     return min(rank * size, numel), min((rank + 1) * size, numel)
 
 
-def padding(numel: int, rank: int, world: int) -> int:
-    """Elements of `rank`'s stage 3 partition that hold no value."""
-    start, stop = owned_range(numel, rank, world)
-    return partition_size(numel, world) - (stop - start)
-
-
-def owner_of(element: int, numel: int, world: int) -> int:
-    """The rank that owns `element` of a parameter at stage 3."""
-    if not 0 <= element < numel:
-        raise ValueError(f"element {element} is not in a parameter of {numel} elements")
-    return element // partition_size(numel, world)
-
-
 def parameter_pieces(numels: Sequence[int], rank: int, world: int) -> list[Piece]:
     """Stage 3: `rank`'s partitions of several parameters laid one after another (as in an optimizer sub-group).
 

@@ -192,7 +192,7 @@ def settle(
     scheduled = {k: v for k, v in (scheduler_section.get("params") or {}).items() if v != "auto"}
     rates = [("optimizer.params.lr", params.get("lr")), ("scheduler.params.warmup_max_lr", scheduled.get("warmup_max_lr"))]
     lr = _first("learning rate", notes, learning_rate, *rates)
-    micro, accum = _batch(config, world_size, micro_batch, accumulation, notes)
+    micro, accum = _batch(config, world_size, micro_batch, accumulation)
     norm = _clipping(config, max_grad_norm, notes)
     private = _private(config, stage, bf16, micro, accum, world_size, norm, notes)
     _own_offload_only(name, zero)
@@ -361,7 +361,7 @@ def _number(value: Any) -> Any:
     return None if value in (None, "auto") else value
 
 
-def _batch(config: dict[str, Any], world: int, micro: int | None, accum: int | None, notes: list[str]) -> tuple[int, int]:
+def _batch(config: dict[str, Any], world: int, micro: int | None, accum: int | None) -> tuple[int, int]:
     """Micro batch and accumulation, from arguments, config, and the global batch."""
     total = _number(config.get("train_batch_size"))
     file_micro = _number(config.get("train_micro_batch_size_per_gpu"))

@@ -76,7 +76,7 @@ def _qwen2(
     }
 
 
-def _qwen3(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, *, tied: bool = False) -> dict[str, Any]:
+def _qwen3(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -91,7 +91,7 @@ def _qwen3(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, *, tie
         "max_position_embeddings": 40960,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -55,8 +55,8 @@ def target_counter(model: torch.nn.Module) -> CountTargets:
     """How many terms the model's own mean loss has for a batch, by what the model says of itself.
 
     Causal language models shift the labels by one, so the first of each row is no target. Masked and sequence-to-sequence
-    models, and those that label each token or pixel, do not shift. Labels of fewer than two dimensions, float labels and batches
-    without labels count samples.
+    models, and those that label each token or pixel, do not shift. Labels of one dimension are one a sample, and torch's cross
+    entropy leaves samples labelled -100 out of its mean too. Float labels and batches without labels count samples.
     """
     config, loss = getattr(model, "config", None), str(getattr(model, "loss_type", ""))
     shifts = not any(kind in loss for kind in _UNSHIFTED) and not getattr(config, "is_encoder_decoder", False)
@@ -64,11 +64,16 @@ def target_counter(model: torch.nn.Module) -> CountTargets:
 
     def count(batch: Batch) -> int:
         labels = batch.get("labels")
-        if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
+        if not _ignores(labels):
             return samples(batch)
-        return int(((labels[..., 1:] if shifts else labels) != ignored).sum())
+        return int(((labels[..., 1:] if shifts and labels.dim() > 1 else labels) != ignored).sum())
 
     return count
+
+
+def _ignores(labels: Any) -> TypeGuard[torch.Tensor]:
+    """True for class numbers, among which one means that there is no target."""
+    return isinstance(labels, torch.Tensor) and labels.dim() > 0 and not labels.is_floating_point()
 
 
 def samples(batch: Batch) -> int:
@@ -106,7 +111,7 @@ def counted(batch: Batch, count: CountTargets) -> int:
 def without_targets(batch: Batch) -> Batch:
     """The batch with one label made valid: a mean over no target is 0/0, and a NaN times a weight of zero stays NaN."""
     labels = batch.get("labels")
-    if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
+    if not _ignores(labels):
         return batch
     labels = labels.clone()
     labels[..., -1] = 0

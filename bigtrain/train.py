@@ -135,11 +135,9 @@ class Run:
                 len(job.eval_rows), args.per_device_eval_batch_size or job.steps.micro_batch, where["world_size"]
             )
             self.eval_loader = data.EvalLoader(job.eval_rows, plan, num_workers=workers, **where)
-        self.clock, self.memory = StepClock(), HostMemory()
-        self.main = ranks.is_main()
-        self.saved_step = self.evaluated_step = start if start else -1
+        self.clock, self.memory, self.main = StepClock(), HostMemory(), ranks.is_main()
+        self.saved_step, self.ended = start or -1, False
         self.trackers: list[Any] = []
-        self.ended = False
         if self.main:
             self.rows = RowLog(folder.root / "metrics.jsonl", keep_to_step=start)
             self.evals = RowLog(folder.root / "eval.jsonl", keep_to_step=start)
@@ -147,6 +145,7 @@ class Run:
             summary = engine.summary()
             folder.update_run(flops_formula=str(flops), engine=summary, resumed_at_step=start or None)
             logger.info("engine:\n%s\n%s", "\n".join(f"  {name}: {value}" for name, value in spelled(summary)), flops)
+        self.evaluated_step = ranks.main_decides(lambda: self.evals.last_step, "reading eval.jsonl")
         self.progress = Progress(
             total_steps=job.steps.steps,
             first_step=start,
@@ -158,6 +157,7 @@ class Run:
     def loop(self) -> str:
         """All steps; returns how it ended."""
         engine, args = self.engine, self.args
+        self.evaluate()  # a run that was stopped after the step that this one goes on from had no time for it
         self.clock.lap()
         for micro_batches in self.loader:
             result = engine.train_step(micro_batches)
@@ -165,8 +165,7 @@ class Run:
             stopping = self.record(result)
             if stopping:
                 return self.stopped(result.step)
-            if args.eval_steps and result.step % args.eval_steps == 0:
-                self.evaluate()
+            self.evaluate()
             if args.save_steps and result.step % args.save_steps == 0:
                 self.save()
         return "finished"
@@ -209,14 +208,15 @@ class Run:
         self._track(row, result.step)
         return bool(stop)
 
-    def evaluate(self) -> None:
-        """Loss over the evaluation data, on all ranks."""
-        if self.eval_loader is None or self.evaluated_step == self.engine.global_step:
+    def evaluate(self, last: bool = False) -> None:
+        """Loss over the evaluation data, on all ranks, where it is due after this step and not known yet."""
+        step, every = self.engine.global_step, self.args.eval_steps
+        if self.eval_loader is None or self.evaluated_step == step or not (last or (step and every and step % every == 0)):
             return
         begin = time.perf_counter()
         with self.clock.paused("evaluation"):
             result = self.engine.evaluate(self.eval_loader)
-        self.evaluated_step = step = self.engine.global_step
+        self.evaluated_step = step
         if self.main:
             seconds = time.perf_counter() - begin
             self.evals.write({"step": step, "eval_loss": result.loss, "eval_tokens": result.tokens, "eval_time_s": seconds})
@@ -251,7 +251,7 @@ class Run:
             StoppedError: the run was stopped; nothing is exported then.
         """
         if outcome == "finished":
-            self.evaluate()
+            self.evaluate(last=True)
             if self.args.save_steps and self.saved_step != self.engine.global_step:
                 self.save()
             self.engine.checkpoints.wait()

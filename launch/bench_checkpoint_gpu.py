@@ -16,33 +16,28 @@ the median step before (`lost`), and the same with the stall and all in it (`los
 samples of the state with what they were when it was saved. On a machine without a GPU everything runs as well, on the host.
 
 `processor` tells of each busy thread its seconds in user and system mode a step and how often it waited and was taken off its
-processor. To find what a writer takes from training, parts of it can be left out or put elsewhere: `--without hash disk` (a request to the disk
-then sleeps as long as it takes at `--pace_gb_s`; nothing is loaded), `--writer_cpus`, `--writer_nice`, `--switch_interval_s`. A thread that waits for
-the GPU computes all the time; with `--sleeping_wait` it sleeps, and its processor time is that of launching.
+processor. A thread that waits for the GPU computes all the time.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import resource
 import shutil
 import statistics
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bigtrain import ranks
-from bigtrain.checkpoint import datafile, hashing, live
+from bigtrain.checkpoint import hashing, live
 from bigtrain.checkpoint.snapshot import page_locked
 from bigtrain.engine import Engine
 from bigtrain.kernels.attach import use_liger
@@ -196,47 +191,6 @@ class Training:
         return statistics.median(self.seconds[first:]), peak()
 
 
-@contextlib.contextmanager
-def without(parts: list[str], pace_gb_s: float) -> Iterator[None]:
-    """Inside, savers leave out these parts of their work."""
-    before = hashing.ChunkHashes.take, datafile.DataFile._put
-
-    def no_hash(self: hashing.ChunkHashes, source: memoryview, target: memoryview) -> None:
-        if len(source) and hashing._address(source) != hashing._address(target):
-            target[:] = source
-
-    def no_disk(self: datafile.DataFile, block: memoryview, offset: int) -> None:
-        time.sleep(len(block) / pace_gb_s / 1e9)
-
-    if "hash" in parts:
-        hashing.ChunkHashes.take = no_hash  # type: ignore[method-assign]
-    if "disk" in parts:
-        datafile.DataFile._put = no_disk  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        hashing.ChunkHashes.take, datafile.DataFile._put = before  # type: ignore[method-assign]
-
-
-def place_writer(args: argparse.Namespace) -> None:
-    """The running writer's threads to processors of their own, and behind others."""
-    others = os.sched_getaffinity(0) - set(args.writer_cpus)
-    for task, name in Threads._names().items():
-        ours = name.startswith(("save-", "checkpoint-disk"))
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            if args.writer_cpus:
-                os.sched_setaffinity(int(task), args.writer_cpus if ours else others)
-            if args.writer_nice and ours:
-                os.setpriority(os.PRIO_PROCESS, int(task), args.writer_nice)
-
-
-def sleep_while_waiting() -> None:
-    """A thread that waits for the GPU sleeps (CU_CTX_SCHED_BLOCKING_SYNC, cuda.h); before the GPU is first used."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    if driver.cuInit(0) or driver.cuDevicePrimaryCtxSetFlags_v2(0, 4):
-        raise RuntimeError("the driver does not take CU_CTX_SCHED_BLOCKING_SYNC")
-
-
 def samples(engine: Engine) -> list[torch.Tensor]:
     """Pieces of the state, on the host: of slices spread over all of it, the last among them."""
     slices = [s for s in live.slices_of(engine) if s.tensor.numel()]
@@ -252,7 +206,7 @@ def state_bytes(engine: Engine) -> tuple[int, int]:
 
 
 def save(
-    training: Training, engine: Engine, root: Path, mode: str, alone_s: float, args: argparse.Namespace
+    training: Training, engine: Engine, root: Path, mode: str, alone_s: float
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """One save with training going on until it is on disk: what it cost, and samples of what was saved."""
     for old in root.glob("checkpoint-*"):  # the disk may have room for one only
@@ -264,7 +218,6 @@ def save(
     peak(restart=True)
     engine.save_checkpoint(root, wait=False)
     call_s, counted_s = time.perf_counter() - begin, engine.checkpoints.blocked_s
-    place_writer(args)
     if mode == "at_once":
         engine.checkpoints.before_update()
     while engine.checkpoints.writing or len(training.seconds) == first:
@@ -306,10 +259,6 @@ def load(engine: Engine, root: Path, kept: list[torch.Tensor]) -> dict[str, Any]
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Everything, on one engine."""
     began = time.perf_counter()
-    if args.sleeping_wait and on_gpu():
-        sleep_while_waiting()
-    if args.switch_interval_s:
-        sys.setswitchinterval(args.switch_interval_s)
     Path(args.dir).mkdir(parents=True, exist_ok=True)
     root = Path(tempfile.mkdtemp(dir=args.dir))
     engine, batch = make_engine(args)
@@ -328,16 +277,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     try:
         for mode in args.saves:
-            with without(args.without, args.pace_gb_s):
-                row, kept = save(training, engine, root, mode, alone_s, args)
+            row, kept = save(training, engine, root, mode, alone_s)
             row = against_floor(row, gpu_bytes, copy_bytes_s)
             row["peak_over_alone"] = row["peak"] - alone_peak
             row["write_gb_s"] = (gpu_bytes + host_bytes) / row["written_s"] / 1e9
             result["saves"].append(row)
             print(json.dumps(rounded(row)), flush=True)  # a run that is stopped has shown something
-        if not args.without:
-            result |= load(engine, root, kept)
-            result["load_gb_s"] = (gpu_bytes + host_bytes) / result["load_s"] / 1e9
+        result |= load(engine, root, kept)
+        result["load_gb_s"] = (gpu_bytes + host_bytes) / result["load_s"] / 1e9
         result["step_after_s"], _ = training.steps(3)
         engine.close()
     finally:
@@ -347,11 +294,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def rounded(value: Any) -> Any:
     """Floats with four digits behind the point, for reading."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return round(value, 4) if isinstance(value, float) else value
+    return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 4))
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -366,12 +309,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--saves", nargs="+", choices=["training", "at_once"], default=["training", "training", "at_once"])
-    parser.add_argument("--without", nargs="+", choices=["hash", "disk"], default=[], help="parts of the writer's work")
-    parser.add_argument("--pace_gb_s", type=float, default=1.75, help="of the disk that is left out")
-    parser.add_argument("--writer_cpus", type=int, nargs="+", default=[], help="for the writer alone; training gets the others")
-    parser.add_argument("--writer_nice", type=int, default=0)
-    parser.add_argument("--switch_interval_s", type=float, default=0.0, help="of Python's threads; 0: Python's own")
-    parser.add_argument("--sleeping_wait", action="store_true", help="a thread that waits for the GPU takes no processor")
     parser.add_argument("--dir", help="where to write; its disk is what is measured")
     parser.add_argument("--out", type=Path, help="the line also goes here")
     return parser.parse_args(argv)

@@ -1,6 +1,6 @@
 """Time and memory of getting a pretrained checkpoint into a ZeRO-3 model: bigtrain beside transformers' from_pretrained.
 
-    python launch/bench_load.py --ranks 1 2 3 4 --repeats 5 --caches warm cold --export > docs/results/load.md
+    python launch/bench_load.py --ranks 1 2 3 4 --repeats 5 --caches warm cold --export
 
 Every cell is a fresh set of processes. The clock runs for one call, the same on every rank: `build_model(folder,
 ds_config=...)` against `AutoModelForCausalLM.from_pretrained(folder, dtype=bfloat16)` with a live `HfDeepSpeedConfig`, from the

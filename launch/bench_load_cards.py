@@ -307,11 +307,7 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _rounded(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_rounded(v) for v in value]
-    return round(value, 4) if isinstance(value, float) else value
+    return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 4))
 
 
 def main() -> None:

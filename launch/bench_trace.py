@@ -225,11 +225,7 @@ def finish(own: argparse.Namespace, found: dict[str, Any], trace: Path) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return round(value, 6)
-    if isinstance(value, dict):
-        return {k: _rounded(v) for k, v in value.items()}
-    return [_rounded(v) for v in value] if isinstance(value, list) else value
+    return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 6))
 
 
 if __name__ == "__main__":

@@ -235,10 +235,14 @@ def _check_recomputing(arguments: Mapping[str, Any]) -> None:
 
 def labels(cells: Sequence[Cell]) -> list[str]:
     """A short name for each cell: the values in which the cells of this grid differ."""
-    settings = [cell.settings() for cell in cells]
+    return [text or cells[0].ds_name for text in differing([cell.settings() for cell in cells])]
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """For each of these settings, in words, the values in which they differ."""
     names = list(dict.fromkeys(name for one in settings for name in one))
     varying = [n for n in names if len({json.dumps(one.get(n), default=str) for one in settings}) > 1]
-    return [", ".join(word(n, one[n]) for n in varying if one.get(n) is not None) or cells[0].ds_name for one in settings]
+    return [", ".join(word(n, one[n]) for n in varying if one.get(n) is not None) for one in settings]
 
 
 _WORDS = {

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bigtrain.bench.grid import word
+from bigtrain.bench.grid import differing, word
+from bigtrain.diagnostics.pages import INK, MUTED, drawing
 
-INK, MUTED, GRID = "#1f2933", "#6b7785", "#e6eaee"
 COLOURS = {"bigtrain": "#2563a8", "raw_deepspeed": "#d9822b", "hf_trainer": "#7a5195"}
 MARKERS = {"bigtrain": "o", "raw_deepspeed": "s", "hf_trainer": "D"}
 SPELLED = {"gpu_allocated_bytes": "GPU allocated", "gpu_used_bytes": "GPU used", "host_bytes": "host"}
@@ -46,24 +45,13 @@ def panels(rows: Sequence[Row]) -> dict[tuple[str, int, int], list[tuple[int, Ro
 
 def draw(rows: Sequence[Row], title: str) -> Any:
     """A matplotlib figure: one panel for each model, number of ranks and sequence length, and one of prediction errors."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    style: Any = {
-        "font.size": 9, "axes.edgecolor": GRID, "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED,
-        "text.color": INK, "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.8, "axes.axisbelow": True,
-        "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "path", "svg.hashsalt": "bigtrain",
-        "axes.titlelocation": "left", "axes.titlesize": 10, "axes.titleweight": "bold", "font.family": ["DejaVu Sans"],
-        "xtick.major.size": 0, "ytick.major.size": 0,
-    }  # fmt: skip
     groups, name = panels(rows), memory_name(rows)
     count = len(groups) + 1
     columns = min(COLUMNS, count)
     lines = -(-count // columns)
-    with plt.rc_context(style):
+    with drawing() as plt:
         figure, axes = plt.subplots(
             lines, columns, figsize=(5.4 * columns, 4.9 * lines), squeeze=False,
             layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12),
@@ -122,15 +110,8 @@ def _prediction(axis: Any, row: Row, name: str, at: tuple[float, float]) -> None
 
 def _listing(group: Sequence[tuple[int, Row]], best: Sequence[int]) -> str:
     """The best cells by name, since the points carry only numbers; what all of the panel share is left out."""
-    shown = [group[i] for i in best][-LISTED:]
-    settings = [row["settings"] for _, row in group]
-    names = list(dict.fromkeys(n for one in settings for n in one))
-    varying = [n for n in names if len({json.dumps(one.get(n), default=str) for one in settings}) > 1]
-    lines = []
-    for number, row in shown:
-        words = [word(n, row["settings"][n]) for n in varying if row["settings"].get(n) is not None]
-        lines.append(f"{number}: {', '.join(words)}")
-    return "\n".join(lines)
+    texts = differing([row["settings"] for _, row in group])
+    return "\n".join(f"{group[i][0]}: {texts[i]}" for i in best[-LISTED:])
 
 
 def _errors(axis: Any, rows: Sequence[Row]) -> None:

@@ -27,7 +27,6 @@ SAMPLE_S = 0.05
 GRACE_S = 15.0
 _SMI = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits", "-lms", "200"]
 
-
 _GUARD = "import sys; from bigtrain.bench.processes import end_marked; sys.stdin.read(); end_marked(sys.argv[1])"
 
 
@@ -135,24 +134,13 @@ class _HostWatch:
         if begin < self._next_pss:
             return
         for rank, pid in pids.items():
-            rss, pss = _rss_and_pss(pid)
+            rss, pss = _kib(f"/proc/{pid}/smaps_rollup", "Rss:", "Pss:")  # of one moment
             if pss:
                 self._shared[rank] = rss - pss
             ended.pss_bytes[rank] = max(ended.pss_bytes.get(rank, 0), pss)
         # Walking the pages of a large process takes a while and holds a lock of it: at most 2 % of the time.
         end = time.monotonic()
         self._next_pss = end + 50 * (end - begin)
-
-
-def _rss_and_pss(pid: int) -> tuple[int, int]:
-    """Of one moment, in bytes; zeros if the process is gone or the kernel does not tell."""
-    found = {"Rss": 0, "Pss": 0}
-    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/smaps_rollup") as file:
-        for line in file:
-            name, _, rest = line.partition(":")
-            if name in found:
-                found[name] = int(rest.split()[0]) * 1024
-    return found["Rss"], found["Pss"]
 
 
 def _kib(path: str, *names: str) -> list[int]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from bigtrain.bench import pareto
+from bigtrain.diagnostics import pages
 
 GIB = 2**30
 Row = Mapping[str, Any]
@@ -27,12 +26,8 @@ def write(out: Path, rows: Sequence[Row]) -> Path:
     """Write all three; returns the path of the page."""
     write_csv(out / "rows.csv", rows)
     title = f"{len(rows)} cells on {', '.join(dict.fromkeys(row['card'] for row in rows))}"
-    figure = pareto.draw(rows, title)
-    figure.savefig(out / "pareto.png", dpi=140)
-    picture = io.StringIO()
-    figure.savefig(picture, format="svg")
-    svg = picture.getvalue()
-    (out / "report.html").write_text(page(rows, title, svg[svg.index("<svg") :]), encoding="utf-8")
+    svg = pages.save(pareto.draw(rows, title), out / "pareto.png")
+    (out / "report.html").write_text(page(rows, title, svg), encoding="utf-8")
     return out / "report.html"
 
 
@@ -74,11 +69,8 @@ def broken_promises(rows: Sequence[Row]) -> list[Row]:
 
 def page(rows: Sequence[Row], title: str, svg: str) -> str:
     """The HTML page."""
-    import jinja2
-
-    text = resources.files("bigtrain.bench").joinpath("report.html.jinja").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(text).render(
+    return pages.fill(
+        "bigtrain.bench",
         title=title,
         counts=Counter(row["status"] for row in rows).most_common(),
         lines=[_line(number, row) for number, row in enumerate(rows, 1)],

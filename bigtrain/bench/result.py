@@ -18,7 +18,6 @@ from bigtrain.errors import DoesNotFitError, UsageError
 # usage   arguments or config were refused (exit 2)
 # killed  a rank got SIGKILL from outside, as from the kernel when host memory runs out
 # timeout the time limit was reached          crash    anything else
-STATUSES = ("ok", "oom", "refused", "usage", "killed", "timeout", "crash")
 _OOM = re.compile(
     r"OutOfMemoryError|(?:CUDA|GPU) out of memory|out of GPU memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 )

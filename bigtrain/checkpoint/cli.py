@@ -57,7 +57,7 @@ def run_export(args: argparse.Namespace) -> int:
     """Write a Hugging Face folder from a checkpoint."""
     path = Path(args.checkpoint)
     _refuse_missing(path)
-    tagged = path if args.tag is None else path / (f"checkpoint-{args.tag}" if args.tag.isdecimal() else args.tag)
+    tagged = path if args.tag is None else store.named(path, args.tag)
     if not is_checkpoint(tagged) and (tagged.exists() or not is_checkpoint(path)):
         return weights_cli.run_export(args)
     from bigtrain.checkpoint.export import export_checkpoint
@@ -65,10 +65,7 @@ def run_export(args: argparse.Namespace) -> int:
     report = export_checkpoint(
         tagged, args.out, dtype=args.dtype, model_dir=args.model, max_shard_bytes=int(args.max_shard_gb * 1e9)
     )
-    sys.stdout.write(
-        f"{report.path}: {report.tensors} tensors, {report.bytes / 1e9:.3f} GB in {len(report.files)} files, "
-        f"{report.seconds:.1f} s\n"
-    )
+    weights_cli.tell(report)
     return 0
 
 

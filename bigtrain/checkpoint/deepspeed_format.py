@@ -24,6 +24,7 @@ from bigtrain.checkpoint import deepspeed_import, live
 from bigtrain.checkpoint.rng import random_state, set_random_state
 from bigtrain.errors import CheckpointError
 from bigtrain.meeting import Point, meet
+from bigtrain.weights.write import fsync
 
 if TYPE_CHECKING:
     from bigtrain.engine import Engine
@@ -115,15 +116,15 @@ def _publish(engine: Engine, root: Path, tag: str, work: Path, state: dict[str, 
     _write_json(inner / RUN, {**live.run_state(engine), "state": state, "tag": tag, "version": __version__})
     files = sorted(p for p in inner.rglob("*") if p.is_file())
     for file in files:
-        _sync(file)
+        fsync(file)
     _write_json(inner / COMPLETE, {str(p.relative_to(inner)): p.stat().st_size for p in files})
-    _sync(inner / COMPLETE)
+    fsync(inner / COMPLETE)
     os.replace(inner, final)
     shutil.rmtree(work, ignore_errors=True)
-    _sync(root)
+    fsync(root)
     (root / f".{LATEST}").write_text(tag)
     os.replace(root / f".{LATEST}", root / LATEST)
-    _sync(root)
+    fsync(root)
 
 
 def _missing_partitions(folder: Path, stage: int, world: int) -> list[str]:
@@ -292,16 +293,8 @@ def _restricted(ds_engine: Any, trust: bool) -> Iterator[None]:
         del reader.load
 
 
-# ---------------------------------------------------------------- random state, small files
+# ---------------------------------------------------------------- small files
 
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1))
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from bigtrain.checkpoint.manifest import SavedSlice
 from bigtrain.checkpoint.reshard import Index, Read
 from bigtrain.checkpoint.slices import DTYPE_NAMES, LocalSlice
 from bigtrain.errors import CheckpointError
-from bigtrain.flat import partition_layouts, refresh_weights
+from bigtrain.flat import refresh_weights
 from bigtrain.optim import OPTIMIZERS
 from bigtrain.weights.deepspeed_folder import DeepSpeedFolder, open_deepspeed
 from bigtrain.weights.deepspeed_universal import is_universal, open_universal
@@ -173,28 +174,25 @@ def _index(source: DeepSpeedFolder, engine: Engine) -> tuple[Index, list[torch.T
 
 def _with_remainders(index: Index) -> Index:
     """For an optimizer that keeps the master as bf16 weight and 16 more bits: let those bits be made."""
-    low = {("low", p): [(r, _as_int16(s)) for r, s in held] for (kind, p), held in index.items() if kind == "master"}
+    low = {
+        ("low", p): [(r, replace(s, kind="low", dtype="I16")) for r, s in held]
+        for (kind, p), held in index.items()
+        if kind == "master"
+    }
     return {**index, **low}
-
-
-def _as_int16(saved: SavedSlice) -> SavedSlice:
-    return SavedSlice(
-        param=saved.param, kind="low", dtype="I16", shape=saved.shape, start=saved.start, stop=saved.stop, offset=saved.offset
-    )
 
 
 def _set_split_masters(engine: Engine, index: Index, tensors: list[torch.Tensor]) -> None:
     """Split each fp32 master into weight and remainder, after the moments are there (one of their bits belongs to it)."""
-    names = {id(p): n for n, p in engine.module.named_parameters()}
     inner = engine.deepspeed.optimizer.optimizer
-    for partition, flat in zip(partition_layouts(engine.deepspeed.optimizer), live.flat_tensors(engine.deepspeed, names)):
-        master = torch.zeros(partition.numel(), device=partition.device)
+    for flat in live.flat_tensors(engine):
+        master = torch.zeros(flat.key.numel(), device=flat.key.device)
         wanted = [
             LocalSlice(param=name, kind="master", shape=shape, start=start, tensor=master[at : at + count])
             for name, shape, start, at, count in flat.pieces
         ]
         _copy(reshard.plan_reads(index, [s.wanted() for s in wanted]), wanted, tensors)
-        inner.set_master(partition, master)
+        inner.set_master(flat.key, master)
 
 
 # ---------------------------------------------------------------- counters

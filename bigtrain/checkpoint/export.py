@@ -80,7 +80,7 @@ def _weights_in(opened: store.Opened) -> StoredWeights:
             found.pieces[param] = [
                 Piece(s.start, maps[rank][s.offset : s.offset + s.nbytes].view(DTYPES[s.dtype])) for rank, s in held
             ]
-    _check(opened, found)
+    _check(opened)
     return found
 
 
@@ -88,12 +88,12 @@ def _mapped(path: Path, size: int) -> torch.Tensor:
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
 
 
-def _check(opened: store.Opened, found: StoredWeights) -> None:
+def _check(opened: store.Opened) -> None:
     """Hashes of all that will be used; each rank checks a share."""
     for m in opened.ranks:
         path = opened.data_path(m.rank)
         mine = [s for i, s in enumerate(m.slices) if s.kind in KINDS and i % ranks.world_size() == ranks.rank()]
         with files.reading(path) as handle:
-            problems = [p for s in mine for p in verify_slice(handle, s, m.chunk_bytes, path, None)]
+            problems = [p for s in mine for p in verify_slice(handle, s, m.chunk_bytes, path)]
         if problems:
             raise CheckpointError("\n".join(problems[:10]), str(path))

@@ -18,6 +18,7 @@ from bigtrain.checkpoint.reshard import Index, Wanted, plan_reads
 from bigtrain.checkpoint.slices import DTYPE_NAMES, DTYPES, LocalSlice
 from bigtrain.errors import CheckpointError
 from bigtrain.flat import partition_layouts
+from bigtrain.guards import listing
 from bigtrain.optim import OPTIMIZERS
 from bigtrain.optim.split import first_codes
 
@@ -54,8 +55,9 @@ class Flat:
         return "master" if self.tensor.dtype == torch.float32 else "weight"
 
 
-def flat_tensors(ds: Any, names: Mapping[int, str]) -> list[Flat]:
-    """All flat tensors of a DeepSpeed engine on this rank; `names` maps id(parameter) to its name."""
+def flat_tensors(engine: Any) -> list[Flat]:
+    """All flat tensors of an engine on this rank."""
+    ds, names = engine.deepspeed, _names(engine)
     layouts = partition_layouts(ds.optimizer)
     if layouts:
         inner = ds.optimizer.optimizer
@@ -68,6 +70,10 @@ def flat_tensors(ds: Any, names: Mapping[int, str]) -> list[Flat]:
         Flat(i, master, wrapped.state[master], [(names[id(p)], tuple(p.shape), 0, 0, p.numel())], True)
         for i, (p, master) in enumerate(zip(wrapped.model_params, wrapped.masters))
     ]
+
+
+def _names(engine: Any) -> dict[int, str]:
+    return {id(p): n for n, p in engine.module.named_parameters()}
 
 
 def _pieces(layout: Any, names: Mapping[int, str]) -> Iterator[Piece]:
@@ -83,16 +89,14 @@ def slices_of(engine: Any) -> list[LocalSlice]:
     Args:
         engine: `bigtrain.engine.Engine`, between steps.
     """
-    names = {id(p): n for n, p in engine.module.named_parameters()}
-    out = [s for flat in flat_tensors(engine.deepspeed, names) for s in (*_elementwise_slices(flat), *_blockwise(flat))]
+    out = [s for flat in flat_tensors(engine) for s in (*_elementwise_slices(flat), *_blockwise(flat))]
     return out + _outside_optimizer(engine)
 
 
 @contextlib.contextmanager
 def state_kept(engine: Any) -> Iterator[None]:
     """A load that is refused must not leave an optimizer that has half of its state, such as moments without a step count."""
-    names = {id(p): n for n, p in engine.module.named_parameters()}
-    before = [(flat.state, dict(flat.state)) for flat in flat_tensors(engine.deepspeed, names)]
+    before = [(flat.state, dict(flat.state)) for flat in flat_tensors(engine)]
     try:
         yield
     except BaseException:
@@ -108,12 +112,11 @@ def slices_to_fill(engine: Any, index: Index) -> tuple[list[LocalSlice], list[Re
     Returns:
         The slices, and 8-bit moments that lie in other blocks here: `finish` each when all slices are read.
     """
-    names = {id(p): n for n, p in engine.module.named_parameters()}
     below = OPTIMIZERS[engine.settings.optimizer].fp32_below_elems
     out: list[LocalSlice] = []
     again: list[Reblock] = []
     with_state = {param for kind, param in index if kind not in WEIGHT_KINDS}
-    for flat in flat_tensors(engine.deepspeed, names):
+    for flat in flat_tensors(engine):
         if flat.pieces and not any(name in with_state for name, *_ in flat.pieces):  # saved before the first step
             flat.state.clear()
         _make_on_host(engine.deepspeed.basic_optimizer, flat, index)
@@ -145,7 +148,7 @@ def weights_of_others(engine: Any) -> list[LocalSlice] | None:
     """
     if engine.world_size > READING_RANKS:
         return None
-    names = {id(p): n for n, p in engine.module.named_parameters()}
+    names = _names(engine)
     out: list[LocalSlice] = []
     for master, layout in partition_layouts(engine.deepspeed.optimizer).items():
         kind = "master" if master.dtype == torch.float32 else "weight"
@@ -177,9 +180,8 @@ def check_names(index: Index, module: torch.nn.Module) -> None:
     mine = {*params, *(name for name, _ in persistent_buffers(module))}
     extra = sorted({param for kind, param in index if kind in WEIGHT_KINDS and param not in mine})
     if extra:
-        more = f" and {len(extra) - 5} more" if len(extra) > 5 else ""
         raise CheckpointError(
-            f"the checkpoint is of another model: it holds {len(extra)} tensors that this one lacks ({', '.join(extra[:5])}{more})."
+            f"the checkpoint is of another model: it holds {len(extra)} tensors that this one lacks ({listing(extra)})."
         )
     trained = {param for kind, param in index if kind not in WEIGHT_KINDS}
     frozen = sorted(name for name in trained & params.keys() if not params[name].requires_grad)
@@ -326,9 +328,8 @@ def set_run_state(engine: Any, run: dict[str, Any]) -> None:
 
 def scalars_of(engine: Any) -> list[dict[str, Any]]:
     """Numbers in the optimizer's state (step counts), with the parameters they belong to, of all ranks; every rank calls it."""
-    names = {id(p): n for n, p in engine.module.named_parameters()}
     out: list[dict[str, Any]] = []
-    for flat in flat_tensors(engine.deepspeed, names):
+    for flat in flat_tensors(engine):
         values = {k: _scalar(v) for k, v in flat.state.items() if isinstance(v, SCALAR_TYPES) or _is_scalar_tensor(v)}
         if values:
             out.append({"params": sorted({name for name, *_ in flat.pieces}), "values": values})
@@ -339,8 +340,7 @@ def set_scalars(engine: Any, saved: list[dict[str, Any]]) -> None:
     """Put back what `scalars_of` gave."""
     by_param = {p: entry["values"] for entry in saved for p in entry["params"]}
     fused = bool(getattr(engine.deepspeed.optimizer, "optimizer", engine.deepspeed.optimizer).defaults.get("fused"))
-    names = {id(p): n for n, p in engine.module.named_parameters()}
-    for flat in flat_tensors(engine.deepspeed, names):
+    for flat in flat_tensors(engine):
         # A tensor without elements has no moments in a checkpoint; torch's AdamW would take a count of steps for all of its state.
         for name, *_ in flat.pieces[:1] if flat.tensor.numel() else ():
             for key, (type_name, value) in by_param.get(name, {}).items():

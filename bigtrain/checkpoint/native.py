@@ -260,10 +260,7 @@ def changed_config(opened: store.Opened, module: torch.nn.Module, dtype: torch.d
 
 def choose(directory: Path, tag: str | int | None) -> Path:
     """The folder that is meant; see `Checkpoints.load`."""
-    if tag is not None:
-        name = str(tag)
-        return store.find(directory / (f"checkpoint-{name}" if name.isdecimal() else name)).folder
-    return store.find(directory).folder
+    return store.find(directory if tag is None else store.named(directory, tag)).folder
 
 
 def is_native(directory: Path, tag: str | int | None) -> bool:
@@ -273,8 +270,7 @@ def is_native(directory: Path, tag: str | int | None) -> bool:
     if tag is None:
         own = (directory / "COMMIT").is_file() or bool(store.steps(directory))
         return own or not (deepspeeds or deepspeed_import.is_foreign(directory))
-    name = str(tag)
-    folder = directory / (f"checkpoint-{name}" if name.isdecimal() else name)
+    folder = store.named(directory, tag)
     return (folder / "COMMIT").is_file() or not (deepspeeds or deepspeed_import.is_foreign(folder))
 
 

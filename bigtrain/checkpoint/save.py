@@ -80,7 +80,6 @@ class Saver:
         always_imaged: also what lies in host memory is copied to an image of the file when a save starts; for tests without a GPU.
         protect: steps that are not deleted.
         blocked_s: seconds that the last save kept training waiting, so far.
-        copied_bytes: copied in host memory, by all saves.
         fetched_bytes, fetch_s: copied from the GPU by the last save, and the seconds from the first copy to the end of the last.
     """
 
@@ -93,7 +92,6 @@ class Saver:
         self.root, self.keep_last, self.keep_every = Path(root), keep_last, keep_every
         self.protect: set[int] = set()
         self.blocked_s = 0.0
-        self.copied_bytes = 0
         self.fetched_bytes, self.fetch_s = 0, 0.0
         self._disk = disk or Disk()
         self.confirmation = confirmation or Confirmation(CONFIRM_TIMEOUT_S)
@@ -261,7 +259,6 @@ class Saver:
                 self._lock.notify_all()
             raise
         with self._lock:
-            self.copied_bytes += unit.tensor.nbytes
             wanted = unit.state == BUSY  # else the writer has failed meanwhile, and let go of everything
             if wanted:
                 unit.copy, unit.state = copy, COPIED

@@ -46,6 +46,11 @@ def folder_for(root: Path, step: int) -> Path:
     return root / f"checkpoint-{step}"
 
 
+def named(root: Path, tag: str | int) -> Path:
+    """What `tag` means under `root`: a step, or a folder's name."""
+    return root / (f"checkpoint-{tag}" if str(tag).isdecimal() else str(tag))
+
+
 def steps(root: Path) -> list[int]:
     """Steps that have a COMMIT under `root`, ascending; says nothing about their content."""
     if not root.is_dir():
@@ -133,6 +138,9 @@ def find(path: Path) -> Opened:
     for line in skipped if opened is not None else ():
         log.warning("%s", line)
     if opened is None:
+        names = sorted(commit.parent.name for commit in path.glob("[!.]*/COMMIT"))
+        if named := [name for name in names if not _NAME.fullmatch(name)]:
+            skipped.append(f"a checkpoint with a name of its own is loaded by that only (tag, or path): {', '.join(named)}")
         story = "".join(f"\n  {line}" for line in skipped)
         raise CheckpointError(f"there is no complete checkpoint in {path}.{story}", str(path))
     return opened

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from bigtrain.checkpoint import files, reshard, store
@@ -10,12 +9,11 @@ from bigtrain.checkpoint.manifest import RankManifest, SavedSlice
 from bigtrain.errors import CheckpointError
 
 
-def verify(path: Path, *, progress: Callable[[int], None] | None = None) -> tuple[store.Opened | None, list[str]]:
+def verify(path: Path) -> tuple[store.Opened | None, list[str]]:
     """Everything that is wrong with the checkpoint at `path`; an empty list means that each stored byte is as written.
 
     Args:
         path: a checkpoint folder, or a root whose newest checkpoint is meant, damaged or not.
-        progress: called with the number of bytes just checked.
     """
     try:
         steps = [] if (path / "COMMIT").is_file() else store.steps(path)
@@ -30,7 +28,7 @@ def verify(path: Path, *, progress: Callable[[int], None] | None = None) -> tupl
         with files.reading(data) as handle:
             problems += _verify_gaps(handle, rank, data)
             for saved in rank.slices:
-                problems += verify_slice(handle, saved, rank.chunk_bytes, data, progress)
+                problems += verify_slice(handle, saved, rank.chunk_bytes, data)
     return opened, problems
 
 
@@ -48,9 +46,7 @@ def _verify_gaps(handle: int, rank: RankManifest, path: Path) -> list[str]:
     return []
 
 
-def verify_slice(
-    handle: int, saved: SavedSlice, chunk_bytes: int, path: Path, progress: Callable[[int], None] | None
-) -> list[str]:
+def verify_slice(handle: int, saved: SavedSlice, chunk_bytes: int, path: Path) -> list[str]:
     """What is wrong with one slice; reads it whole."""
     problems = []
     buffer = memoryview(bytearray(min(chunk_bytes, saved.nbytes)))
@@ -61,6 +57,4 @@ def verify_slice(
             files.check_chunk(saved, chunk, begin, part, path)
         except CheckpointError as problem:
             problems.append(str(problem))
-        if progress:
-            progress(len(part))
     return problems

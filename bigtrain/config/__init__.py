@@ -7,25 +7,23 @@ the model.
 
 from __future__ import annotations
 
-from bigtrain.config.batch import Batch
-from bigtrain.config.generate import GenerateOptions, dump, generate, preset_options, presets
+from bigtrain.config.generate import PRESETS, GenerateOptions, dump, generate
 from bigtrain.config.lint import check, lint
 from bigtrain.config.load import load, parse
 from bigtrain.config.problems import Problem, report
-from bigtrain.config.resolve import Decision, Resolved, batch_numbers, resolve, table
+from bigtrain.config.resolve import Decision, Resolved, resolve, table
 from bigtrain.config.rules_run import left_open
 from bigtrain.config.run import RunValues
 from bigtrain.config.shape import ModelShape
 
 __all__ = [
-    "Batch",
+    "PRESETS",
     "Decision",
     "GenerateOptions",
     "ModelShape",
     "Problem",
     "Resolved",
     "RunValues",
-    "batch_numbers",
     "check",
     "dump",
     "generate",
@@ -33,8 +31,6 @@ __all__ = [
     "lint",
     "load",
     "parse",
-    "preset_options",
-    "presets",
     "report",
     "resolve",
     "table",

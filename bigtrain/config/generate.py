@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from bigtrain.config.batch import ACCUMULATION, GLOBAL, MICRO, BatchError, Given, solve_batch
@@ -75,20 +74,6 @@ PRESETS: dict[str, GenerateOptions] = {
     "zero3_offload_all": GenerateOptions(stage=3, offload="all"),
 }
 """The memory regimes, from the fastest to the one that needs least GPU memory."""
-
-
-def preset_options(name: str) -> GenerateOptions:
-    """The choices behind ds_configs/NAME.json; KeyError for an unknown name."""
-    return PRESETS[name]
-
-
-def presets() -> dict[str, Path]:
-    """Preset name -> file in ds_configs/, for those that exist beside the package.
-
-    An installed wheel has no such folder; `load(name)` makes the same content there.
-    """
-    folder = Path(__file__).resolve().parents[2] / "ds_configs"
-    return {name: file for name in PRESETS if (file := folder / f"{name}.json").is_file()}
 
 
 def generate(options: GenerateOptions) -> dict[str, Any]:

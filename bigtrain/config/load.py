@@ -34,11 +34,11 @@ def load(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{path}: not UTF-8 text: {error}") from None
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    from bigtrain.config.generate import PRESETS, generate, preset_options
+    from bigtrain.config.generate import PRESETS, generate
 
     name = path.name.removesuffix(".json")
     if str(source) in PRESETS or (path.parent.name == "ds_configs" and name in PRESETS):
-        return generate(preset_options(name))
+        return generate(PRESETS[name])
     if path.is_dir():
         raise ConfigError(f"{str(source)!r} is a folder: give one of its files, or a preset: {', '.join(PRESETS)}")
     near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)

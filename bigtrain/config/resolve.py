@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bigtrain.config import resolve_training, resolve_zero, rules_run
-from bigtrain.config.batch import Batch
+from bigtrain.config import resolve_training, resolve_zero
 from bigtrain.config.lint import lint
 from bigtrain.config.problems import Problem, ordered, raise_if_errors, shorten
 from bigtrain.config.resolve_steps import AUTO, Decision, Work
@@ -98,18 +97,6 @@ def resolve(
     errors = [*work.errors, *_left_open(work.config, ROOT, "", {e.path for e in work.errors})]
     raise_if_errors(ordered([*errors, *problems]), name)
     return Resolved(work.config, work.decisions, work.run, problems)
-
-
-def batch_numbers(config: Mapping[str, Any], *, run: RunValues | None = None, world_size: int = 1) -> Batch:
-    """Only the batch triple, for planning the steps of a run before the rest can be resolved.
-
-    Raises:
-        ConfigError: the numbers do not fit, or file and command line differ.
-    """
-    ctx = Context(config, world_size, None, run)
-    raise_if_errors(ordered(rules_run.batch(ctx)), "batch")
-    raise_if_errors([c.problem() for c in rules_run.conflicts(ctx) if c.path in rules_run.BATCH_FIELDS], "batch")
-    return rules_run.solved(ctx, world_size)
 
 
 def _no_fp16() -> Problem:

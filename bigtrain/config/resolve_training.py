@@ -156,10 +156,10 @@ def schedule(work: Work) -> None:
         work.say("total_steps", int(total), total_source, total_why)
     work.know(lr_scheduler_type=name, warmup_steps=int(warmup), total_steps=None if total is None else int(total))
     if kind in SCHEDULE_NAMES:
-        _schedule_params(work, kind)
+        _schedule_params(work)
 
 
-def _schedule_params(work: Work, kind: str) -> None:
+def _schedule_params(work: Work) -> None:
     run, base = work.run, "scheduler.params."
     takes = params_key("scheduler", work.config["scheduler"]).keys
     values: dict[str, tuple[Any, str]] = {

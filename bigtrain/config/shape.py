@@ -21,18 +21,14 @@ class ModelShape:
     Attributes:
         hidden_size: width of the residual stream; None for models that have no such number.
         largest_parameter_elems: elements of the largest single parameter; None when unknown.
-        is_moe: has routed experts.
         num_experts: routed experts in a block; 0 when dense.
-        has_batchnorm: has batch normalisation, which needs a micro batch above 1.
         is_huggingface: comes from a Hugging Face config, so that it can switch on its own activation checkpointing.
         model_type: the config's `model_type`, for messages.
     """
 
     hidden_size: int | None = None
     largest_parameter_elems: int | None = None
-    is_moe: bool = False
     num_experts: int = 0
-    has_batchnorm: bool = False
     is_huggingface: bool = True
     model_type: str = ""
 
@@ -53,7 +49,6 @@ class ModelShape:
         return cls(
             hidden_size=hidden,
             largest_parameter_elems=_largest_parameter(data, text, hidden),
-            is_moe=experts > 1,
             num_experts=experts if experts > 1 else 0,
             model_type=str(data.get("model_type") or ""),
         )

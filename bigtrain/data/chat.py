@@ -120,9 +120,38 @@ class ChatEncoder:
             raise DataError(
                 f"sample {sample}: the chat template refuses this conversation (roles {roles}): {type(error).__name__}: {error}"
             ) from error
+        self._refuse_unspeakable(messages, tools, sample)
         if answers and answers[-1] == len(messages) - 1:
             self._end(ids, labels)
         return ids, labels
+
+    def _refuse_unspeakable(self, messages: list[Message], tools: Any, sample: int) -> None:
+        """Templates for text alone print a list of content parts as Python does, and leave tool calls out.
+
+        Raises:
+            DataError: with what would be learned instead.
+        """
+        listed = [m["content"] for m in messages if not isinstance(m.get("content", ""), str)]
+        called = any(m["role"] == "assistant" and m.get("tool_calls") for m in messages)
+        text = self._render(messages, tools) if listed or called else ""
+        if printed := [content for content in listed if str(content) in text]:
+            raise DataError(
+                f"sample {sample}: the chat template prints the content {printed[0]!r:.200} as it stands: it takes text alone. "
+                "Make each content a string"
+            )
+        if called and text == self._without_calls(messages, tools):
+            raise DataError(
+                f"sample {sample}: the chat template leaves out tool calls, so that an answer that is one would be learned as "
+                "an empty one. Use a tokenizer whose template has them, or write them into the content"
+            )
+
+    def _without_calls(self, messages: list[Message], tools: Any) -> str | None:
+        """The conversation without its tool calls; None where the template refuses that, so that it looks at them."""
+        bare = [{"content": "", **{k: v for k, v in m.items() if k != "tool_calls"}} for m in messages]
+        try:
+            return self._render(bare, tools)
+        except Exception:
+            return None
 
     def _by_template(self, messages: list[Message], tools: Any, has_answer: bool, sample: int) -> Encoded:
         out = self.tokenizer.apply_chat_template(

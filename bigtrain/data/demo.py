@@ -12,7 +12,6 @@ import argparse
 import filecmp
 import importlib.util
 import json
-import logging
 import shutil
 import sys
 import sysconfig
@@ -28,7 +27,6 @@ from bigtrain.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-logger = logging.getLogger(__name__)
 
 MAX_BYTES = 3_000_000  # of text: enough for a first run, quick to tokenise
 BOS, EOS, PAD, TURN, TURN_END = "<|bos|>", "<|eos|>", "<|pad|>", "<|turn|>", "<|turn_end|>"
@@ -143,16 +141,13 @@ def _texts(corpus: str | Path) -> Iterator[str]:
             yield json.loads(line)["text"]
 
 
-def train_tokenizer(
-    corpus: str | Path, out_dir: str | Path, vocab_size: int = 4096, *, max_length: int = 1 << 20
-) -> PreTrainedTokenizerFast:
+def train_tokenizer(corpus: str | Path, out_dir: str | Path, vocab_size: int = 4096) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer on a JSON Lines file with a `text` column and saves it.
 
     Args:
         corpus: file written by `stdlib_corpus`, or any JSON Lines file with `text`.
         out_dir: folder for tokenizer.json and its companions.
         vocab_size: ids in all, the five special tokens and the 256 bytes included.
-        max_length: the `model_max_length` to declare, in tokens.
 
     Returns:
         The tokenizer, with bos, eos, pad and a chat template that marks the answers.
@@ -181,7 +176,7 @@ def train_tokenizer(
         eos_token=EOS,
         pad_token=PAD,
         additional_special_tokens=[TURN, TURN_END],
-        model_max_length=max_length,
+        model_max_length=1 << 20,
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -14,9 +13,8 @@ from bigtrain.data.order import EvalPlan, SampleOrder, StepPlan
 from bigtrain.errors import DataError
 from bigtrain.kernels.documents import cumulative_lengths
 
-logger = logging.getLogger(__name__)
-
 Batch = dict[str, Any]
+PREFETCH = 4  # micro batches that each worker holds ready
 
 
 class RowSource(Protocol):
@@ -89,11 +87,10 @@ def _check_rank(rank: int, world_size: int) -> None:
 class _Stream:
     """A DataLoader over micro-batch numbers, with an end that leaves no worker behind."""
 
-    def __init__(self, batches: Dataset, num_workers: int, prefetch: int, pin_memory: bool | None):
-        if num_workers < 0 or prefetch < 1:
-            raise DataError(f"num_workers={num_workers} must be at least 0 and prefetch={prefetch} at least 1")
-        self._batches, self._num_workers, self._prefetch = batches, num_workers, prefetch
-        self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
+    def __init__(self, batches: Dataset, num_workers: int):
+        if num_workers < 0:
+            raise DataError(f"num_workers={num_workers} must be at least 0")
+        self._batches, self._num_workers = batches, num_workers
         self._running: Any = None
 
     def over(self, numbers: range) -> Iterator[Batch]:
@@ -104,8 +101,8 @@ class _Stream:
             batch_size=None,  # an item is a whole micro batch already
             sampler=numbers,
             num_workers=self._num_workers,
-            prefetch_factor=self._prefetch if self._num_workers else None,
-            pin_memory=self._pin,
+            prefetch_factor=PREFETCH if self._num_workers else None,
+            pin_memory=torch.cuda.is_available(),
             # Its own generator: the default one draws the workers' base seed from torch's global RNG, and the number of
             # loaders made would change the model's dropout.
             generator=torch.Generator(),
@@ -127,7 +124,7 @@ class _Stream:
 class StepLoader:
     """Iterates over the steps of a run; every item is a list of `accumulation` micro batches of this rank.
 
-    Every iteration starts at `start_step`, so it is what a resume sets, and the only state there is.
+    Every iteration starts at `start_step`.
 
     Args:
         rows: packed rows (`build_rows`), equal on all ranks.
@@ -137,8 +134,6 @@ class StepLoader:
         world_size: must be the plan's.
         start_step: first step to give (0 = from the beginning).
         num_workers: processes that read ahead; 0 reads in the calling process. Any number gives the same batches.
-        prefetch: micro batches each worker holds ready.
-        pin_memory: page-locked batches for asynchronous copies; None = when there is a GPU.
         document_bounds: see `stack`.
 
     Raises:
@@ -155,8 +150,6 @@ class StepLoader:
         start_step: int = 0,
         num_workers: int = 0,
         *,
-        prefetch: int = 4,
-        pin_memory: bool | None = None,
         document_bounds: bool = False,
     ):
         _check_rank(rank, world_size)
@@ -165,14 +158,10 @@ class StepLoader:
         if not len(rows) == order.n_rows == plan.n_rows:
             raise DataError(f"{len(rows)} rows, an order of {order.n_rows} and a plan of {plan.n_rows} rows do not match")
         self.order, self.plan, self.rank = order, plan, rank
-        self.seek(start_step)
-        self._stream = _Stream(_TrainingBatches(rows, order, plan, rank, document_bounds), num_workers, prefetch, pin_memory)
-
-    def seek(self, step: int) -> None:
-        """Makes the next iteration start at `step`."""
-        if not 0 <= step <= self.plan.steps:
-            raise DataError(f"start_step={step} is outside this run of {self.plan.steps} steps; raise max_steps or epochs")
-        self.start_step = step
+        if not 0 <= start_step <= plan.steps:
+            raise DataError(f"start_step={start_step} is outside this run of {plan.steps} steps; raise max_steps or epochs")
+        self.start_step = start_step
+        self._stream = _Stream(_TrainingBatches(rows, order, plan, rank, document_bounds), num_workers)
 
     def position(self, step: int) -> int:
         """Rows used by all ranks before `step`; the data position that ranks compare and checkpoints keep."""
@@ -198,12 +187,6 @@ class StepLoader:
         """Stops the workers; iterating again starts them anew."""
         self._stream.close()
 
-    def __enter__(self) -> StepLoader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
 
 class EvalLoader:
     """The evaluation set on this rank: every row once over all ranks, the same number of batches on each.
@@ -220,8 +203,6 @@ class EvalLoader:
         world_size: int = 1,
         num_workers: int = 0,
         *,
-        prefetch: int = 4,
-        pin_memory: bool | None = None,
         document_bounds: bool = False,
     ):
         _check_rank(rank, world_size)
@@ -230,7 +211,7 @@ class EvalLoader:
                 f"the evaluation plan is for {plan.n_rows} rows on {plan.world_size} ranks, not {len(rows)} on {world_size}"
             )
         self.plan = plan
-        self._stream = _Stream(_EvaluationBatches(rows, plan, rank, document_bounds), num_workers, prefetch, pin_memory)
+        self._stream = _Stream(_EvaluationBatches(rows, plan, rank, document_bounds), num_workers)
 
     def __len__(self) -> int:
         return self.plan.batches

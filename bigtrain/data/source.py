@@ -189,7 +189,8 @@ def load_source(
         kind, files = _choose(paths, split)
         if not any(file.stat().st_size for file in files):
             raise DataError(f"all {len(files)} files of {paths} are empty (0 bytes)")
-        options: dict[str, Any] = {"sample_by": text_unit} if kind == "text" else {}
+        # A byte order mark is no text; without one this is plain UTF-8.
+        options: dict[str, Any] = {"sample_by": text_unit, "encoding": "utf-8-sig"} if kind == "text" else {}
         names = [glob.escape(str(file.resolve())) for file in files]  # `datasets` takes every name as a pattern
         try:
             dataset = load_dataset(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -23,7 +22,6 @@ from bigtrain.errors import DataError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-logger = logging.getLogger(__name__)
 
 _FORMAT = 1  # raise it when the meaning of the cached columns changes, so that older caches are not read
 _INT32_MAX = 2**31 - 1

@@ -134,11 +134,15 @@ class RowLog:
     """JSON Lines, one row a step, flushed as it is written; a resumed run goes on after its checkpoint's step.
 
     Rows after `keep_to_step` (work that the resumed run will do again) and a torn last line are dropped.
+
+    Attributes:
+        last_step: of the newest row that was there already; -1 if there is none.
     """
 
     def __init__(self, path: str | Path, *, keep_to_step: int | None = None):
         self.path = Path(path)
         kept = [] if keep_to_step is None else [r for r in read_rows(self.path) if r["step"] <= keep_to_step]
+        self.last_step = int(kept[-1]["step"]) if kept else -1
         fresh = self.path.with_name(self.path.name + ".new")
         fresh.write_text("".join(_line(row) for row in kept), encoding="utf-8")
         os.replace(fresh, self.path)

@@ -9,18 +9,18 @@ The page is one file without scripts or network: plots are inline SVG.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from bigtrain.diagnostics import pages
 from bigtrain.diagnostics.metrics import read_rows, steady, summarise
+from bigtrain.diagnostics.pages import MUTED
 from bigtrain.errors import UsageError
 
-INK, MUTED, GRID, LINE, SECOND = "#1f2933", "#6b7785", "#e6eaee", "#2563a8", "#d9822b"
+LINE, SECOND = "#2563a8", "#d9822b"
 GIB = 2**30
 MAX_POINTS = 1500
 
@@ -42,12 +42,8 @@ def write_report(out_dir: str | Path) -> Path:
         raise UsageError(f"{out} holds no metrics.jsonl with at least one row: nothing to report")
     run = _read_json(out / "run.json")
     evaluations = read_rows(out / "eval.jsonl")
-    figure = draw(rows, evaluations, title=_title(run))
-    figure.savefig(out / "report.png", dpi=140)
-    picture = io.StringIO()
-    figure.savefig(picture, format="svg")
-    svg = picture.getvalue()
-    page = _page(run, rows, evaluations, _read_json(out / "ds_config.resolved.json"), svg[svg.index("<svg") :])
+    svg = pages.save(draw(rows, evaluations, title=_title(run)), out / "report.png")
+    page = _page(run, rows, evaluations, _read_json(out / "ds_config.resolved.json"), svg)
     (out / "report.html").write_text(page, encoding="utf-8")
     return out / "report.html"
 
@@ -69,20 +65,9 @@ def _title(run: Mapping[str, Any]) -> str:
 
 def draw(rows: Rows, evaluations: Rows = (), title: str = "") -> Any:
     """Six panels over the steps: loss, learning rate, gradient norm, tokens/s, GPU memory (or step time), host memory."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    style: Any = {
-        "font.size": 9, "axes.edgecolor": GRID, "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED,
-        "text.color": INK, "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.8, "axes.axisbelow": True,
-        "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "path", "svg.hashsalt": "bigtrain",
-        "axes.titlelocation": "left", "axes.titlesize": 10, "axes.titleweight": "bold", "axes.formatter.useoffset": False,
-        "xtick.major.size": 0, "ytick.major.size": 0, "font.family": ["DejaVu Sans"],
-    }  # fmt: skip
-    with plt.rc_context(style):
+    with pages.drawing() as plt:
         figure, axes = plt.subplots(2, 3, figsize=(13.5, 7), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
         if title:
             figure.suptitle(title, x=0.008, ha="left", fontsize=12, fontweight="bold")
@@ -116,14 +101,14 @@ def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], 
     return [steps[i] for i in keep], [values[i] for i in keep]
 
 
-def _points(rows: Rows, name: str, scale: float = 1.0) -> tuple[list[float], list[float]]:
-    pairs = [(r["step"], r[name] * scale) for r in rows if r.get(name) is not None]
-    return thin([p[0] for p in pairs], [p[1] for p in pairs])
+def _known(rows: Rows, name: str, scale: float = 1.0) -> tuple[list[float], list[float]]:
+    """(steps, values) of the rows that have the number."""
+    known = [r for r in rows if r.get(name) is not None]
+    return [r["step"] for r in known], [r[name] * scale for r in known]
 
 
 def _line(axis: Any, rows: Rows, name: str, title: str, low: float | None = None, robust: bool = False) -> None:
-    pairs = [(r["step"], r[name]) for r in rows if r.get(name) is not None]
-    steps, values = [p[0] for p in pairs], [p[1] for p in pairs]
+    steps, values = _known(rows, name)
     axis.set_title(title)
     if name == "lr":
         axis.plot(*thin(steps, values), color=LINE, linewidth=1.6, marker="o" if len(steps) < 3 else None)
@@ -167,9 +152,9 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def _loss(axis: Any, rows: Rows, evaluations: Rows) -> None:
-    pairs = [(r["step"], r["loss"]) for r in rows if r["loss"] is not None]
+    steps, values = _known(rows, "loss")
     axis.set_title("loss (nats per token)")
-    _curve(axis, [p[0] for p in pairs], [p[1] for p in pairs], "training")
+    _curve(axis, steps, values, "training")
     if evaluations:
         points = ([r["step"] for r in evaluations], [r["eval_loss"] for r in evaluations])
         axis.plot(*points, color=SECOND, marker="o", markersize=4, linewidth=1.2, label="evaluation")
@@ -178,7 +163,7 @@ def _loss(axis: Any, rows: Rows, evaluations: Rows) -> None:
         axis.plot(skipped, [0] * len(skipped), "x", color="#b42318", transform=axis.get_xaxis_transform(), label="skipped")
     if len(axis.lines) > 1:
         axis.legend(frameon=False, fontsize=8)
-    _fit(axis, [p[1] for p in pairs], None, False)
+    _fit(axis, values, None, False)
 
 
 def _throughput(axis: Any, rows: Rows) -> None:
@@ -192,7 +177,7 @@ def _memory(axis: Any, rows: Rows, title: str, names: Sequence[str]) -> None:
     axis.set_title(f"{title} (GiB)")
     top = 0.0
     for name, colour in zip(names, (LINE, SECOND)):
-        steps, values = _points(rows, name, 1 / GIB)
+        steps, values = thin(*_known(rows, name, 1 / GIB))
         axis.plot(steps, values, color=colour, linewidth=1.4, label=name.split("_")[1])
         top = max([top, *values])
     if len(names) > 1:
@@ -204,11 +189,8 @@ def _memory(axis: Any, rows: Rows, title: str, names: Sequence[str]) -> None:
 
 
 def _page(run: Mapping[str, Any], rows: Rows, evaluations: Rows, resolved: Mapping[str, Any], svg: str) -> str:
-    import jinja2
-
-    text = resources.files("bigtrain.diagnostics").joinpath("report.html.jinja").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(text).render(
+    return pages.fill(
+        "bigtrain.diagnostics",
         title=_title(run) or "training run",
         run=run,
         cards=headline(summarise(rows), evaluations),

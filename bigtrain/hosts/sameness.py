@@ -92,8 +92,7 @@ def installed() -> dict[str, str]:
         found["CUDA of torch"] = torch.version.cuda
         with contextlib.suppress(Exception):
             found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    here = Path(__file__).parent
-    sources = sorted(p for p in here.rglob("*.py"))
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
     found["source of bigtrain"] = _short(xxhash.xxh3_128_hexdigest(b"".join(p.read_bytes() for p in sources)))
     return found
 

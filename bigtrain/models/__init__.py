@@ -1,14 +1,9 @@
 """Models: built under ZeRO with the right values, frozen in parts, recomputed in backward, checked before training."""
 
-from bigtrain.models.batchnorm import keep_statistics_in_fp32, refuse_batchnorm_micro_batch_1
+from bigtrain.models.batchnorm import refuse_batchnorm_micro_batch_1
 from bigtrain.models.build import build_model, edit_model
-from bigtrain.models.checkpointing import (
-    disable_cache,
-    enable_activation_checkpointing,
-    export_config,
-    wants_activation_checkpointing,
-)
-from bigtrain.models.frozen import freeze, freeze_module, frozen_module
+from bigtrain.models.checkpointing import disable_cache, enable_activation_checkpointing
+from bigtrain.models.frozen import freeze, frozen_module
 from bigtrain.models.info import BuildInfo, tied_groups
 from bigtrain.models.moe import set_moe_leaf_modules
 from bigtrain.models.skeleton import skeleton
@@ -19,14 +14,10 @@ __all__ = [
     "disable_cache",
     "edit_model",
     "enable_activation_checkpointing",
-    "export_config",
     "freeze",
-    "freeze_module",
     "frozen_module",
-    "keep_statistics_in_fp32",
     "refuse_batchnorm_micro_batch_1",
     "set_moe_leaf_modules",
     "skeleton",
     "tied_groups",
-    "wants_activation_checkpointing",
 ]

@@ -61,6 +61,7 @@ def build_model(
     keep_in_fp32: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
+    verify_load: bool = False,
     **config_overrides: Any,
 ) -> torch.nn.Module:
     """Build a model, sharded from its first parameter on where the ds_config says stage 3. All ranks call it alike.
@@ -81,6 +82,7 @@ def build_model(
         allow_missing: name patterns (`*` is a wildcard) of the model's tensors that the weight files may lack; they are
             drawn from the seed and named in the log and in `bigtrain_info.initialised`.
         allow_unexpected: name patterns of tensors in the files that the model may lack.
+        verify_load: after loading, compare a hash of every gathered tensor with the file, which is read once more.
         **config_overrides: settings of the transformers config, or keyword arguments of the callable.
 
     Returns:
@@ -103,11 +105,13 @@ def build_model(
         recipe = resolve(
             source, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code, overrides=config_overrides
         )
+    if verify_load and not recipe.directory:
+        raise ModelError(f"verify_load: {recipe.label} has no weight files; its values are drawn from the seed.")
     checkpoints = dict(frozen_checkpoints or {})
     target = _target(config, stage, seed, dtype, init_device, keep_in_fp32)
     if recipe.directory:
         allowed = (_patterns(allow_missing), _patterns(allow_unexpected))
-        model, info = _build_pretrained(recipe, target, checkpoints, resize_vocab_to, allowed)
+        model, info = _build_pretrained(recipe, target, checkpoints, resize_vocab_to, allowed, verify_load)
     else:
         model, info = _build_fresh(recipe, target, checkpoints, resize_vocab_to)
     info.source, info.dtype, info.ds_config, info.keep_in_fp32 = recipe.label, dtype, config, tuple(keep_in_fp32)
@@ -205,6 +209,7 @@ def _build_pretrained(
     checkpoints: Mapping[str, str | Path],
     vocab: int | None,
     allowed: tuple[tuple[str, ...], tuple[str, ...]],
+    verify: bool,
 ) -> tuple[torch.nn.Module, BuildInfo]:
     assert recipe.directory is not None
     window = target.window(draw=False)
@@ -216,7 +221,7 @@ def _build_pretrained(
         else:
             _allocate(model, window, target)
     elsewhere = _names_below(model, checkpoints)
-    missing, rounded = load_weights(model, recipe.directory, (*allowed[0], *elsewhere), allowed[1])
+    missing, rounded = load_weights(model, recipe.directory, (*allowed[0], *elsewhere), allowed[1], verify)
     info = _info(target)
     info.initialised = tuple(name for name in missing if name not in elsewhere)
     info.finer_files = recipe.directory if rounded else None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,21 +13,9 @@ import torch
 from bigtrain.errors import ModelError
 from bigtrain.models import inplace
 from bigtrain.models.recompute import Policy, Runner, runner
+from bigtrain.weights.companions import configs_with_cache
 
 logger = logging.getLogger(__name__)
-
-
-def wants_activation_checkpointing(ds_config: Mapping[str, Any] | None) -> bool:
-    """True if the ds_config's `activation_checkpointing` block asks for it.
-
-    A block that is present means on, as its readers expect; `"enabled": false` in it, or all of its values false, means off.
-    """
-    block = (ds_config or {}).get("activation_checkpointing")
-    if not isinstance(block, Mapping):
-        return bool(block)
-    if "enabled" in block:
-        return bool(block["enabled"])
-    return not block or any(bool(v) for k, v in block.items() if k != "profile")
 
 
 def enable_activation_checkpointing(
@@ -175,32 +162,17 @@ def _repeated_classes(model: torch.nn.Module) -> list[str]:
 
 
 def disable_cache(model: torch.nn.Module) -> bool | None:
-    """Switch `use_cache` off for training; what it was stays in `model.bigtrain_info.use_cache` and `export_config`."""
+    """Switch `use_cache` off for training; what it was stays in `model.bigtrain_info.use_cache`, for exports."""
     config = getattr(model, "config", None)
     before = _use_cache(config)
     info = getattr(model, "bigtrain_info", None)
     if info is not None and info.use_cache is None:
         info.use_cache = before
-    for part in _cached_configs(config):
+    for part in configs_with_cache(config):
         part.use_cache = False
     return before
 
 
-def export_config(model: torch.nn.Module) -> Any:
-    """A copy of the model's config as an exported folder must have it: `use_cache` as before training. None without config."""
-    config = copy.deepcopy(getattr(model, "config", None))
-    before = getattr(getattr(model, "bigtrain_info", None), "use_cache", None)
-    if before is not None:
-        for part in _cached_configs(config):
-            part.use_cache = before
-    return config
-
-
-def _cached_configs(config: Any) -> list[Any]:
-    nested = config.get_text_config() if hasattr(config, "get_text_config") else None
-    return [c for c in (config, nested) if c is not None and getattr(c, "use_cache", None) is not None]
-
-
 def _use_cache(config: Any) -> bool | None:
-    found = _cached_configs(config)
+    found = configs_with_cache(config)
     return bool(found[-1].use_cache) if found else None

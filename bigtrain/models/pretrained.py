@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_weights(
-    model: torch.nn.Module, directory: Path, allow_missing: Sequence[str], allow_unexpected: Sequence[str]
+    model: torch.nn.Module, directory: Path, allow_missing: Sequence[str], allow_unexpected: Sequence[str], verify: bool = False
 ) -> tuple[list[str], bool]:
     """Load a Hugging Face folder into an allocated model.
 
@@ -25,11 +25,13 @@ def load_weights(
         not missing.
 
     Raises:
-        WeightsError: names are missing or unexpected that no pattern allows.
+        WeightsError: names are missing or unexpected that no pattern allows; with `verify`, a tensor is not what its file holds.
     """
     from bigtrain.weights import load_into
 
-    report = load_into(model, directory, allow_missing=allow_missing, allow_unexpected=allow_unexpected)
+    report = load_into(model, directory, allow_missing=allow_missing, allow_unexpected=allow_unexpected, verify=verify)
+    if verify and ranks.is_main():
+        logger.info("verified: %d tensors have the hash of what %s holds", report.verified, directory)
     missing = set(report.missing)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found = {id(p) for name, p in parameters.items() if name not in missing}

@@ -8,7 +8,6 @@ from typing import Any
 _HOMES = {
     "OPTIMIZERS": "table",
     "Optimizer": "table",
-    "StateTensor": "table",
     "canonical_name": "table",
     "engine_config_patch": "table",
     "state_bytes": "table",
@@ -21,7 +20,6 @@ _HOMES = {
 __all__ = [
     "OPTIMIZERS",
     "Optimizer",
-    "StateTensor",
     "after_initialize",
     "build_optimizer",
     "canonical_name",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import torch
 from bigtrain.errors import UsageError
 from bigtrain.optim.table import OPTIMIZERS, canonical_name
 
-log = logging.getLogger(__name__)
 Groups = list[dict[str, Any]]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bigtrain.errors import BuildError, UsageError
+from bigtrain.optim.chunks import chunk_elems
 from bigtrain.optim.state import load_keeping_dtypes
 from bigtrain.optim.table import BLOCK_ELEMS, MIN_8BIT_ELEMS
 
@@ -38,7 +39,7 @@ class AdamW8bit(torch.optim.Optimizer):
         betas: decay rates of the moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay.
-        max_chunk_elems: elements handed to one kernel call, a multiple of 256.
+        max_chunk_elems: most elements handed to one kernel call, a multiple of 256.
 
     Raises:
         BuildError: if bitsandbytes is not installed.
@@ -79,8 +80,11 @@ class AdamW8bit(torch.optim.Optimizer):
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         grad = param.grad.contiguous().view(-1)  # type: ignore[union-attr]
         update = self.begin(param, group)
-        for start in range(0, grad.numel(), self.max_chunk_elems):
-            update(start, grad[start : start + self.max_chunk_elems])
+        size = self.max_chunk_elems
+        if param.device.type == "cpu":  # its kernel there makes 19 bytes an element on the way
+            size = min(size, chunk_elems("cpu"))
+        for start in range(0, grad.numel(), size):
+            update(start, grad[start : start + size])
 
     def begin(self, param: torch.Tensor, group: dict[str, Any]) -> Callable[[int, torch.Tensor], None]:
         """Count an update of one parameter; the function that does it for a part: first element, a multiple of 256, and gradient."""

@@ -96,11 +96,6 @@ class Plan:
     def __post_init__(self) -> None:
         self.asked, self.waited = len(self.chunks), len(self.chunks) - 1
 
-    @property
-    def under_way(self) -> bool:
-        """True if COMPUTE has not waited for all of an update."""
-        return self.waited + 1 < len(self.chunks)
-
 
 class Stream:
     """Streams the state of an `AdamWSplit`.

@@ -46,7 +46,6 @@ class Optimizer:
         other_state: what is kept for parameters that the optimizer treats differently, if any.
         fp32_below_elems: a partition with fewer elements keeps both moments in fp32 instead (0: never).
         master_bytes: bytes an element that DeepSpeed keeps as a separate master copy (4 for fp32, 0 if none exists).
-        steps_on_cpu: True if it can step CPU tensors (a run without GPU, or with the optimizer offloaded).
         offload: True if it is right with `offload_optimizer`.
         own_offload: with `offload_optimizer` it keeps its state in host memory itself, and DeepSpeed is not told: weights and
             gradients stay where they are, no fp32 master or gradient exists on the host.
@@ -61,7 +60,6 @@ class Optimizer:
     other_state: tuple[StateTensor, ...] = ()
     fp32_below_elems: int = 0
     master_bytes: int = 4
-    steps_on_cpu: bool = True
     offload: bool = True
     own_offload: bool = False
     stages: tuple[int, ...] = (0, 1, 2, 3)

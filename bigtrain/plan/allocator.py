@@ -87,10 +87,13 @@ class _Pool:
 
     def merged(self, block: _Block) -> _Block:
         """The block with its neighbours that are free and mapped (or unmapped) as it is, which leave the pool for it."""
-        for other in (block.before, block.next):
-            if other is not None and other.free and other.mapped == block.mapped:
-                self.remove(other)
-                block = _join(other, block) if other is block.before else _join(block, other)
+        before, after = block.before, block.next
+        if before is not None and before.free and before.mapped == block.mapped:
+            self.remove(before)
+            block = _join(before, block)
+        if after is not None and after.free and after.mapped == block.mapped:
+            self.remove(after)
+            block = _join(block, after)
         return block
 
 
@@ -111,6 +114,16 @@ def _asked_bytes(size: int) -> int:
     return -(-size // _ROUND_LARGE) * _ROUND_LARGE
 
 
+def at_most_kept(size: int) -> int:
+    """What expandable memory keeps for a block in use at the most, once what is free was given back.
+
+    Only pages with a byte in use are kept then, and a block of s bytes lies on less than s / page + 2 of them. The block that is asked for
+    is compared with the limit as no more than this either (`_asked_bytes`). So whatever lies where, nothing is short at a limit that these
+    sum to, block by block in use.
+    """
+    return size + 2 * (_SMALL_PAGE if size <= _SMALL else _LARGE_PAGE)
+
+
 class _Segments:
     """torch's default: segments that neither grow nor shrink."""
 
@@ -126,13 +139,14 @@ class _Segments:
         pool = self.pools.get(key)
         if pool is None:
             pool = self.pools[key] = self._pool(key[1])
-        block = self._best(pool, size)
-        if block is None:
+        order = pool.order
+        place = bisect_left(order, (size,))
+        if place == len(order):
             self._make_room(_asked_bytes(size))
             block = self._grow(pool, size)
             self.peak = max(self.peak, self.reserved)
         else:
-            pool.remove(block)
+            block = order.pop(self._best(order, place))[2]
         if block.size - size >= self._worth_keeping(pool):
             pool.add(block.cut(size))
         block.free = False
@@ -141,7 +155,7 @@ class _Segments:
     def touch(self, slot: int, size: int, stream: int) -> None:
         """Allocate and free at once: a free block that is large enough is cut, and merged to what it was again."""
         pool = self.pools.get((stream, size <= _SMALL))
-        if pool is None or self._best(pool, size) is None:
+        if pool is None or bisect_left(pool.order, (size,)) == len(pool.order):
             self.allocate(slot, size, stream)
             self.free(slot, late=False)
 
@@ -167,8 +181,9 @@ class _Segments:
 
     def _free(self, block: _Block) -> None:
         block.free = True
-        block = block.pool.merged(block)
-        block.pool.add(block)
+        pool = block.pool
+        block = pool.merged(block)
+        insort(pool.order, (block.size, block.at, block))
 
     def empty_cache(self) -> None:
         """Wait for all streams, then give back what has no byte in use."""
@@ -186,9 +201,9 @@ class _Segments:
     def _worth_keeping(self, pool: _Pool) -> int:
         return _MIN_BLOCK if pool.small else _SMALL + 1
 
-    def _best(self, pool: _Pool, size: int) -> _Block | None:
-        place = bisect_left(pool.order, (size,))
-        return pool.order[place][2] if place < len(pool.order) else None
+    def _best(self, order: list[tuple[int, int, _Block]], place: int) -> int:
+        """Which of the free blocks is taken; from `place` on they are large enough."""
+        return place
 
     def _grow(self, pool: _Pool, size: int) -> _Block:
         self.segments += 1  # age stands for the address
@@ -213,18 +228,15 @@ class _Expandable(_Segments):
     def _worth_keeping(self, pool: _Pool) -> int:
         return _MIN_BLOCK
 
-    def _best(self, pool: _Pool, size: int) -> _Block | None:
+    def _best(self, order: list[tuple[int, int, _Block]], place: int) -> int:
         """'get_free_block': a block that could grow counts as large as it could become, so the next larger one goes before it."""
-        place = bisect_left(pool.order, (size,))
-        if place == len(pool.order):
-            return None
-        best = pool.order[place][2]
-        while best.next is not None and not best.next.mapped and place + 1 < len(pool.order):
-            other = pool.order[place + 1][2]
+        best = order[place][2]
+        while best.next is not None and not best.next.mapped and place + 1 < len(order):
+            other = order[place + 1][2]
             if _could_become(other) >= _could_become(best):
                 break
             best, place = other, place + 1
-        return best
+        return place
 
     def _grow(self, pool: _Pool, size: int) -> _Block:
         block = self._lowest(pool, size)
@@ -300,11 +312,12 @@ def replay(tape: Tape, limit_bytes: int | None = None, *, expandable: bool = Tru
     """
     memory = (_Expandable if expandable else _Segments)(limit_bytes)
     after: list[int] = []
+    late = tape.late
     for kind, slot, size, stream in zip(tape.kinds, tape.slots, tape.sizes, tape.streams):
         if kind == ALLOC:
             memory.allocate(slot, size, stream)
         elif kind == FREE:
-            memory.free(slot, slot in tape.late)
+            memory.free(slot, slot in late)
         elif kind == TOUCH:
             memory.touch(slot, size, stream)
         elif kind == RETURN:

@@ -63,8 +63,11 @@ def _search(
     return best
 
 
-def blocks_needed(none: Candidate, policy: str) -> int:
-    """No fewer blocks can suffice where this candidate, which recomputes none, is short on the GPU: at least 1."""
+def blocks_needed(none: Candidate, policy: str, short_bytes: float | None = None) -> int:
+    """No fewer blocks can suffice where this candidate, which recomputes none, is short on the GPU: at least 1.
+
+    `short_bytes`: what some moment of its steps is short by; None: its peak.
+    """
     plan = none.input
     if plan.device == "cpu" or none.plan is None:
         return 1
@@ -72,7 +75,7 @@ def blocks_needed(none: Candidate, policy: str) -> int:
     costs = [block_bytes(g, plan.tokens, plan.kernels, block, plan.seq_len, plan.device) for block in g.unlike]
     left = {"full": 1, "selective": 1, "offload": 0}[policy]
     saved = max(c.kept - left * c.stream - (c.results if policy == "selective" else 0) for c in costs) + _ROUNDING
-    short = none.gpu_short_bytes / (1 + GPU_MARGIN)
+    short = none.gpu_short_bytes / (1 + GPU_MARGIN) if short_bytes is None else short_bytes
     return min(plan.block_count, max(1, -(-int(short) // max(1, saved))))
 
 

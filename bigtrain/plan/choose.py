@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any
 
 from bigtrain.errors import UsageError
@@ -12,7 +13,7 @@ from bigtrain.plan.inputs import PlanInput, ZeroSettings, settings_from_config
 from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge
 from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.roofline import Rates, step_time, told
-from bigtrain.plan.settled import least_s, settled, with_all_buffers
+from bigtrain.plan.settled import least_s, settled, with_all_buffers, with_fewest_blocks
 from bigtrain.plan.spilled import least_share
 from bigtrain.plan.states import LAYOUTS
 
@@ -25,6 +26,7 @@ WANTED = 3
 # Settings of stage 3 alone: others leave them as DeepSpeed has them, so that the ds_config reads back as what was planned.
 _STAGE_3 = {name: getattr(ZeroSettings, name) for name in
             ("prefetch_elems", "persistence_elems", "max_live_elems", "max_reuse_elems", "sub_group_elems")}  # fmt: skip
+Rank = tuple[float, bool, int, int]
 _MOST_RANKS = 4096
 _MOST_SEQUENCES = 2**31
 # Rows that buckets, the dtype of gradients and where these lie have a part in.
@@ -222,6 +224,53 @@ def _leaving(asked: list[tuple[int, PlanInput]], share: float, optimizers: tuple
     return able
 
 
+class _Fitting:
+    """Candidates that fit, fastest first. What a run leaves open takes plans to settle, so that is put off until it decides a place.
+
+    Args:
+        wanted: places; None: all are settled. rank: of a plan, by seconds of a step. settle: the candidate that will run.
+    """
+
+    def __init__(
+        self, wanted: int | None, rank: Callable[[PlanInput, float], Rank], settle: Callable[[Candidate], Candidate]
+    ) -> None:
+        self.wanted, self.rank, self.settle = wanted, rank, settle
+        self._open: list[tuple[Rank, int, Candidate]] = []  # by the least that each can come to; a heap
+        self._done: list[tuple[Rank, int, Candidate]] = []
+        self._count = 0
+
+    def add(self, candidate: Candidate, least_s: float) -> None:
+        """`least_s`: no more than what a step takes once it is settled."""
+        heappush(self._open, (self.rank(candidate.input, least_s), self._count, candidate))
+        self._count += 1
+
+    def faster_than(self, rank: Rank) -> bool:
+        """Whether all places are taken by what is as fast at least."""
+        while self._open and self._open[0][0] <= rank and not self._taken(rank):
+            self._settle_one()
+        return self._taken(rank)
+
+    def _taken(self, rank: Rank) -> bool:
+        return self.wanted is not None and len(self._done) >= self.wanted and self._done[self.wanted - 1][0] <= rank
+
+    def _settle_one(self) -> None:
+        _, number, candidate = heappop(self._open)
+        settled = self.settle(candidate)
+        for at, (rank, other, known) in enumerate(self._done):
+            if known.input == settled.input:  # two ways to the same: the first one counts
+                self._done[at] = (rank, min(number, other), known)
+                break
+        else:
+            self._done.append((self.rank(settled.input, settled.time.total_s), number, settled))
+        self._done.sort(key=lambda row: row[:2])
+
+    def best(self) -> list[Candidate]:
+        """Those that have the places."""
+        while self._open and not self.faster_than(self._open[0][0]):
+            continue  # it has settled that one, at least
+        return [candidate for _, _, candidate in self._done[: self.wanted]]
+
+
 def _search(
     asked: list[tuple[int, PlanInput]], gpu: int | None, host: int | None, optimizers: tuple[str, ...], rates: Rates | None,
     wanted: int | None, blocks: bool, open_share: bool,
@@ -230,7 +279,6 @@ def _search(
 
     `asked`: families by number, at their micro batches. `blocks`, `open_share`: how many are recomputed, how much leaves, is open.
     """
-    Rank = tuple[float, bool, int, int]
 
     def rank(plan: PlanInput, total_s: float) -> Rank:
         """As fast by the plan: the one that leaves the host alone."""
@@ -240,15 +288,17 @@ def _search(
         least = plan.but(checkpointing="none") if blocks else plan
         return rank(plan, step_time(with_all_buffers(least, rates), rates).total_s)
 
-    def too_slow(least: Rank) -> bool:
-        return wanted is not None and len(fitting) >= wanted and least >= fitting[wanted - 1][0]
+    def settle(candidate: Candidate) -> Candidate:
+        fewer = blocks and candidate.input.checkpointing != "none"
+        best = settled(candidate.input, gpu, host, rates, share=False, buffers=True, blocks=fewer)
+        return candidate if best == candidate.input else judge(best, gpu, host, rates)
 
-    fitting: list[tuple[Rank, Candidate]] = []
+    fitting = _Fitting(wanted, rank, settle)
     rejected: list[Candidate] = []
     too_large: dict[int, int] = {}
     slower = 0
     for least, at, plan in sorted(((bound(plan), at, plan) for at, plan in asked), key=lambda row: row[0]):
-        if too_slow(least):
+        if fitting.faster_than(least):
             slower += 1
             continue
         if plan.micro_batch >= too_large.get(at, _MOST_SEQUENCES + 1):  # a larger micro batch holds more
@@ -259,16 +309,12 @@ def _search(
             if candidate.gpu_short_bytes:
                 too_large[at] = plan.micro_batch
             continue
-        fewer = blocks and plan.checkpointing != "none"
-        if wanted and too_slow(rank(plan, least_s(candidate.input, gpu, host, rates, blocks=fewer))):
+        fewest = with_fewest_blocks(candidate.input, gpu, host) if blocks else candidate.input
+        if fitting.faster_than(rank(plan, step_time(with_all_buffers(fewest, rates), rates).total_s)):
             slower += 1
             continue
-        best = settled(candidate.input, gpu, host, rates, share=False, buffers=True, blocks=fewer)
-        candidate = candidate if best == candidate.input else judge(best, gpu, host, rates)
-        if all(candidate.input != other.input for _, other in fitting):
-            fitting.append((rank(best, candidate.time.total_s), candidate))
-            fitting.sort(key=lambda row: row[0])
-    return [candidate for _, candidate in fitting[:wanted]], rejected, slower
+        fitting.add(candidate, least_s(candidate.input, fewest, gpu, rates))
+    return fitting.best(), rejected, slower
 
 
 def _smallest(base: PlanInput, optimizers: tuple[str, ...]) -> list[PlanInput]:

@@ -39,6 +39,8 @@ def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:
     return SlicedSharding(plan, tape) if plan.settings.stage == 3 else WholeSharding(plan, tape)
 
 
+# Phases of a micro step, from the first update on.
+MICRO_STEP = ("steady forward", "loss", "loss backward", "backward", "bucket flush")
 # fp32 logits alive at a time without Triton, in elements (kernels/cross_entropy.py CHUNK_LOGITS).
 CHUNK_LOGITS = {"cuda": 2**27, "cpu": 2**22}
 SCALED_AT_A_TIME = 2**22
@@ -83,7 +85,7 @@ def _parts_of_block(parameters: ModelParameters, members: list[int]) -> tuple[li
     return feed, attention, rest
 
 
-class _Run:
+class Run:
     """Forward and backward over the blocks; everything that is not about parameters and gradients."""
 
     def __init__(self, plan: PlanInput, tape: Tape, shards: Sharding):
@@ -329,11 +331,14 @@ class _Run:
             self._grad(i)
         tape.drop("dmiddle", "dgate", "dinput", ("middle", block), ("gate", block), ("routing", block))
 
-    def micro_step(self, micro: int, last: bool, steady: bool) -> None:
-        self.micro, self.last = micro, last
-        self.forward(steady)
-        self.loss(steady)
-        self.backward(steady)
+    def micro_steps(self, steady: bool) -> None:
+        """Of one step; two stand for any number of them."""
+        count = min(self.plan.accumulation, 2)
+        for self.micro in range(count):
+            self.last = self.micro == count - 1
+            self.forward(steady)
+            self.loss(steady)
+            self.backward(steady)
 
 
 def device_tapes(plan: PlanInput, *, steady_only: bool = False) -> list[Tape]:
@@ -345,26 +350,31 @@ def device_tape(plan: PlanInput, *, rank: int | None = None, steady_only: bool =
     """The GPU's tape of one rank; by default the one that holds most in the end.
 
     Two steps stand for all: in the first the moments appear and nothing is prefetched; in the second both are there.
-    Two micro steps stand for any number of them. `steady_only` leaves the first step out, which never holds more than a
-    later one: half the work for a search.
+    `steady_only` leaves the first step out, which never holds more than a later one.
     """
     tape = Tape()
     shards = sharding(plan, tape, rank)
-    run = _Run(plan, tape, shards)
+    run = Run(plan, tape, shards)
     tape.phase("build")
     shards.build()
     tape.phase("start-up")
     shards.initialise()
-    micro_steps = min(plan.accumulation, 2)
     if steady_only:
         shards.step(first=True)
     for step in (1,) if steady_only else (0, 1):
-        for micro in range(micro_steps):
-            run.micro_step(micro, last=micro == micro_steps - 1, steady=step > 0)
+        run.micro_steps(steady=step > 0)
         shards.step(first=step == 0)
-        tape.phase("all-gather")
-        shards.all_gather()
+        if step == 0:
+            tape.phase("all-gather")
+            shards.all_gather()
+    finish(tape, shards)
+    return tape
+
+
+def finish(tape: Tape, shards: Sharding) -> None:
+    """The end of the last step, and what comes after it."""
+    tape.phase("all-gather")
+    shards.all_gather()
     tape.phase("checkpoint save")
     tape.phase("export")
     shards.export()
-    return tape

@@ -53,6 +53,14 @@ class ModelParameters:
     kind: str
 
     @cached_property
+    def _hash(self) -> int:
+        return hash((self.items, self.tied, self.kind))
+
+    def __hash__(self) -> int:
+        """Once: plans are looked up by it."""
+        return self._hash
+
+    @cached_property
     def elems(self) -> int:
         return sum(p.elems for p in self.items)
 

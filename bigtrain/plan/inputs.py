@@ -62,6 +62,9 @@ class ZeroSettings:
             raise UsageError("offload_optimizer needs stage 1, 2 or 3, not stage 0")
 
 
+_ZERO_NAMES = frozenset(f.name for f in fields(ZeroSettings))
+
+
 def _number(block: Mapping[str, Any], key: str, default: float, auto: float | None = None) -> int:
     value = block.get(key, default)
     if value == "auto":
@@ -343,9 +346,8 @@ class PlanInput:
 
     def but(self, **changes: Any) -> PlanInput:
         """A copy with other values; names of `ZeroSettings` are put there."""
-        inner = {f.name for f in fields(ZeroSettings)}
-        zero = {k: v for k, v in changes.items() if k in inner}
-        outer = {k: v for k, v in changes.items() if k not in inner}
+        zero = {k: v for k, v in changes.items() if k in _ZERO_NAMES}
+        outer = {k: v for k, v in changes.items() if k not in _ZERO_NAMES}
         settings = replace(outer.pop("settings", self.settings), **zero)
         return replace(self, settings=settings, **outer)
 

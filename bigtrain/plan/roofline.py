@@ -114,11 +114,16 @@ class StepTime:
 
 def active_elems(plan: PlanInput) -> int:
     """Parameters that one token passes through: all of a dense model, the chosen experts of a sparse one."""
-    g, total = plan.geometry, 0
-    for p in plan.parameters.items:
-        sparse = ".experts." in p.name and g.experts
-        total += p.elems * g.experts_per_token // g.experts if sparse else p.elems
-    return total
+    g = plan.geometry
+
+    def count() -> int:
+        total = 0
+        for p in plan.parameters.items:
+            sparse = ".experts." in p.name and g.experts
+            total += p.elems * g.experts_per_token // g.experts if sparse else p.elems
+        return total
+
+    return plan.parameters.fact(("active", g), count)
 
 
 def model_flops_per_token(plan: PlanInput) -> float:

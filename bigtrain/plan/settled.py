@@ -5,18 +5,21 @@ The program runs what is decided here, and whoever says beforehand what it will 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.plan.blocks import blocks_needed, least_blocks
 from bigtrain.plan.constants import GPU_MARGIN
+from bigtrain.plan.device import MICRO_STEP
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.judge import judge
-from bigtrain.plan.predict import quick
+from bigtrain.plan.predict import beside_the_tape, quick
 from bigtrain.plan.roofline import Rates, forward_s, step_time
 from bigtrain.plan.spilled import least_share
-from bigtrain.plan.streamed import buffers_that_help, bytes_per_elem, chunk_elems
+from bigtrain.plan.streamed import MOST_PARTS, buffers_that_help, bytes_per_elem, chunk_elems
 
+_SPANS = 8  # of numbers of buffers, in a bound
 SPARE_SHARE = 0.9  # of a card, beside the margin of every plan: memory that is only useful must not bring a run near the edge
 
 
@@ -44,7 +47,10 @@ def settled(
     found = _fewest_blocks(most, gpu, host)
     if most == plan or not found.recomputed_blocks:
         return found
-    other = _spare_buffers(_fewest_blocks(plan, gpu, host), gpu, host, rates)
+    fewest = _fewest_blocks(plan, gpu, host)
+    if step_time(found, rates).total_s <= step_time(with_most_buffers(fewest, gpu, rates), rates).total_s:
+        return found
+    other = _spare_buffers(fewest, gpu, host, rates)
     return min(found, other, key=lambda p: step_time(p, rates).total_s)
 
 
@@ -68,29 +74,75 @@ def _fewest_blocks(plan: PlanInput, gpu: int | None, host: int | None) -> PlanIn
 def _spare_buffers(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> PlanInput:
     if gpu is None or not plan.streams:
         return plan
-    low, high, room = plan.settings.buffers, buffers_wanted(plan, rates) + 1, int(SPARE_SHARE * gpu)
-    if high - low <= 1:
-        return plan
-    each = chunk_elems(plan) * bytes_per_elem(plan) * (1 + GPU_MARGIN)
-    guess, step = low + int((room - quick(plan).gpu_least_bytes()) / each), 1  # mostly right, where the peak is in a step
-    while high - low > 1:
-        guess = min(max(guess, low + 1), high - 1)
+    most = with_most_buffers(plan, gpu, rates).settings.buffers
+    low, high, room, step = plan.settings.buffers, most + 1, int(SPARE_SHARE * gpu), 1
+    while high - low > 1:  # mostly the first one, or one of the next, unless the peak is in no micro step
+        guess = max(high - step, low + 1)
         if quick(plan.but(buffers=guess)).fits(room, host):
-            low, guess = guess, guess + step
+            low, step = guess, max(1, (high - guess) // 2)
         else:
-            high, guess = guess, guess - step
-        step *= 2
+            high, step = guess, 2 * step
     return plan.but(buffers=low)
 
 
-def least_s(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None, *, blocks: bool) -> float:
-    """Seconds of a step, no more than with what `settled` would say for this plan, which fits: quicker to tell."""
-    if blocks:
-        none = judge(plan.but(checkpointing="none"), gpu, host, rates)
-        plan = none.input if none.fits else plan.but(checkpoint_blocks=blocks_needed(none, plan.checkpointing))
-    return step_time(with_all_buffers(plan, rates), rates).total_s
+def with_fewest_blocks(plan: PlanInput, gpu: int | None, host: int | None) -> PlanInput:
+    """The plan, which fits, with no more blocks recomputed than `settled` would say: quicker to tell."""
+    if plan.checkpointing == "none":
+        return plan
+    none = judge(plan.but(checkpointing="none"), gpu, host)
+    return none.input if none.fits else plan.but(checkpoint_blocks=blocks_needed(none, plan.checkpointing))
 
 
 def with_all_buffers(plan: PlanInput, rates: Rates | None) -> PlanInput:
     """The plan with all buffers that help, whether the card holds them or not: no other number is faster."""
     return plan.but(buffers=max(plan.settings.buffers, buffers_wanted(plan, rates))) if plan.streams else plan
+
+
+def with_most_buffers(plan: PlanInput, gpu: int | None, rates: Rates | None) -> PlanInput:
+    """The plan with no fewer buffers than the card holds, and mostly no more.
+
+    A buffer lies on the card from the first update on, so what any moment of a later micro step holds leaves room for so many.
+    """
+    most = with_all_buffers(plan, rates)
+    if gpu is None or most == plan:
+        return most
+    spare = -_short_bytes(plan, int(SPARE_SHARE * gpu) + 1) // _buffer_bytes(plan)
+    return plan.but(buffers=min(most.settings.buffers, plan.settings.buffers + max(0, int(spare))))
+
+
+def least_s(plan: PlanInput, fewest: PlanInput, gpu: int | None, rates: Rates | None) -> float:
+    """Seconds of a step, no more than with what `settled` would say for this plan, which fits: quicker to tell.
+
+    Buffers and results compete for the card. With more than so many buffers, any moment of a micro step without recomputed blocks is short
+    by so much, and so many blocks have to be recomputed: a bound for all numbers of buffers up to the next. `fewest`: as
+    `with_fewest_blocks` has it; the plan itself where blocks are not open.
+    """
+    low, most = plan.settings.buffers, with_most_buffers(plan, gpu, rates).settings.buffers
+    if most == low or gpu is None or fewest == plan:
+        return step_time(fewest.but(buffers=most), rates).total_s
+    none = judge(plan.but(checkpointing="none"), None, None)
+    lacking, each = _short_bytes(none.input, gpu + 1), _buffer_bytes(plan)
+
+    def bound(buffers: int, up_to: int) -> float:
+        needed = (
+            blocks_needed(none, plan.checkpointing, lacking + (buffers - low) * each)
+            if lacking + (buffers - low) * each > 0
+            else 0
+        )
+        blocks = plan.but(buffers=up_to, checkpoint_blocks=max(needed, fewest.recomputed_blocks))
+        return step_time(blocks, rates).total_s
+
+    return min(
+        itertools.starmap(bound, itertools.pairwise(sorted({low + (most - low) * at // _SPANS for at in range(_SPANS + 1)})))
+    )
+
+
+def _short_bytes(plan: PlanInput, gpu: int) -> float:
+    """What a micro step lacks on a card with the margin; negative: what it leaves."""
+    held = max(size for phase, size in quick(plan).gpu.by_phase.items() if phase in MICRO_STEP)
+    return held + beside_the_tape(plan) - gpu / (1 + GPU_MARGIN)
+
+
+def _buffer_bytes(plan: PlanInput) -> int:
+    """No more than a buffer takes: each of its parts is rounded, down by less than a byte."""
+    return int(chunk_elems(plan) * bytes_per_elem(plan)) - MOST_PARTS

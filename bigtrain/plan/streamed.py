@@ -24,6 +24,8 @@ UPDATE_STREAM = 3
 CHUNKS_A_BLOCK = 3.0
 # Chunks in flight beside those that came up early.
 IN_FLIGHT = 4
+# Tensors of one chunk's state: low bits, two moments, their scales.
+MOST_PARTS = 5
 
 
 def bytes_per_elem(plan: PlanInput) -> float:
@@ -47,7 +49,7 @@ class Update:
 
     def __init__(self, plan: PlanInput, tape: Tape):
         self.plan, self.tape = plan, tape
-        self.chunk = chunk_elems(plan)
+        self.chunk, self.chunks, self.buffers = chunk_elems(plan), chunks(plan), buffers_used(plan)
         self.lent: deque[tuple[float, Hashable]] = deque()  # at which chunk each comes back, and its key
         self.passed = 0.0
         self.made = 0
@@ -60,9 +62,9 @@ class Update:
             apart: they do not follow each other in memory, so those of one chunk are copied together.
         """
         self.everything_passed()
-        self.passed = buffers_used(self.plan)  # what came up during backward is updated at once
+        self.passed = self.buffers  # what came up during backward is updated at once
         grads, at, done = list(grads), 0, 0
-        for number in range(chunks(self.plan)):
+        for number in range(self.chunks):
             self._make_buffer(number)
             if apart:
                 self.tape.touch(2 * self.chunk, "optimizer state, on its way", UPDATE_STREAM)
@@ -72,10 +74,10 @@ class Update:
                 at += elems
                 self._lend(number, key)
         for key, _ in grads:
-            self._lend(chunks(self.plan), key)
+            self._lend(self.chunks, key)
 
     def _make_buffer(self, number: int) -> None:
-        if number < self.made or number >= buffers_used(self.plan):
+        if number < self.made or number >= self.buffers:
             return
         self.made += 1
         for part, size in enumerate(_parts(self.plan)):

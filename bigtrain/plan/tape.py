@@ -123,11 +123,20 @@ class Tape:
     def touch(self, size: float, row: str, stream: int = 0) -> None:
         """Allocate and free at once: a temporary."""
         if size > 0:
-            self.add(TOUCH, len(self.kinds), -(-int(size) // self.unit) * self.unit, row, stream)
+            self.slots.append(len(self.kinds))
+            self.kinds.append(TOUCH)
+            self.sizes.append(-(-int(size) // self.unit) * self.unit)
+            self.names.append(row)
+            self.streams.append(stream)
 
     def empty_cache(self) -> None:
         """`torch.cuda.empty_cache()`: matters to what is reserved only."""
         self.add(EMPTY_CACHE, -1, 0, "")
+
+    def take_over(self, other: Tape) -> None:
+        """Hold what another tape holds at its end."""
+        for key, slot in other._open.items():
+            self.hold(key, other.sizes[slot], other.names[slot])
 
     def holds(self, key: Hashable) -> bool:
         return key in self._open
@@ -151,7 +160,7 @@ class Tape:
             elif kind == PHASE:
                 phase = name
                 by_phase[phase] = max(held, by_phase.get(phase, 0))
-        return Ledger(peak, peak_phase, self._held_rows(peak_at, in_passing=True), by_phase, held)
+        return Ledger(peak, peak_phase, self.held_rows(peak_at, in_passing=True), by_phase, held)
 
     def segments(self) -> list[tuple[str, list[Event]]]:
         """(phase, its events) in order; a phase that comes again is a segment of its own."""
@@ -163,7 +172,7 @@ class Tape:
                 found[-1][1].append(event)
         return found
 
-    def _held_rows(self, until: int, in_passing: bool = False) -> dict[str, int]:
+    def held_rows(self, until: int, in_passing: bool = False) -> dict[str, int]:
         """What is held after so many events; `in_passing`: and a temporary, if the last of them is one."""
         rows: dict[str, int] = {}
         for at, (kind, size, row) in enumerate(zip(self.kinds[:until], self.sizes, self.names), 1):

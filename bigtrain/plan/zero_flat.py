@@ -85,16 +85,18 @@ class _Owners:
         self.ranks = {i: group.owners(at, items[i].elems) for group, at, i in places}
         self.heaviest = heaviest_rank(items, self.groups, world)
         self._places, self._items = places, items
-        self._owned: dict[int, dict[int, int]] = {}
+        self._owned: dict[int, tuple[dict[int, int], int]] = {}
 
-    def owned(self, rank: int) -> dict[int, int]:
-        """Elements of each parameter that `rank` owns."""
+    def owned(self, rank: int) -> tuple[dict[int, int], int]:
+        """(elements of each parameter that `rank` owns, elements of all that it owns a part of)."""
         if rank not in self._owned:
-            self._owned[rank] = {i: group.owned(at, self._items[i].elems, rank) for group, at, i in self._places}
+            each = {i: group.owned(at, self._items[i].elems, rank) for group, at, i in self._places}
+            self._owned[rank] = each, sum(self._items[i].elems for i, elems in each.items() if elems)
         return self._owned[rank]
 
 
-def _owners(plan: PlanInput) -> _Owners:
+def owners(plan: PlanInput) -> _Owners:
+    """Who owns what, found once for all plans of a model on so many ranks."""
     return plan.parameters.fact(("owners", plan.decay_groups, plan.frozen, plan.world_size), lambda: _Owners(plan))
 
 
@@ -106,7 +108,7 @@ def ranks_to_plan(plan: PlanInput) -> list[int]:
     """
     if plan.settings.stage not in (1, 2) or plan.world_size == 1:
         return [0]
-    return list(dict.fromkeys((_owners(plan).heaviest, plan.world_size - 1)))
+    return list(dict.fromkeys((owners(plan).heaviest, plan.world_size - 1)))
 
 
 class FlatSharding:
@@ -115,11 +117,10 @@ class FlatSharding:
     def __init__(self, plan: PlanInput, tape: Tape, rank: int | None = None):
         self.plan, self.tape, self.zero = plan, tape, plan.told
         self.items, self.layout = plan.parameters.items, plan.device_layout
-        world, owners = plan.world_size, _owners(plan)
-        self.groups, self.owners = owners.groups, owners.ranks
-        self.rank = owners.heaviest if rank is None else rank
-        self.owned = owners.owned(self.rank)
-        self.touched = sum(self.items[i].elems for i, elems in self.owned.items() if elems)
+        world, found = plan.world_size, owners(plan)
+        self.groups, self.owners = found.groups, found.ranks
+        self.rank = found.heaviest if rank is None else rank
+        self.owned, self.touched = found.owned(self.rank)
         self.compact = self.zero.grad_bytes == 4
         self.own = LAYOUTS[plan.optimizer].own_offload  # the weights are its masters (bigtrain/startup.py)
         # One rank at stage 2 leaves bf16 gradients where autograd puts them (bigtrain/reduction.py `_nobody_to_reduce_with`).
@@ -174,34 +175,43 @@ class FlatSharding:
     def start_backward(self, micro: int, last: bool) -> None:
         self.micro, self.last = micro, last
         self.bucket, self.filled, self.deferred = [], 0, []
+        self.written = 0
 
     def _open_buckets(self) -> None:
         # 'setup_buckets': at the first gradient of every backward, full size whatever is used of it.
         size = 2 if self.zero.stage == 2 else self.zero.grad_bytes
         elems = self.zero.reduce_bucket_elems
-        if self.plan.device == "cpu":  # pages that nothing was written to take no memory
-            elems = min(elems, self.plan.trained_elems)
         for copy in range(2 if self.zero.overlap_comm else 1):
             self.tape.hold(("bucket", copy), size * elems, "reduce buckets")
+
+    def _write(self, i: int) -> None:
+        """On a CPU, pages of a bucket that nothing was written to take no memory."""
+        more = min(self.filled, self.zero.reduce_bucket_elems) - self.written
+        if self.plan.device == "cpu" and more > 0:
+            size = 2 if self.zero.stage == 2 else self.zero.grad_bytes
+            self.tape.hold(("written", i), size * more, "reduce buckets")
+            self.written += more
 
     def grad(self, i: int) -> None:
         """Autograd delivers the gradient of parameter `i`, 2 n bytes."""
         if i in self.plan.leaving:
             return self._leave(i)
         if self.alone:
-            self.tape.hold(("fresh", i), 2 * self.items[i].elems, "gradients, fresh from autograd")
-            self.tape.drop(("fresh", i))
+            self.tape.touch(2 * self.items[i].elems, "gradients, fresh from autograd")
             if not self.tape.holds(("own", i)):
                 self.tape.hold(("own", i), 2 * self.items[i].elems, "gradients, kept")
             return
-        if not self.tape.holds(("bucket", 0)):
+        if self.plan.device != "cpu" and not self.tape.holds(("bucket", 0)):
             self._open_buckets()
         if self.zero.stage == 1 and (not self.zero.overlap_comm or not self.last):
             if not self.tape.holds(("full", i)):
                 self.tape.hold(("full", i), self.zero.grad_bytes * self.items[i].elems, "gradients, kept")
             self.deferred.append(i)
             return
-        self.tape.hold(("fresh", i), 2 * self.items[i].elems, "gradients, fresh from autograd")
+        if self.plan.device == "cpu" or self.filled + self.items[i].elems > self.zero.reduce_bucket_elems:
+            self.tape.hold(("fresh", i), 2 * self.items[i].elems, "gradients, fresh from autograd")
+        else:
+            self.tape.touch(2 * self.items[i].elems, "gradients, fresh from autograd")
         self.tape.drop(("full", i))  # stage 1: the sum of the earlier micro steps goes into the bucket with it
         self._into_bucket(i)
 
@@ -224,12 +234,12 @@ class FlatSharding:
         if elems > limit:
             if self.zero.offload_optimizer:
                 self.tape.touch(2 * elems, "gradients, larger than the bucket")  # the clone of offload's safety
-            self.tape.drop(("fresh", i))
+            self.tape.drop(("fresh", i))  # it is the same memory
             self.tape.hold(("large", i), 2 * elems, "gradients, larger than the bucket")
-        else:
-            self.tape.drop(("fresh", i))
         self.bucket.append(i)
         self.filled += elems
+        self._write(i)
+        self.tape.drop(("fresh", i))
 
     def _flush(self) -> None:
         """'reduce_ipg_grads': reduce what the bucket holds, keep what this rank owns."""
@@ -277,22 +287,22 @@ class FlatSharding:
         if self.last:
             self.tape.drop(*(("full", i) for i in self.deferred))
             self.deferred = []
-        self.tape.drop(("bucket", 0), ("bucket", 1), *(("large", i) for i in range(len(self.items))))
+        self.tape.drop(
+            ("bucket", 0), ("bucket", 1), *((key, i) for key in ("written", "large") for i in range(len(self.items)))
+        )
         if self.micro > 0 and self.tape.holds(("kept grads", self.micro)) and self.tape.holds(("kept grads", 0)):
             self.tape.drop(("kept grads", self.micro))  # added to the first micro step's, then freed
 
     # Step.
 
     def step(self, first: bool) -> None:
-        self.tape.drop(*self.flight)
+        self.tape.drop(*((key, i) for i in self.plan.leaving for key in ("leaving", "sum")))
         self.flight = []
         if self.zero.offload_optimizer:
             self.tape.phase("optimizer step")
             self.tape.drop("compact")
             return
-        self.tape.phase("norm")
-        if self.plan.device == "cpu":  # on a GPU each gradient is summed up without a copy (bigtrain/reduction.py)
-            self.tape.touch(8 * max(self.owned.values()), "gradient norm in fp64")
+        self.tape.phase("norm")  # each gradient is summed up without a copy (bigtrain/reduction.py)
         self.tape.phase("optimizer step")
         if self.streamed is not None:
             self._stream()
@@ -337,7 +347,9 @@ class FlatSharding:
             tape.hold("cast", 2 * partition, "gradients, flat for the step")
 
     def _forget(self) -> None:
-        self.tape.drop(("kept grads", 0), ("kept grads", 1), *(("own", i) for i in range(len(self.items))))
+        self.tape.drop(("kept grads", 0), ("kept grads", 1))
+        if self.alone:
+            self.tape.drop(*(("own", i) for i in range(len(self.items))))
 
     def _moment_bytes(self, g: int, partition: int) -> float:
         group, layout = self.groups[g], self.layout

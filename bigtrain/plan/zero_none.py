@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from bigtrain.plan.flat import flat_group, split_groups
 from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
-from bigtrain.plan.zero_flat import build_whole, hold_moments, update_temporaries
+from bigtrain.plan.zero_flat import build_whole, hold_moments, owners, update_temporaries
 
 # 'allreduce_no_retain' flattens gradients until it has more than so many (runtime/engine.py MEMORY_OPT_ALLREDUCE_SIZE).
 REDUCED_AT_ONCE_ELEMS = 500_000_000
@@ -77,8 +76,7 @@ class Bf16Sharding(WholeSharding):
 
     def __init__(self, plan: PlanInput, tape: Tape):
         super().__init__(plan, tape)
-        members = split_groups(self.items, plan.decay_groups, plan.trains)
-        self.groups = [flat_group(self.items, m, plan.world_size) for m in members]
+        self.groups = owners(plan).groups
 
     def initialise(self) -> None:
         for g, group in enumerate(self.groups):

@@ -30,15 +30,16 @@ class SlicedSharding:
     def __init__(self, plan: PlanInput, tape: Tape):
         self.plan, self.tape, self.zero = plan, tape, plan.told
         self.items, self.layout, self.world = plan.parameters.items, plan.device_layout, plan.world_size
-        self.local = [slice_elems(p.elems, self.world) for p in self.items]
+        self.local, self.subs = plan.parameters.fact(
+            ("slices", plan.decay_groups, plan.frozen, self.world, self.zero.sub_group_elems), self._slices
+        )
         self.total = sum(self.local)
-        groups = split_groups(self.items, plan.decay_groups, plan.trains)
-        self.subs = sub_groups(self.items, groups, self.world, self.zero.sub_group_elems)
         self.on_gpu = [] if self.zero.offload_optimizer else self.subs
         if self.zero.offload_optimizer and self.zero.ratio < 1:
             self.on_gpu = self.subs[: int((1 - self.zero.ratio) * len(self.subs))]
         self.bucket: list[int] = []
         self.filled = 0
+        self.written = 0  # of the bucket so far, on CPUs
         self.streamed = Update(plan, tape) if plan.streams else None
         self.steady = False
         self.steps = self.visit = 0  # steady micro steps so far, and visits of this one
@@ -47,6 +48,12 @@ class SlicedSharding:
         self.unused: list[list[int]] = []  # gathered together ahead, none of them used so far
         # 'reduce_and_partition_stream' and the coordinator's '__allgather_stream'.
         self.side, self.gather = (1, 2) if self.zero.overlap_comm else (0, 0)
+
+    def _slices(self) -> tuple[list[int], list[int]]:
+        """Elements of each parameter, and of each sub-group, on one rank."""
+        groups = split_groups(self.items, self.plan.decay_groups, self.plan.trains)
+        local = [slice_elems(p.elems, self.world) for p in self.items]
+        return local, sub_groups(self.items, groups, self.world, self.zero.sub_group_elems)
 
     def learn(self, visits: list[Visit], recomputed: frozenset[str]) -> None:
         """The order in which a step comes to blocks and other parts."""
@@ -102,10 +109,8 @@ class SlicedSharding:
                 tape.hold(("sub grad", s), 4 * size, "gradients, fp32 for the step")
         if not self.zero.offload_optimizer:
             tape.touch(self.layout.step_grad * max(self.subs), "gradient, zeros at start-up")
-        bucket = self.zero.reduce_bucket_elems
-        if self.plan.device == "cpu":  # pages that nothing was written to take no memory
-            bucket = min(bucket, self.plan.trained_elems)
-        tape.hold("bucket", 2 * bucket, "reduce buckets")
+        if self.plan.device != "cpu":  # there pages that nothing was written to take no memory: see `grad`
+            tape.hold("bucket", 2 * self.zero.reduce_bucket_elems, "reduce buckets")
         if not self.zero.offload_optimizer:
             tape.hold("grads", self.zero.grad_bytes * sum(self.subs), "gradients, kept")
         if self.world > 1:
@@ -181,11 +186,13 @@ class SlicedSharding:
         self.tape.hold(("fresh", i), 2 * elems, "gradients, fresh from autograd")
         if self.filled + elems > self.zero.reduce_bucket_elems:
             self._flush()
+        more = min(self.filled + elems, self.zero.reduce_bucket_elems) - self.written
+        if self.plan.device == "cpu" and more > 0:
+            self.tape.hold(("written", self.written), 2 * more, "reduce buckets")
+            self.written += more
+        self.tape.drop(("fresh", i))
         if elems > self.zero.reduce_bucket_elems:
-            self.tape.drop(("fresh", i))
             self.tape.hold(("large", i), 2 * elems, "gradients, larger than the bucket")
-        else:
-            self.tape.drop(("fresh", i))
         self.bucket.append(i)
         self.filled += elems
 

@@ -1,4 +1,4 @@
-"""`bigtrain inspect MODEL_DIR` and `bigtrain export DEEPSPEED_CKPT OUT`. Torch-free until export runs."""
+"""`bigtrain inspect MODEL_DIR` and `bigtrain export DEEPSPEED_CKPT OUT`, for bigtrain/checkpoint/cli.py. Torch-free until export runs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,8 @@ from typing import Any
 from bigtrain.errors import UsageError
 
 
-def add_parsers(subparsers: Any) -> None:
-    """Add the verbs to an argparse subparsers object; each sets `run(arguments)`, which returns an exit code."""
-    inspect = subparsers.add_parser("inspect", help="what is in a folder of weights, and who would read which bytes")
-    add_inspect_arguments(inspect)
-    inspect.set_defaults(run=run_inspect)
-    export = subparsers.add_parser("export", help="a DeepSpeed checkpoint as a Hugging Face folder")
-    add_export_arguments(export)
-    export.set_defaults(run=run_export)
-
-
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `inspect`, for a parser that may serve other kinds of folders too."""
+    """The arguments of `inspect`."""
     parser.add_argument(
         "path", metavar="DIR", help="a checkpoint, or a folder with model.safetensors or shards and their index"
     )
@@ -73,8 +63,13 @@ def run_export(arguments: argparse.Namespace) -> int:
         arguments.checkpoint, arguments.out, dtype=arguments.dtype, model_dir=arguments.model, tag=arguments.tag,
         max_shard_bytes=int(arguments.max_shard_gb * 1e9),
     )  # fmt: skip
+    tell(report)
+    return 0
+
+
+def tell(report: Any) -> None:
+    """Print what an export wrote (an `ExportReport`)."""
     sys.stdout.write(
         f"{report.path}: {report.tensors} tensors, {report.bytes / 1e9:.3f} GB in {len(report.files)} files, "
         f"{report.seconds:.1f} s\n"
     )
-    return 0

@@ -18,12 +18,12 @@ from bigtrain.errors import WeightsError
 logger = logging.getLogger(__name__)
 
 
-def exported_config(model: Any, dtype: torch.dtype, config: Any = None) -> Any:
+def exported_config(model: Any, dtype: torch.dtype) -> Any:
     """The config to write: a copy with the exported dtype, the class, and the cache setting that training turned off.
 
     None for a model without a config.
     """
-    config = copy.deepcopy(config if config is not None else getattr(model, "config", None))
+    config = copy.deepcopy(getattr(model, "config", None))
     if config is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -34,8 +34,15 @@ def exported_config(model: Any, dtype: torch.dtype, config: Any = None) -> Any:
     config.architectures = [type(model).__name__]
     use_cache = getattr(getattr(model, "bigtrain_info", None), "use_cache", None)
     if use_cache is not None:
-        config.use_cache = use_cache
+        for part in configs_with_cache(config):
+            part.use_cache = use_cache
     return config
+
+
+def configs_with_cache(config: Any) -> list[Any]:
+    """A config and that of the text model inside it, where they say whether to keep a cache."""
+    nested = config.get_text_config() if hasattr(config, "get_text_config") else None
+    return [c for c in (config, nested) if c is not None and getattr(c, "use_cache", None) is not None]
 
 
 def write_companions(model: Any, config: Any, tokenizer: Any, folder: str) -> None:

@@ -75,7 +75,7 @@ def export_weights(
         model, tokenizer = _model_of(model_dir)
         slots, held = _slots(folder, model)
         layout = plan_layout(model, slots, wanted, max_shard_bytes)
-    temporary = ranks.main_decides(lambda: prepare(model, slots, layout, str(out_dir), wanted, tokenizer, None), "export")
+    temporary = ranks.main_decides(lambda: prepare(model, slots, layout, str(out_dir), wanted, tokenizer), "export")
     with partial.dropped_on_failure(temporary):
         with ThreadPoolExecutor(1, "write") as behind:
             writing = behind.submit(_write, layout, temporary, folder, held)

@@ -142,18 +142,13 @@ class DeepSpeedFolder:
         return flat.view(self.shapes[name])
 
 
-def is_deepspeed_folder(path: str | Path) -> bool:
-    """True if `path` is a DeepSpeed checkpoint, or the folder that holds some."""
-    return bool(glob.glob(os.path.join(glob.escape(str(path)), "*_model_states.pt"))) or _latest(str(path)) is not None
-
-
 def _latest(path: str) -> str | None:
     file = os.path.join(path, "latest")
     if not os.path.isfile(file):
         return None
     with open(file, encoding="utf-8", errors="replace") as handle:
         tag = os.path.join(path, os.path.basename(handle.read().strip()))
-    return tag if glob.glob(os.path.join(glob.escape(tag), "*_model_states.pt")) else None
+    return tag if model_files(tag) else None
 
 
 def open_deepspeed(path: str | Path, tag: str | None = None) -> DeepSpeedFolder:
@@ -167,7 +162,7 @@ def open_deepspeed(path: str | Path, tag: str | None = None) -> DeepSpeedFolder:
         WeightsError: files are missing, damaged, empty, or do not belong together.
     """
     root = os.path.join(str(path), tag) if tag else str(path)
-    root = root if glob.glob(os.path.join(glob.escape(root), "*_model_states.pt")) else (_latest(root) or root)
+    root = root if model_files(root) else (_latest(root) or root)
     models = model_files(root)
     optims = _numbered(root, "*_optim_states.pt")
     if not models or not optims:

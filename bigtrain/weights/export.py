@@ -62,7 +62,6 @@ def export_model(
     *,
     dtype: torch.dtype | str,
     tokenizer: Any = None,
-    config: Any = None,
     max_shard_bytes: int = 5_000_000_000,
     ranges: bool | None = None,
 ) -> ExportReport:
@@ -77,7 +76,6 @@ def export_model(
         out_dir: folder to make.
         dtype: of every float tensor, also written to config.json: torch.bfloat16 or "bfloat16", ...
         tokenizer: something with `save_pretrained` (tokenizer or processor).
-        config: instead of `model.config`.
         max_shard_bytes: most tensor bytes in one file.
         ranges: several ranks write into one file. Not safe on network file systems without coherent caches when the ranks
             are on several hosts, so by default only done on one host; otherwise each file is written by one rank.
@@ -98,7 +96,7 @@ def export_model(
         slots = slots_of(model)
         layout = plan_layout(model, slots, wanted, max_shard_bytes)
     ranks.agree([(s.name, s.size, len(s.parts)) for s in layout.shards], "what the export will write")
-    temporary = ranks.main_decides(lambda: prepare(model, slots, layout, str(out_dir), wanted, tokenizer, config), "export")
+    temporary = ranks.main_decides(lambda: prepare(model, slots, layout, str(out_dir), wanted, tokenizer), "export")
     with partial.dropped_on_failure(temporary):
         # A folder on the disk of the first host alone is written by that host's ranks.
         writers = [r for r, sees in enumerate(ranks.all_gather_object(os.path.isdir(temporary))) if sees]
@@ -118,11 +116,11 @@ def _one_host() -> bool:
 
 
 def prepare(
-    model: torch.nn.Module, slots: Sequence[Slot], layout: Layout, out_dir: str, dtype: torch.dtype, tokenizer: Any, config: Any
+    model: torch.nn.Module, slots: Sequence[Slot], layout: Layout, out_dir: str, dtype: torch.dtype, tokenizer: Any
 ) -> str:
     """On rank 0: every check, then the small files and the empty weight files; returns the temporary folder."""
     _refuse_foreign(out_dir)
-    config = exported_config(model, dtype, config)
+    config = exported_config(model, dtype)
     refuse_unloadable(model, config, {name: slot.shape for slot in slots for name in slot.names})
     temporary = partial.begin(out_dir)
     try:

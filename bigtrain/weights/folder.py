@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import WeightsError
+from bigtrain.guards import listing
 from bigtrain.weights.header import TensorInfo, read_header
 
 # The first that exists is taken, as in `from_pretrained`: a single file comes before an index (transformers 5.24,
@@ -108,7 +109,7 @@ def _instead(file: str) -> str:
 
 def _listing(path: str) -> str:
     names = sorted(os.listdir(path))
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing"
+    return listing(names, 8) or "nothing"
 
 
 def _read_config(path: str) -> dict[str, Any]:

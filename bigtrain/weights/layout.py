@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ class Layout:
     @property
     def numel(self) -> int:
         """Number of values."""
-        return sum(_numel(p.shape) for shard in self.shards for p in shard.parts)
+        return sum(math.prod(p.shape) for shard in self.shards for p in shard.parts)
 
     def index(self) -> dict[str, Any]:
         """The content of model.safetensors.index.json."""
@@ -140,10 +141,3 @@ def _laid_out(shard: Shard, dtypes: dict[str, torch.dtype]) -> Shard:
     last = shard.parts[-1]
     shard.size = shard.begins[-1] + byte_length(NAMES[dtypes[last.name]], last.shape)
     return shard
-
-
-def _numel(shape: Sequence[int]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n

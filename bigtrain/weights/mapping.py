@@ -8,6 +8,7 @@ names) and `save_pretrained` reverts this on the way out. Here the same rules (`
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -87,17 +88,10 @@ def plain(names: Iterable[str], shapes: Mapping[str, tuple[int, ...]], state: Ma
     unexpected = {}
     for name in names:
         if name in state:
-            parts[name] = Part(name, shapes[name], [name], Runs.whole(name, _numel(shapes[name])))
+            parts[name] = Part(name, shapes[name], [name], Runs.whole(name, math.prod(shapes[name])))
         else:
             unexpected[name] = name
     return Mapped(parts, unexpected)
-
-
-def _numel(shape: Iterable[int]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
 
 
 def file_to_model(
@@ -136,7 +130,7 @@ def file_to_model(
             unexpected[name] = renamed
         elif pattern is None:
             _refuse_second_source(renamed, name, parts, jobs)
-            parts[renamed] = Part(renamed, shapes[name], [name], Runs.whole(name, _numel(shapes[name])))
+            parts[renamed] = Part(renamed, shapes[name], [name], Runs.whole(name, math.prod(shapes[name])))
         else:
             rule, sources = jobs.setdefault(renamed, (copy.deepcopy(by_pattern[pattern]), {}))
             sources.setdefault(pattern, []).append(name)
@@ -163,7 +157,7 @@ def model_to_file(model: torch.nn.Module, state: Mapping[str, torch.Tensor], nam
     The same rules, reversed, as `save_pretrained` applies in `revert_weight_conversion`.
     """
     shapes = {name: tuple(state[name].shape) for name in names}
-    everything = {name: Part(name, shape, [name], Runs.whole(name, _numel(shape))) for name, shape in shapes.items()}
+    everything = {name: Part(name, shape, [name], Runs.whole(name, math.prod(shape))) for name, shape in shapes.items()}
     if not _is_pretrained(model):
         return Mapped(everything, {})
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from bigtrain.errors import WeightsError
+from bigtrain.guards import listing
 from bigtrain.weights import mapping
 from bigtrain.weights.dtypes import FLOATS, NAMES
 from bigtrain.weights.folder import Folder
@@ -143,7 +144,7 @@ def _refuse_mismatched(plan: LoadPlan, folder: Folder) -> None:
                 )
         if why:
             first = first or infos[0]
-            lines.append(f"  {part.name}: {why} ({os.path.basename(infos[0].file)}: {_names(part.sources, 3)})")
+            lines.append(f"  {part.name}: {why} ({os.path.basename(infos[0].file)}: {listing(part.sources, 3)})")
     if first is not None:
         raise WeightsError(
             f"{folder.path}: {len(lines)} tensors do not fit the model:\n{_lines(lines)}\n"
@@ -193,10 +194,6 @@ def _matches(name: str, patterns: str | Iterable[str]) -> bool:
 def _common_pattern(names: Sequence[str]) -> str:
     prefix = os.path.commonprefix(list(names))  # noqa: RUF071  (a common beginning of text is what is wanted)
     return names[0] if len(names) == 1 else f"{prefix}*"
-
-
-def _names(names: Sequence[str], at_most: int) -> str:
-    return ", ".join(names[:at_most]) + (f" and {len(names) - at_most} more" if len(names) > at_most else "")
 
 
 def _lines(lines: Sequence[str]) -> str:

@@ -122,21 +122,21 @@ def _parts(results: list[Traced], args: Any, kwargs: Any, dim: int) -> list[Runs
     return found
 
 
-def _argument(args: Any, kwargs: Any, position: int, name: str, default: Any) -> Any:
-    return args[position] if len(args) > position else kwargs.get(name, default)
+def _dim(args: Any, kwargs: Any, position: int) -> int:
+    return args[position] if len(args) > position else kwargs.get("dim", 0)
 
 
 def _chunk(results: list[Traced], args: Any, kwargs: Any) -> list[Runs | None]:
-    return _parts(results, args, kwargs, _argument(args, kwargs, 2, "dim", 0))
+    return _parts(results, args, kwargs, _dim(args, kwargs, 2))
 
 
 def _unbind(results: list[Traced], args: Any, kwargs: Any) -> list[Runs | None]:
-    return _parts(results, args, kwargs, _argument(args, kwargs, 1, "dim", 0))
+    return _parts(results, args, kwargs, _dim(args, kwargs, 1))
 
 
 def _cat(results: list[Traced], args: Any, kwargs: Any, stacked: bool = False) -> list[Runs | None]:
     tensors: Sequence[Traced] = args[0]
-    dim = _argument(args, kwargs, 1, "dim", 0)
+    dim = _dim(args, kwargs, 1)
     dim %= max(tensors[0].dim() + stacked, 1)
     outer = math.prod(tensors[0].shape[:dim])
     if any(getattr(t, "runs", None) is None for t in tensors) or outer * len(tensors) > MAX_RUNS:

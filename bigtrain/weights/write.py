@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -32,16 +33,9 @@ class WriteOp:
 
 
 class Writer:
-    """Runs writes on a few threads. `close` makes them durable (fsync).
+    """Runs writes on a few threads. `close` makes them durable (fsync)."""
 
-    Args:
-        threads: number of threads; by default the host's CPUs shared among its ranks.
-        progress: called with the bytes of each finished block.
-    """
-
-    def __init__(self, threads: int | None = None, progress: Callable[[int], object] | None = None):
-        self.threads = threads or default_threads(CPU_THREADS)
-        self._progress = progress or (lambda nbytes: None)
+    def __init__(self) -> None:
         self._descriptors: dict[str, int] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -56,7 +50,7 @@ class Writer:
         if len(blocks) < 2 and not any(op.flat.is_cuda for op in ops):
             return sum(map(self._write, blocks))
         device = next((op.flat.device for op in ops if op.flat.is_cuda), None)
-        with ThreadPoolExecutor(self.threads, "write", on_device, (device,)) as pool:
+        with ThreadPoolExecutor(default_threads(CPU_THREADS), "write", on_device, (device,)) as pool:
             return sum(pool.map(self._write, blocks))
 
     def close(self) -> None:
@@ -80,7 +74,6 @@ class Writer:
             except OSError as error:
                 raise WeightsError(f"{op.file}: writing at byte {begin} failed: {error.strerror}.", file=op.file) from error
             view, begin = view[count:], begin + count
-        self._progress(op.nbytes)
         return op.nbytes
 
     def _on_host(self, op: WriteOp) -> torch.Tensor:
@@ -132,7 +125,7 @@ def create(file: str, head: bytes, size: int) -> None:
 _NO_FALLOCATE = (22, 38, 95)  # EINVAL, ENOSYS, EOPNOTSUPP: file systems that cannot reserve
 
 
-def fsync(path: str) -> None:
+def fsync(path: str | Path) -> None:
     """Make a file's bytes, or the names in a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -20,7 +20,7 @@ ROWS: list[set[str]] = [
     {"flat", "hostgradients", "kernels"},
     {"weights", "optim", "data", "diagnostics", "buffers", "meeting", "precision", "steps"},
     {"branches", "models"},
-    {"agreement", "bypass", "checkpoint", "master", "reduction", "settings"},
+    {"agreement", "bypass", "checkpoint", "foreign", "master", "reduction", "settings"},
     {"accumulation", "assembly", "evaluation"},
     {"argument_problems", "engine"},
     {"arguments", "auto", "runfolder", "shortage"},

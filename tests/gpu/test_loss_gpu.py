@@ -13,6 +13,7 @@ from bigtrain.kernels import cross_entropy
 from bigtrain.kernels.cross_entropy import kernels_for, linear_cross_entropy
 from bigtrain.plan.activations import fused_loss_rows
 from tests import python_path
+from tests.unit.kernels.test_cross_entropy import _exact
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -50,12 +51,6 @@ def _problem(tokens, vocab, width):
     targets = (torch.rand(tokens, device="cuda") ** 3 * vocab).long()
     targets[::5] = -100
     return hidden, weight, targets
-
-
-def _exact(hidden, weight, targets, factor):
-    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    loss = torch.nn.functional.cross_entropy(hidden @ weight.t(), targets)
-    return loss.item(), torch.autograd.grad(loss * factor, (hidden, weight))
 
 
 def test_nearer_to_fp64_than_liger_kernel():

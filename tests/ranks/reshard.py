@@ -75,8 +75,7 @@ def decoded(engine) -> dict[tuple[str, str], torch.Tensor]:
 
 def eight_bit(engine):
     """(flat tensor, kind) of every 8-bit moment."""
-    names = {id(p): n for n, p in engine.module.named_parameters()}
-    for flat in live.flat_tensors(engine.deepspeed, names):
+    for flat in live.flat_tensors(engine):
         yield from ((flat, kind) for kind in MOMENTS if kind in flat.state)
 
 

@@ -1,7 +1,6 @@
 """Folders that DeepSpeed's own engine wrote, and universal checkpoints, go on in bigtrain on any number of ranks."""
 
 import argparse
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +8,9 @@ import torch
 from bigtrain.checkpoint import live
 from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError
-from bigtrain.flat import partition_layouts
 from bigtrain.models import build_model
 from tests.ranks.test_checkpoint_engine import _engine, _state, _step
+from tests.ranks.test_engine_checkpoint import Marker
 from tests.ranks.tiny import TinyLM, config
 
 
@@ -101,10 +100,9 @@ def test_files_of_two_saves_are_not_taken_for_one(rank_pool, tmp_path, stage, ki
 def _split(root, optimizer):
     engine = _engine(2, optimizer, seed=99)
     engine.load_checkpoint(root)
-    names = {id(p): n for n, p in engine.module.named_parameters()}
     inner, out = engine.deepspeed.optimizer.optimizer, {}
-    for partition, flat in zip(partition_layouts(engine.deepspeed.optimizer), live.flat_tensors(engine.deepspeed, names)):
-        master = inner.master(partition) if optimizer == "adamw_split" else partition.detach().view(-1)
+    for flat in live.flat_tensors(engine):
+        master = inner.master(flat.key) if optimizer == "adamw_split" else flat.key.detach().view(-1)
         moment = flat.state["exp_avg_sq"].abs()
         for name, _, start, at, count in flat.pieces:
             out[name, start] = master[at : at + count].clone(), moment.view(-1)[at : at + count].clone()
@@ -132,14 +130,6 @@ def _load_into(root, blocks):
         return str(error)
     finally:
         engine.close()
-
-
-class Marker:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (Path.touch, (Path(self.path),))
 
 
 def test_what_does_not_fit_is_said_and_no_code_runs(rank_pool, tmp_path):

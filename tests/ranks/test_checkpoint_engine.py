@@ -129,8 +129,7 @@ def _load_says(root, stage, optimizer):
 def _moments(engine) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
     """(kind, parameter) -> its 8-bit moment decoded, and the scale of each value's block (0 where it is kept in fp32)."""
     parts = []
-    names = {id(p): n for n, p in engine.module.named_parameters()}
-    for flat in live.flat_tensors(engine.deepspeed, names):
+    for flat in live.flat_tensors(engine):
         for kind, (scale_kind, signed) in MOMENTS.items():
             held = flat.state[kind].view(-1)
             values, scales = held.float(), torch.zeros(held.numel())
@@ -410,9 +409,9 @@ def test_B27_nothing_in_a_native_checkpoint_is_unpickled(rank_pool, tmp_path):
         assert "torch.load" not in text and "pickle" not in text, name
 
 
-def _bench(root, *more):
+def _bench(root):
     argv = ["--model", "preset:llama-tiny", "--seq_len", "16", "--warmup", "1", "--steps", "1", "--dir", root]
-    return bench_checkpoint_gpu.measure(bench_checkpoint_gpu.arguments([*argv, "--saves", "training", "at_once", *more]))
+    return bench_checkpoint_gpu.measure(bench_checkpoint_gpu.arguments([*argv, "--saves", "training", "at_once"]))
 
 
 def test_the_gpu_benchmark_measures_and_compares_what_it_loads(rank_pool, tmp_path):
@@ -420,16 +419,8 @@ def test_the_gpu_benchmark_measures_and_compares_what_it_loads(rank_pool, tmp_pa
     (result,) = rank_pool(1).run(_bench, str(tmp_path))
     assert result["loaded_equal"] and [row["mode"] for row in result["saves"]] == ["training", "at_once"]
     assert all(row["steps_beside"] >= 1 and row["stall_s"] >= row["call_s"] for row in result["saves"])
-    assert not any(tmp_path.iterdir())
-
-
-def test_the_gpu_benchmark_leaves_out_parts_of_the_writer(rank_pool, tmp_path):
-    (result,) = rank_pool(1).run(_bench, str(tmp_path), "--without", "hash", "disk", "--pace_gb_s", "0.5", "--writer_nice", "5")
-    assert len(result["saves"]) == 2 and "load_s" not in result
-    assert all(row["written_s"] > (result["gpu_bytes"] + result["host_bytes"]) / 0.5e9 for row in result["saves"])
     assert {name for row in result["saves"] for name, *_ in row["processor"]["threads"]} >= {"MainThread"}
-    (result,) = rank_pool(1).run(_bench, str(tmp_path))  # nothing stays left out
-    assert result["loaded_equal"]
+    assert not any(tmp_path.iterdir())
 
 
 class Counting(torch.nn.Linear):

@@ -252,3 +252,17 @@ def test_a_tag_whose_replacement_was_interrupted_is_loaded(rank_pool, tmp_path):
     assert RunFolder(tmp_path).resume_point("auto") == tmp_path / "checkpoint-0"
     rank_pool(2).run(_best, str(tmp_path))
     assert (tmp_path / "best" / "COMMIT").exists()
+
+
+def _without_its_tag(root):
+    engine = _engine(2)
+    engine.save_checkpoint(root, tag="last")
+    said = _said(lambda: engine.load_checkpoint(root))
+    engine.load_checkpoint(root, tag="last")
+    engine.close()
+    return said
+
+
+def test_where_only_tagged_checkpoints_are_the_tags_are_named(rank_pool, tmp_path):
+    for said in rank_pool(2).run(_without_its_tag, str(tmp_path)):
+        assert "no complete checkpoint" in said and "by that only (tag, or path): last" in said

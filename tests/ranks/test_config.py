@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from bigtrain.config import GenerateOptions, ModelShape, RunValues, generate, presets, resolve
+from bigtrain.config import PRESETS, GenerateOptions, ModelShape, RunValues, generate, resolve
 from bigtrain.config.load import load
 
 MICRO_STEPS = (1.0, 2**-9, 2**-9, 2**-9)
@@ -101,7 +101,7 @@ def three_losses(config):
     return losses, engine.get_lr(), engine.gradient_clipping(), type(engine.basic_optimizer).__name__
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_resolved_preset_trains(rank_pool, name):
     done = resolve(load(name), run=RunValues(learning_rate=1e-2), model=ModelShape(hidden_size=64), world_size=2, device="cpu")
     for losses, rate, clipping, optimizer in rank_pool(2).run(three_losses, done.config):

@@ -366,3 +366,22 @@ def test_evaluate_counts_each_token_once_and_restores_modes(rank_pool):
     first, second = rank_pool(2).run(_modes)
     assert first[:3] == second[:3] and first[2] == (True, False, False)
     assert math.isfinite(first[0])
+
+
+def _under_default_dtype(dtype):
+    torch.manual_seed(0)
+    model = TinyLM()
+    torch.set_default_dtype(dtype)  # left there by the script, as for building a model in bf16
+    try:
+        engine = _engine(0, bf16=False, model=model)
+        results = [engine.train_step(share(rows(s), engine.rank, engine.world_size, 1)) for s in range(2)]
+        engine.close()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return [(r.loss, r.grad_norm) for r in results]
+
+
+def test_gradients_are_summed_in_fp32_at_stage_0_whatever_torchs_default_dtype_is(rank_pool):
+    pool = rank_pool(2)
+    for one, other in zip(pool.run(_under_default_dtype, torch.bfloat16), pool.run(_under_default_dtype, torch.float32)):
+        assert one == other

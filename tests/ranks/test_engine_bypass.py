@@ -12,7 +12,7 @@ import torch
 
 from bigtrain import ranks, zero
 from bigtrain.engine import Engine
-from bigtrain.errors import BypassError
+from bigtrain.errors import BypassError, UsageError
 from tests.ranks.tiny import Branched, config, whole_weights
 
 LR = 0.1
@@ -141,6 +141,31 @@ def test_through_the_engine_gradients_are_the_mean_of_the_ranks_and_drift_is_zer
 def test_a_bypassed_loss_is_refused_on_every_rank(rank_pool, stage, accumulation, plain):
     for message in rank_pool(2).run(_bypassed, stage, accumulation, plain):
         assert message is not None and "engine" in message and "rank" in message
+
+
+def _inferred(stage):
+    """What a forward in inference mode between two steps says, and whether training goes on."""
+    engine = Engine(Branched(), ds_config=config(stage, bf16=False), learning_rate=0.01)
+    said = []
+    for call in (engine, engine.module):
+        engine.backward(engine(_x(engine.rank, 0)))
+        engine.step()
+        try:
+            with torch.inference_mode():
+                call(_x(engine.rank, 1))
+        except UsageError as error:
+            said.append(str(error))
+    engine.backward(engine(_x(engine.rank, 2)))
+    engine.step()
+    engine.close()
+    return said
+
+
+def test_inference_mode_at_stage_3_is_refused_before_it_spoils_weights(rank_pool):
+    """The next training forward died with torch's "Inference tensors cannot be saved for backward", and so on for good."""
+    assert rank_pool(2).run(_inferred, 2) == [[], []]
+    for said in rank_pool(2).run(_inferred, 3):
+        assert len(said) == 2 and all("use torch.no_grad()" in one for one in said)
 
 
 def test_plain_deepspeed_drifts_or_computes_wrongly(rank_pool):

@@ -154,8 +154,8 @@ def test_a_gradient_that_comes_in_two_parts_is_summed_or_refused(rank_pool):
         assert max(rank_pool(2).run(_run, stage, Shared, _one_by_one)) <= BOUND
     for stage in (2, 3):
         for message in rank_pool(2).run(_run, stage, Shared, _one_by_one, reduce_bucket_size=10):
-            # The weight or the bias: whichever of the two autograd brings twice first.
-            assert "of shape (12" in message and "use_reentrant=False" in message
+            # Weight or bias, whichever autograd reaches first.
+            assert "of shape (12," in message and "use_reentrant=False" in message
 
 
 def _one_after_another(stage):
@@ -180,6 +180,27 @@ def _one_after_another(stage):
 def test_an_engine_lets_go_of_its_module_when_it_is_closed(rank_pool, stage):
     for refused, apart in rank_pool(2).run(_one_after_another, stage):
         assert "engine.close()" in refused and apart <= BOUND
+
+
+def _closed_in_a_step(stage):
+    first = _engine(stage)
+    first.backward(first(_x(first.rank, 9, 9)))
+    first.close()
+    if stage < 3:
+        first.module(_x(0, 9, 8)).backward()  # plain torch in between, and no zero_grad
+    second = _engine(stage, first.module)
+    norm = _one_by_one(second, 0).grad_norm
+    fresh = _engine(stage)
+    expected = _one_by_one(fresh, 0).grad_norm
+    second.close()
+    fresh.close()
+    return norm, expected
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_from_before_an_engine_are_not_in_its_first_step(rank_pool, stage):
+    for norm, expected in rank_pool(2).run(_closed_in_a_step, stage):
+        assert norm == expected
 
 
 def _copied(stage):

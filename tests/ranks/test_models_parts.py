@@ -310,12 +310,10 @@ def test_B17_adapters_see_full_shapes_on_a_partitioned_model(rank_pool):
 
 def _forwards(kind, stage, on):
     """Forward calls of each block in one training step."""
-    from bigtrain.models import build_model, enable_activation_checkpointing, export_config, wants_activation_checkpointing
+    from bigtrain.models import build_model, enable_activation_checkpointing
+    from bigtrain.weights.companions import exported_config
 
-    config = {
-        **_config(stage),
-        **({"activation_checkpointing": {"cpu_checkpointing": False, "partition_activations": True}} if on else {}),
-    }
+    config = _config(stage)
     if kind == "hf":
         model = build_model(zoo.source("llama"), ds_config=config, seed=7)
         blocks, classes, batch = list(model.model.layers), None, _batch()
@@ -325,7 +323,7 @@ def _forwards(kind, stage, on):
         blocks, classes, batch = list(model.blocks), ["Block"], {"x": torch.ones(2, 8).bfloat16()}
         inner = [b.inner for b in blocks]
     names = [n for n, _ in model.named_parameters()]
-    wrapped = enable_activation_checkpointing(model, classes) if wants_activation_checkpointing(config) else 0
+    wrapped = enable_activation_checkpointing(model, classes) if on else 0
     assert names == [n for n, _ in model.named_parameters()]
     counts = [0] * len(inner)
     for i, module in enumerate(inner):
@@ -333,7 +331,7 @@ def _forwards(kind, stage, on):
     engine = _engine(model, stage)
     losses = [_step(engine, **batch) for _ in range(2)]
     engine.destroy()
-    cache = (model.config.use_cache, export_config(model).use_cache) if kind == "hf" else None
+    cache = (model.config.use_cache, exported_config(model, torch.bfloat16).use_cache) if kind == "hf" else None
     return wrapped, [c / 2 for c in counts], losses, cache, model.bigtrain_info.checkpointed_blocks
 
 
@@ -496,3 +494,36 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
     torch.save({"state_dict": Teacher().state_dict(), "hyper_parameters": argparse.Namespace(a=1)}, path)
     with pytest.raises(WeightsError, match="would run code"):
         frozen_module(Teacher, path)
+
+
+def _spoiled(folder, stage):
+    """What `verify_load` says when memory does not hold what was read, on this rank."""
+    from bigtrain.errors import BigtrainError
+    from bigtrain.weights import load
+
+    def read_and_spoil(plan, *args):
+        done = read_all(plan, *args)
+        tensor = next(slot.tensor for slot, part in plan.filled if part.name == "model.layers.1.mlp.up_proj.weight")
+        getattr(tensor, "ds_tensor", tensor).data.view(-1)[5] += 1
+        return done
+
+    read_all, load._read_all = load._read_all, read_and_spoil
+    try:
+        _from_folder(folder, stage, verify_load=True)
+    except BigtrainError as error:
+        return str(error)
+    finally:
+        load._read_all = read_all
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_verify_load_compares_every_tensor_with_its_file(rank_pool, tmp_path, stage):
+    from bigtrain.errors import ModelError
+    from bigtrain.models import build_model
+
+    _save(tmp_path, "llama")
+    assert rank_pool(2).run(_refused, tmp_path, stage, verify_load=True) == [(), ()]
+    said = rank_pool(2).run(_spoiled, tmp_path, stage)
+    assert all("1 tensors are not what the file holds" in one and "up_proj" in one for one in said)
+    with pytest.raises(ModelError, match="preset:llama-tiny has no weight files"):
+        build_model("preset:llama-tiny", verify_load=True)

@@ -93,7 +93,8 @@ def _story(root, stage, optimizer, late):
         seen.append((result.loss, result.grad_norm))
 
     step(0)
-    pending = engine._reduction.stream is not None and any(p.under_way for p in engine._reduction.stream._plans.values())
+    stream = engine._reduction.stream
+    pending = stream is not None and any(p.waited + 1 < len(p.chunks) for p in stream._plans.values())
     step(1)
     seen.append(engine.evaluate(rows(50, SAMPLES)[engine.rank :: engine.world_size]).loss)
     step(2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -387,3 +388,16 @@ def test_smollm2(demo, tmp_path):
     assert tuned.first_loss == pytest.approx(tuned.first_loss_plain, rel=5e-3)  # bf16: 8 bits
     assert tuned.held_out == pytest.approx(tuned.held_out_plain, rel=2e-4)  # other shapes of bf16 products round differently
     assert tuned.last_loss < tuned.last_loss_before and tuned.held_out < tuned.held_out_before
+
+
+def test_an_evaluation_that_a_stop_came_before_is_made_when_the_run_goes_on(demo, tmp_path):
+    """Asked to stop in step 2, a run saves it and leaves; the evaluation after step 2 was then never made."""
+    words = [TRAIN, *flags(demo, tmp_path, eval_data=demo / "validation.jsonl", eval_steps=2, save_steps=2, no_export=True)]
+    run_forked(words)
+    evaluated = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    (tmp_path / "eval.jsonl").write_text("")
+    run_forked([*words, "--resume_from_checkpoint", "auto"])
+    again = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
+    assert [(r["step"], r["eval_loss"]) for r in again] == [(r["step"], r["eval_loss"]) for r in evaluated]
+    assert [r["step"] for r in again] == [2, 4]

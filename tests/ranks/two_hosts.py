@@ -478,15 +478,20 @@ def killed(bench: Bench) -> list[Row]:
 @scenario
 def off(bench: Bench) -> list[Row]:
     """host-b loses power: no process says goodbye, no packet comes any more."""
+    return gone(bench, "off", "off-b", "power of host-b fails")
+
+
+def gone(bench: Bench, verb: str, name: str, what: str) -> list[Row]:
+    """Nothing comes from host-b any more."""
     with TwoHosts(bench.work / "lab") as hosts:
-        job = Job(hosts, "hostfile", bench.out("off-b"), bench.flags(max_steps=4000, save_steps=3, **WATCH))
+        job = Job(hosts, "hostfile", bench.out(name), bench.flags(max_steps=4000, save_steps=3, **WATCH))
         job.until_step(4)
         began = time.monotonic()
-        hosts.do("off", "b")
+        hosts.do(verb, "b")
         end, found = job.finish()
         said = pick(job.output("a"), GONE.format(1))
         good = 0 not in found.values() and said != "NOTHING"
-        return [Row("power of host-b fails", "hostfile", end - began, codes(found), said, "", good)]
+        return [Row(what, "hostfile", end - began, codes(found), said, "", good)]
 
 
 @scenario
@@ -529,15 +534,7 @@ def cut(bench: Bench) -> list[Row]:
 @scenario
 def cut_for_good(bench: Bench) -> list[Row]:
     """The cable of host-b is pulled and stays out."""
-    with TwoHosts(bench.work / "lab") as hosts:
-        job = Job(hosts, "hostfile", bench.out("cut-for-good"), bench.flags(max_steps=4000, save_steps=3, **WATCH))
-        job.until_step(4)
-        began = time.monotonic()
-        hosts.do("cut", "b")
-        end, found = job.finish()
-        said = pick(job.output("a"), GONE.format(1))
-        good = 0 not in found.values() and said != "NOTHING"
-        return [Row("cable of host-b out for good", "hostfile", end - began, codes(found), said, "", good)]
+    return gone(bench, "cut", "cut-for-good", "cable of host-b out for good")
 
 
 @scenario

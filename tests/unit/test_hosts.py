@@ -1,6 +1,7 @@
 """What can be said about several hosts without them."""
 
 import socket
+from pathlib import Path
 
 import psutil
 import pytest
@@ -91,6 +92,12 @@ def test_settings_that_should_be_equal():
 def test_installed_names_what_decides_results():
     found = installed()
     assert {"Python", "package torch", "package deepspeed", "package transformers", "source of bigtrain"} <= set(found)
+
+
+def test_any_other_source_of_the_package_is_seen(monkeypatch):
+    read, before = Path.read_bytes, installed()["source of bigtrain"]
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == "engine.py"))
+    assert installed()["source of bigtrain"] != before
 
 
 def test_interface_leads_outward_or_is_left_open():

@@ -25,3 +25,12 @@ def test_only_causal_models_leave_out_the_first_label_of_a_row():
 def test_segmentation_has_an_index_of_its_own_for_what_is_ignored():
     model = Says("ForSemanticSegmentation", semantic_loss_ignore_index=255)
     assert steps.target_counter(model)({"labels": LABELS}) == 5
+
+
+def test_a_sample_labelled_minus_100_is_no_target_either():
+    """torch's cross entropy leaves it out of the mean that a classifier's loss is."""
+    count = steps.target_counter(Says("ForSequenceClassification"))
+    assert count({"input_ids": torch.zeros(4, 9), "labels": torch.tensor([2, -100, 0, -100])}) == 2
+    assert count({"input_ids": torch.zeros(4, 9), "labels": torch.tensor([0.5, -100.0, 1.0, 2.0])}) == 4
+    nothing = {"labels": torch.tensor([-100, -100])}
+    assert count(nothing) == 0 and count(steps.without_targets(nothing)) == 1

@@ -99,9 +99,7 @@ def _talk(request: Request, env: Mapping[str, str], launch: comm.Launch) -> list
     return comm.climb(attempt, list(network.interfaces_up()), request.ladder)
 
 
-def preflight(
-    folder: str, ranks_on_host: int, env: Mapping[str, str] = os.environ, root: str = "/", gpu: bool = False
-) -> list[Finding]:
+def preflight(folder: str, ranks_on_host: int, env: Mapping[str, str] = os.environ, gpu: bool = False) -> list[Finding]:
     """The part that a run can afford before it starts, under a second and without torch: complaints only.
 
     Not the ranks' places: under a launcher each process may see other cards, so the ranks themselves compare them.
@@ -109,7 +107,7 @@ def preflight(
     found = devices.measure_devices(env) if gpu else None
     driver = found.gpus[0].driver if found and found.gpus else None
     findings = guarded("versions", lambda: versions.check_pairs(versions.measure_packages(driver)))
-    findings += guarded("limits", lambda: limits.check_limits(limits.measure_limits(ranks_on_host, gpu, root, env)))
+    findings += guarded("limits", lambda: limits.check_limits(limits.measure_limits(ranks_on_host, gpu, env=env)))
     findings += guarded("network", lambda: network.check_interfaces(network.measure_network(env)))
     findings.append(storage.check_space(storage.measure_storage(folder, speed=False)))
     findings += devices.check_devices(found) if found else []

@@ -99,8 +99,8 @@ def _limit(kind: int) -> tuple[int | None, int | None]:
     return tuple(None if n == resource.RLIM_INFINITY else n for n in (soft, hard))  # type: ignore[return-value]
 
 
-def probe_shm(folder: Path, size: int = SHM_PROBE_BYTES) -> tuple[int | None, int | None, str | None]:
-    """`(size, free, error)`: writes `size` bytes to a file there and removes it."""
+def probe_shm(folder: Path) -> tuple[int | None, int | None, str | None]:
+    """`(size, free, error)`: writes a file there and removes it."""
     try:
         status = os.statvfs(folder)
     except OSError as error:
@@ -109,7 +109,7 @@ def probe_shm(folder: Path, size: int = SHM_PROBE_BYTES) -> tuple[int | None, in
     block = bytes(_MIB)
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            for _ in range(size // _MIB):
+            for _ in range(SHM_PROBE_BYTES // _MIB):
                 if file.write(block) != _MIB:
                     return total, free, f"no space left after {file.tell() // _MIB} MiB"
     except OSError as error:

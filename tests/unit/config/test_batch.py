@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigtrain.config import RunValues, batch_numbers, resolve
+from bigtrain.config import RunValues, resolve
 from bigtrain.config.batch import ACCUMULATION, GLOBAL, MICRO, BatchError, Given, nearest_valid, solve_batch
 from bigtrain.errors import ConfigError
 
@@ -79,16 +79,6 @@ def test_groups_that_share_rows_do_not_multiply_the_batch():
 def test_flags_below_one_are_refused(field):
     with pytest.raises(ConfigError, match="at least 1"):
         resolve({"zero_optimization": {"stage": 2}}, run=RunValues(**{field: 0}))
-
-
-def test_batch_numbers_alone():
-    config = {"zero_optimization": {"stage": 2}, "train_batch_size": 12, "scheduler": {"type": "WarmupDecayLR"}}
-    batch = batch_numbers(config, run=RunValues(micro_batch=2), world_size=3)
-    assert (batch.micro, batch.accumulation, batch.total) == (2, 2, 12)
-    with pytest.raises(ConfigError, match="One valid choice"):
-        batch_numbers(config, world_size=5)
-    with pytest.raises(ConfigError, match="--per_device_train_batch_size says 2"):
-        batch_numbers({"train_micro_batch_size_per_gpu": 1}, run=RunValues(micro_batch=2))
 
 
 @pytest.mark.parametrize(

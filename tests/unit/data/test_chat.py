@@ -169,3 +169,37 @@ def test_prompt_and_completion_messages_train_on_the_completion_only(tokenizer, 
     source = Dataset.from_list([{"prompt": TALK[:3], "completion": TALK[3:]}])
     row = tokenise(source, tokenizer)[0]
     assert _targets(tokenizer, (row["input_ids"], row["labels"])) == ["four five<|turn_end|>"]
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_what_a_template_for_text_alone_cannot_say_is_refused(tokenizer, marks):
+    """Content in parts was learned as Python prints a list, and a tool call as an empty answer."""
+    template = (
+        "{% for m in messages %}<|turn|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|turn_end|>"
+        "{% endgeneration %}{% else %}{{ m.content }}<|turn_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+    )
+    tokenizer.chat_template = template if marks else _cut_marks(template)
+    chat = ChatEncoder(tokenizer)
+    parts = [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}]} for m in TALK[:2]]
+    with pytest.raises(DataError, match=r"sample 7: the chat template prints the content .*'text': 'one'"):
+        chat.encode(parts, 7)
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    called = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [call]}, *TALK[2:]]
+    with pytest.raises(DataError, match="sample 8: the chat template leaves out tool calls"):
+        chat.encode(called, 8)
+
+
+def test_a_template_that_has_tool_calls_and_parts_takes_them(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|turn|>{{ m.role }}\n{% generation %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}{% endgeneration %}<|turn_end|>{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    talk = [
+        {"role": "user", "content": [{"type": "text", "text": "one"}]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    ids, _ = ChatEncoder(tokenizer).encode(talk, 0)
+    assert tokenizer.decode(ids) == "<|turn|>user\none<|turn_end|><|turn|>assistant\nweather<|turn_end|>"

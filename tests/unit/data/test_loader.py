@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 
 import pytest
@@ -85,8 +86,6 @@ def test_resume_is_exact_mid_epoch_and_in_later_epochs(start):
     assert len(resumed) == 15 - start
     assert [_ids(step) for step in resumed] == whole[start:]
     assert [_ids(step) for step in resumed] == whole[start:]  # iterating again starts at the same step
-    resumed.seek(3)
-    assert [_ids(step) for step in resumed] == whole[3:]
     assert resumed.position(3) == 12
 
 
@@ -99,7 +98,7 @@ def test_resume_on_another_world_size_continues_the_same_order():
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_give_the_same_batches_and_end(workers, no_workers_left):
     alone = [_ids(step) for step in _loader()]
-    with _loader(num_workers=workers) as loader:
+    with contextlib.closing(_loader(num_workers=workers)) as loader:
         assert [_ids(step) for step in loader] == alone
         iterator = iter(loader)
         assert _ids(next(iterator)) == alone[0]  # left in the middle

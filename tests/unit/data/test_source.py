@@ -155,3 +155,9 @@ def test_kind_by_columns():
         sample_kind(["id", "text", "messages"])
     with pytest.raises(DataError, match="'prompt' with 'completion' and 'body'"):
         sample_kind(["prompt", "completion", "body"], "body")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfmarked \xc3\xa9")
+    (tmp_path / "b.txt").write_bytes(b"plain \xc3\xa9")
+    assert list(load_source(tmp_path, cache_dir=tmp_path / "cache")["text"]) == ["marked \xe9", "plain \xe9"]

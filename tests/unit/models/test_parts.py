@@ -12,12 +12,12 @@ from bigtrain.errors import ModelError, WeightsError
 from bigtrain.models import (
     build_model,
     enable_activation_checkpointing,
-    export_config,
     frozen_module,
     refuse_batchnorm_micro_batch_1,
     set_moe_leaf_modules,
-    wants_activation_checkpointing,
 )
+from bigtrain.weights.companions import exported_config
+from tests.ranks import families
 
 
 class Net(nn.Module):
@@ -107,18 +107,6 @@ def test_a_rank_uses_its_own_device_with_and_without_LOCAL_RANK(monkeypatch, env
 # ---------------------------------------------------------------- activation checkpointing
 
 
-@pytest.mark.parametrize(
-    ("block", "on"),
-    [
-        (None, False), ({}, True), ({"partition_activations": True}, True), ({"cpu_checkpointing": False}, False),
-        ({"enabled": False, "number_checkpoints": 4}, False), ({"number_checkpoints": 4}, True), ({"profile": True}, False),
-    ],
-)  # fmt: skip
-def test_when_the_config_asks_for_checkpointing(block, on):
-    assert wants_activation_checkpointing({} if block is None else {"activation_checkpointing": block}) is on
-    assert wants_activation_checkpointing(None) is False
-
-
 def test_B42_nothing_wrapped_is_said(caplog):
     with caplog.at_level(logging.WARNING):
         assert enable_activation_checkpointing(build_model(Net)) == 0
@@ -145,7 +133,12 @@ def test_a_block_with_dropout_recomputes_the_same_and_without_gradients_runs_onc
 
 def test_B47_use_cache_is_off_in_training_and_back_in_the_export():
     model = build_model("preset:llama-tiny", num_hidden_layers=1)
-    assert model.config.use_cache is False and model.bigtrain_info.use_cache is True and export_config(model).use_cache is True
+    assert model.config.use_cache is False and model.bigtrain_info.use_cache is True
+    assert exported_config(model, torch.bfloat16).use_cache is True
+    model = build_model(lambda: families.make("llava"))  # the outer config says nothing of a cache
+    exported = exported_config(model, torch.bfloat16)
+    assert model.config.text_config.use_cache is False and exported.text_config.use_cache is True
+    assert not hasattr(exported, "use_cache")
 
 
 # ---------------------------------------------------------------- experts

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from bigtrain.errors import UsageError
+from bigtrain.optim.chunks import chunk_elems
 from bigtrain.optim.eight_bit import MAX_CHUNK_ELEMS, AdamW8bit
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -35,6 +36,20 @@ def test_trap4_chunks_give_the_same_bits_as_one_call():
     _run(AdamW8bit([split], **SETTINGS, max_chunk_elems=1024), split, 10)
     assert torch.equal(whole, split)
     assert MAX_CHUNK_ELEMS < 2**31 and MAX_CHUNK_ELEMS % 256 == 0
+
+
+def test_a_partition_on_the_host_is_updated_in_pieces(monkeypatch):
+    """bitsandbytes' kernel for CPUs makes 19 bytes an element on the way: 1.2 GiB a rank for 106e6 elements."""
+    sizes, theirs = [], bitsandbytes.functional.optimizer_update_8bit_blockwise
+    monkeypatch.setattr(
+        bitsandbytes.functional,
+        "optimizer_update_8bit_blockwise",
+        lambda name, grad, *rest: (sizes.append(grad.numel()), theirs(name, grad, *rest)),
+    )
+    n = 3 * chunk_elems("cpu") + 700
+    param = _start(n)
+    _run(AdamW8bit([param], **SETTINGS), param, 1)
+    assert sizes == [chunk_elems("cpu")] * 3 + [700]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,7 @@ import transformers
 from bigtrain import shapes
 from bigtrain.plan import plan_input
 from bigtrain.plan.activations import FUSED_LOSS_CHUNKS, FUSED_LOSS_ELEMS, block_bytes, fused_loss_rows
-from bigtrain.plan.device import _Run, sharding
+from bigtrain.plan.device import Run, sharding
 from bigtrain.plan.families import supported
 from bigtrain.plan.family_kept import ACTIVATIONS
 from bigtrain.plan.geometry import geometry
@@ -179,7 +179,7 @@ def test_bytes_of_the_fused_loss_are_those_of_its_tensors(stage):
     )
     assert plan.loss_kind == "fused"
     t, g, tape = plan.tokens, plan.geometry, Tape()
-    run = _Run(plan, tape, sharding(plan, tape))
+    run = Run(plan, tape, sharding(plan, tape))
     run.micro, run.last = 0, True
     tape.phase("loss")
     run.shards.start_backward = lambda *_: None

@@ -1,6 +1,7 @@
 """The search: what it drops, what it prefers, what it says when nothing fits."""
 
 import functools
+import importlib
 import json
 
 import pytest
@@ -10,9 +11,11 @@ from bigtrain.errors import UsageError
 from bigtrain.plan import ZeroSettings, choose, plan_input, predict, rates_from, step_time
 from bigtrain.plan.choose import _SPARED, _families
 from bigtrain.plan.judge import judge, state_bytes
+from bigtrain.plan.settled import settled
 from bigtrain.plan.states import LAYOUTS
 
 GIB = 2**30
+search = importlib.import_module("bigtrain.plan.choose")  # the package exports a function of that name
 
 
 def base(name="llama-8.36b", world=1, **values):
@@ -50,13 +53,30 @@ def test_chosen_is_the_fastest_of_the_fitting_and_all_fit():
         assert c.input.micro_batch * c.input.accumulation * 2 == choice.global_batch
 
 
-@pytest.mark.parametrize("name, world, gpu, host", [("llama-1b", 1, 12, 32), ("llama-50m", 1, 5, 8), ("llama-8b", 1, 8, 16)])
+@pytest.mark.parametrize(
+    "name, world, gpu, host",
+    [
+        ("llama-1b", 1, 12, 32),
+        ("llama-50m", 1, 5, 8),
+        ("llama-8b", 1, 8, 16),
+        ("llama-8b", 1, 47.4, 64),
+        ("llama-3b", 2, 24, 128),
+    ],
+)
 def test_what_is_not_planned_would_not_have_been_chosen(name, world, gpu, host):
-    every = pick(name, world, gpu, host, wanted=None)
-    for wanted in (1, 3):
-        found = pick(name, world, gpu, host, wanted=wanted)
+    every = pick(name, world, gpu, host, 8 * world, wanted=None)
+    for wanted in (1, 3, 99):
+        found = pick(name, world, gpu, host, 8 * world, wanted=wanted)
         assert [c.input for c in found.fitting] == [c.input for c in every.fitting[:wanted]]
         assert found.advice == every.advice
+
+
+def test_what_a_run_leaves_open_is_settled_for_few(monkeypatch):
+    """It takes plans and replays each time: only where it decides which are the fastest."""
+    seen = []
+    monkeypatch.setattr(search, "settled", lambda plan, *args, **how: seen.append(plan) or settled(plan, *args, **how))
+    found = choose(base(world=2), gpu_memory_bytes=int(47.4 * GIB), host_memory_bytes=256 * GIB, global_batch=16, wanted=3)
+    assert len(found.fitting) == 3 and len(seen) <= 6
 
 
 def test_search_agrees_with_brute_force_on_a_small_model():

@@ -10,7 +10,7 @@ import pytest
 
 from bigtrain import shapes
 from bigtrain.plan import ZeroSettings, plan_input, predict, step_time
-from bigtrain.plan.device import _Run
+from bigtrain.plan.device import Run
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
 from tests.unit.plan.measured import HOST_UNIT, MEASURED, SPEED
@@ -146,9 +146,9 @@ def test_activations_of_a_real_run_without_zero(kernels, peak):
     )
     tape = Tape()
     shards = Unsharded(plan, tape, states=4)
-    run = _Run(plan, tape, shards)
+    run = Run(plan, tape, shards)
     for step in range(2):
-        run.micro_step(0, last=True, steady=step > 0)
+        run.micro_steps(steady=step > 0)
         shards.step(first=step == 0)
     assert abs(off(tape.ledger().peak_bytes, peak * 1e9)) <= 0.03
 

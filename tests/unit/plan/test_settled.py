@@ -11,7 +11,17 @@ from bigtrain.config import Resolved, RunValues
 from bigtrain.plan import predict
 from bigtrain.plan.inputs import ZeroSettings, plan_input
 from bigtrain.plan.judge import judge
-from bigtrain.plan.settled import SPARE_SHARE, buffers_are_open, buffers_wanted, settled
+from bigtrain.plan.roofline import step_time
+from bigtrain.plan.settled import (
+    SPARE_SHARE,
+    buffers_are_open,
+    buffers_wanted,
+    least_s,
+    settled,
+    with_all_buffers,
+    with_fewest_blocks,
+    with_most_buffers,
+)
 
 GIB = 2**30
 HOST = 126 * GIB
@@ -103,3 +113,16 @@ def test_no_plan_takes_no_spare_memory(monkeypatch):
     monkeypatch.setattr(capacity, "plan_of", lambda job, gpu: predict(plan_of(), reserve=False))
     done = capacity.settle(job(no_plan=True, checkpoint_blocks="auto"), 80 * GIB, HOST)
     assert "buffer_count" not in done.resolved.config["zero_optimization"]["offload_optimizer"]
+
+
+@pytest.mark.parametrize("name, card_gib", [("llama-8b", 79.1), ("llama-8b", 47.4), ("llama-20b", 79.1)])
+@pytest.mark.parametrize("micro_batch", [1, 8])
+def test_what_a_search_looks_at_first_is_a_bound(name, card_gib, micro_batch):
+    """`choose` leaves out what these bounds say is slower: no fewer buffers and no more blocks than are settled."""
+    plan, card = plan_of(name, micro_batch=micro_batch), int(card_gib * GIB)
+    found = settled(plan, card, HOST, None, share=False, buffers=True, blocks=True)
+    fewest = with_fewest_blocks(plan, card, HOST)
+    most = with_most_buffers(plan, card, None)
+    assert fewest.recomputed_blocks <= found.recomputed_blocks
+    assert found.settings.buffers <= most.settings.buffers <= with_all_buffers(plan, None).settings.buffers
+    assert least_s(plan, fewest, card, None) <= step_time(found).total_s

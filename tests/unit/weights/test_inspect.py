@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from bigtrain.checkpoint import cli
 from bigtrain.errors import UsageError, WeightsError
-from bigtrain.weights import cli
 from bigtrain.weights.inspect import inspect_folder
 from tests.unit.weights.damage import SHAPES, pristine, write
 
@@ -37,7 +37,7 @@ def test_bad_input_is_refused(tmp_path):
     with pytest.raises(UsageError, match="--world_size 0"):
         run(write(pristine(), tmp_path), "--world_size", "0")
     with pytest.raises(WeightsError, match="no such folder"):
-        run(str(tmp_path / "absent"))
+        inspect_folder(str(tmp_path / "absent"), None)
 
 
 def test_no_torch_is_imported(tmp_path):
