@@ -6,6 +6,7 @@ OUT/run.json  metrics.jsonl  eval.jsonl  ds_config.resolved.json  checkpoint-<st
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.metadata
 import json
 import logging
@@ -51,6 +52,7 @@ class RunFolder:
     def __init__(self, root: str | Path, second: str | None = None):
         self.root, self.second = Path(root).expanduser().resolve(), Path(second).resolve() if second else None
         self._aside, self._replaces = self.root / ASIDE, False
+        self._checked: dict[str, Any] | None = None
 
     def check(self, *, resume: str | None, overwrite: bool, reads: Sequence[str | None] = ()) -> None:
         """Look whether a run may write here; changes nothing, but brings back what a run that never made a step was to replace.
@@ -62,6 +64,7 @@ class RunFolder:
             UsageError: it holds a run and the user said neither to resume nor to overwrite it, or one that goes on right now, it
                 cannot be written to, or what would be removed is read.
         """
+        self._checked = {"resume": resume, "overwrite": overwrite, "reads": reads}
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"output_dir {self.root} is a file")
         self._refuse_living()
@@ -101,17 +104,21 @@ class RunFolder:
             )
 
     def open(self, *, resume: str | None) -> None:
-        """Make the folder; without `resume`, what an earlier run left there is put aside until this one has made a step.
+        """Make the folder this run's; without `resume`, what an earlier run left there is put aside until this one has made a step.
 
         Raises:
-            UsageError: the system refuses it.
+            UsageError: the system refuses it, or another run has begun there since `check`: tokenising may have taken hours.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            for path in self._own() if resume is None else ():
-                self._aside.mkdir(exist_ok=True)
-                os.replace(path, self._aside / path.name)
-                self._replaces = True
+            with _held(self.root):
+                if self._checked is not None:
+                    self.check(**self._checked)
+                for path in self._own() if resume is None else ():
+                    self._aside.mkdir(exist_ok=True)
+                    os.replace(path, self._aside / path.name)
+                    self._replaces = True
+                self.update_run(process=this_process(), outcome="running", started=now())
         except OSError as error:
             raise UsageError(f"output_dir {self.root} cannot be made: {error.strerror}") from error
 
@@ -210,9 +217,18 @@ class RunFolder:
         return state["global_step"], state["data_position"]
 
     def read_run(self) -> dict[str, Any]:
-        """run.json as it is, empty if there is none."""
+        """run.json as it is, empty if there is none, or one that a crash of the machine has emptied."""
         path = self.root / "run.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        try:
+            run = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except ValueError:
+            run = None
+        if not isinstance(run, dict):
+            logger.warning("%s is damaged: it is written anew", path)
+            return {}
+        return run
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         """Write a JSON file in one piece: readers see the old one or the new one."""
@@ -223,6 +239,18 @@ class RunFolder:
     def update_run(self, **values: Any) -> None:
         """Set keys of run.json."""
         self.write_json("run.json", {**self.read_run(), **values})
+
+
+@contextlib.contextmanager
+def _held(root: Path) -> Iterator[None]:
+    """Only one process of this host is in here for `root`, which exists."""
+    handle = os.open(root, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems lock no folders
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _remove(path: Path) -> None:

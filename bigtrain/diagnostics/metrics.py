@@ -12,6 +12,7 @@ What each number means:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -165,17 +166,17 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a metrics file in step order; a torn last line is left out."""
+    """Rows of a metrics file in step order; a torn last line, or one that a crash of the machine has damaged, is left out."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
     rows = []
     for line in lines:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
     return rows
 
 

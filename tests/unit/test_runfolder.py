@@ -80,11 +80,11 @@ def names(path):
 
 def test_starting_over_removes_only_what_a_run_wrote_and_not_before_its_first_step(folder, tmp_path):
     folder.open(resume=None)
-    assert names(tmp_path) == [".overwritten", "checkpoint-x", "mine"]
+    assert names(tmp_path) == [".overwritten", "checkpoint-x", "mine", "run.json"]
     assert names(tmp_path / ".overwritten") == ["checkpoint-10", "checkpoint-9", "metrics.jsonl", "model"]
     assert folder.checkpoints() == []
     folder.forget_the_one_before()
-    assert names(tmp_path) == ["checkpoint-x", "mine"]
+    assert names(tmp_path) == ["checkpoint-x", "mine", "run.json"]
 
 
 def test_a_run_that_fails_before_its_first_step_has_overwritten_nothing(folder, tmp_path):
@@ -100,7 +100,7 @@ def test_a_run_that_fails_before_its_first_step_has_overwritten_nothing(folder, 
         (tmp_path / "metrics.jsonl").write_text("new")
         folder.forget_the_one_before()
         raise ValueError
-    assert names(tmp_path) == ["checkpoint-x", "metrics.jsonl", "mine"]
+    assert names(tmp_path) == ["checkpoint-x", "metrics.jsonl", "mine", "run.json"]
 
 
 def test_a_run_that_is_to_be_started_again_keeps_its_place(folder, tmp_path, monkeypatch):
@@ -111,7 +111,7 @@ def test_a_run_that_is_to_be_started_again_keeps_its_place(folder, tmp_path, mon
         raise ValueError
     assert folder.checkpoints() == [] and (tmp_path / ".overwritten" / "checkpoint-9").is_dir()
     RunFolder(tmp_path).forget_the_one_before(always=True)
-    assert names(tmp_path) == ["checkpoint-x", "mine"]
+    assert names(tmp_path) == ["checkpoint-x", "mine", "run.json"]
 
 
 def test_the_next_run_finds_what_a_killed_one_was_to_overwrite(folder, tmp_path):
@@ -127,9 +127,9 @@ def test_the_next_run_finds_what_a_killed_one_was_to_overwrite(folder, tmp_path)
 
 
 def test_resuming_removes_nothing(folder, tmp_path):
-    before = sorted(tmp_path.iterdir())
+    before = names(tmp_path)
     folder.open(resume="auto")
-    assert sorted(tmp_path.iterdir()) == before
+    assert names(tmp_path) == sorted([*before, "run.json"])
 
 
 def test_run_json_is_updated_key_by_key(folder, tmp_path):
@@ -152,3 +152,34 @@ def test_other_data_is_told_fact_by_fact(caplog):
     assert caplog.messages == []
     Job.tell_changed_data(mine, {**mine.data_told, "rows": 12})
     assert len(caplog.messages) == 1 and caplog.messages[0].endswith(":\n  rows: 12 in the checkpoint, 10 in this run")
+
+
+def test_two_runs_that_start_at_once_do_not_share_a_folder(tmp_path):
+    """Both have looked before either has begun; hours of tokenising may lie between the look and the begin."""
+    slow = RunFolder(tmp_path / "out")
+    slow.check(resume=None, overwrite=False)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        quick = RunFolder(tmp_path / "out")
+        quick.check(resume=None, overwrite=False)
+        quick.open(resume=None)
+        os.write(write, b"!")
+        signal.pause()
+    os.read(read, 1)
+    try:
+        with pytest.raises(UsageError, match=f"is in use: process {pid}"):
+            slow.open(resume=None)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    with pytest.raises(UsageError, match="already holds a run"):  # what the quick one has done is not overwritten
+        slow.open(resume=None)
+
+
+@pytest.mark.parametrize("left", [b"", b"[]", b"\x00\x00\xff"])
+def test_a_damaged_run_json_does_not_stop_a_resumed_run(left, folder, tmp_path, caplog):
+    (tmp_path / "run.json").write_bytes(left)
+    folder.check(resume="auto", overwrite=False)
+    folder.open(resume="auto")
+    assert "run.json is damaged" in caplog.text and folder.read_run()["outcome"] == "running"

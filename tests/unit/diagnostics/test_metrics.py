@@ -160,3 +160,11 @@ def test_pss_is_measured_again_only_after_200_times_its_cost(monkeypatch):
     assert memory.pss_bytes() == 1
     now[0] = 20.15
     assert memory.pss_bytes() == 2
+
+
+def test_a_damaged_line_costs_no_other_row(tmp_path):
+    """A machine that crashed leaves zeros, or nonsense, where blocks had not reached the disk: rows after them were dropped."""
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n\x00\x00\xff\n3\n{"step": "x"}\n{"step": 2}\n{"st')
+    RowLog(path, keep_to_step=2).close()
+    assert read_rows(path) == [{"step": 1}, {"step": 2}]
