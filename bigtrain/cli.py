@@ -7,7 +7,9 @@ A verb lives in the `cli` module of the part that it belongs to; only that modul
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -76,6 +78,9 @@ def _describe(verbs: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code; errors of bigtrain's own print without a traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that this terminal cannot show is no reason to fail
     try:
         return _run(words)
     except BigtrainError as error:
@@ -84,6 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `bigtrain ... | head`
         sys.stderr.close()
         return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"{error.filename or 'the output'} cannot be written: no space is left there", file=sys.stderr)
+        return BigtrainError.exit_code
 
 
 def _resolved_config(args: argparse.Namespace, model_config: dict[str, Any] | None) -> Any:

@@ -61,7 +61,7 @@ def parse(text: str, name: str = "ds_config") -> dict[str, Any]:
         raise ConfigError(f"{name}: not readable as JSON: {error}") from None
     except _DuplicateKeyError as error:
         raise ConfigError(f"{name}: {error}") from None
-    except (OverflowError, RecursionError) as error:  # 1e999; brackets without end
+    except (OverflowError, RecursionError, ValueError) as error:  # 1e999; brackets without end; a number of 5000 digits
         raise ConfigError(f"{name}: not readable as JSON: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{name}: a ds_config is an object {{...}}, this is {type(data).__name__}")

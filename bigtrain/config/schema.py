@@ -63,7 +63,7 @@ class Key:
         if name in self.keys:
             return name, self.keys[name]
         for canonical, key in self.keys.items():
-            if key.also == name:
+            if key.also and key.also == name:
                 return canonical, key
         return None
 

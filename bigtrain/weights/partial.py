@@ -37,17 +37,22 @@ def begin(out_dir: str) -> str:
         with contextlib.suppress(FileNotFoundError):
             os.lstat(out_dir)  # a name that is too long would be noticed when everything has been written
         os.makedirs(parent, exist_ok=True)
+        temporary = _make(parent, stem, out_dir)
     except OSError as error:
         raise UsageError(f"{out_dir} cannot be made: {error.strerror}. Give another folder.") from error
+    lock = _lock(f"{temporary}.new")
+    assert lock is not None  # nobody else knows it
+    _locks[temporary] = lock
+    os.rename(f"{temporary}.new", temporary)  # under a name that is looked for, it is locked
+    return temporary
+
+
+def _make(parent: str, stem: str, out_dir: str) -> str:
     _clear_dead(os.path.realpath(out_dir))
     temporary = os.path.join(parent, f"{stem}{os.getpid()}-{socket.gethostname()}")
     for path in (temporary, f"{temporary}.new"):
         shutil.rmtree(path, ignore_errors=True)
     os.mkdir(f"{temporary}.new")
-    lock = _lock(f"{temporary}.new")
-    assert lock is not None  # nobody else knows it
-    _locks[temporary] = lock
-    os.rename(f"{temporary}.new", temporary)  # under a name that is looked for, it is locked
     return temporary
 
 

@@ -1,6 +1,8 @@
 """The `bigtrain` command: verbs, errors, and a start that a login node can afford."""
 
 import argparse
+import errno
+import os
 import resource
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import pytest
 
 from bigtrain import cli
 from bigtrain.errors import DoesNotFitError, UsageError
+from tests import python_path
 
 START_LIMIT_S = 0.3
 
@@ -107,3 +110,26 @@ def test_start_is_quick_and_without_torch(words):
 def test_optimizers_and_schedules_that_there_are_not_are_refused(words, capsys):
     assert cli.main(["config", "resolve", "zero3", *words]) == 2
     assert "did you mean" in capsys.readouterr().err
+
+
+def test_names_that_the_terminal_cannot_show_are_shown_all_the_same(tmp_path):
+    (tmp_path / "odd.json").write_text('{"\\ud800": 1}')
+    command = [
+        sys.executable,
+        "-c",
+        "import sys\nfrom bigtrain.cli import main\nsys.exit(main())",
+        "config",
+        "lint",
+        "odd.json",
+    ]
+    env = {**os.environ, "PYTHONPATH": python_path(), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "\\ud800" in done.stdout and not done.stderr
+
+
+def test_a_full_disk_is_said(monkeypatch, capsys):
+    def fail(words):
+        raise OSError(errno.ENOSPC, "No space left on device")  # `bigtrain plan > /full/plan.txt`
+
+    monkeypatch.setattr(cli, "_run", fail)
+    assert cli.main(["plan"]) == 1 and "no space is left" in capsys.readouterr().err

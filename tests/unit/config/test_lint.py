@@ -196,3 +196,8 @@ def test_an_optimizer_that_offloads_its_own_state_may_keep_a_part_at_any_stage(o
 def test_B33_a_writer_whose_files_cannot_be_read_back_is_refused(writer):
     (problem,) = find(lint({**BASE, "checkpoint": {"writer": writer}}), "checkpoint.writer", "error")
     assert "cannot be read back" in problem.fix
+
+
+def test_a_key_without_a_name_is_no_key():
+    """It was taken for the second spelling of the first key that has none."""
+    assert [p.severity for p in lint({**BASE, "": 1}) if "no such key" in p.why] == ["error"]

@@ -82,7 +82,10 @@ def test_duplicate_keys_are_refused(tmp_path):
         load(file)
 
 
-@pytest.mark.parametrize("text", [b'{"a": [1, 2}', b'{"a": ', b"[1, 2]", b" \n", b'{"a": "caf\xe9"}', b'{"a": 1e999}'])
+LONG = b'{"a": ' + b"9" * 5000 + b"}"  # more digits than Python makes a number of
+
+
+@pytest.mark.parametrize("text", [b'{"a": [1, 2}', b'{"a": ', b"[1, 2]", b" \n", b'{"a": "caf\xe9"}', b'{"a": 1e999}', LONG])
 def test_unreadable_files_are_named(tmp_path, text):
     file = tmp_path / "broken.json"
     file.write_bytes(text)

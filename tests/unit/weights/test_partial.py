@@ -61,7 +61,7 @@ def test_an_export_killed_between_its_renames_is_undone(tmp_path):
     assert (out / "config.json").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("name", ["m" * 300, "file/model", "/proc/no/such"])
+@pytest.mark.parametrize("name", ["m" * 300, "file/model", "/proc/no/such", "/proc/model"])
 def test_a_folder_that_cannot_be_is_refused_before_anything_is_written(tmp_path, name):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be made: "):
