@@ -16,4 +16,9 @@ def pytest_collection_modifyitems(items):
 
     A test says its world by a parameter named `world`; others keep their place.
     """
-    items.sort(key=lambda item: (getattr(item, "callspec", None) and item.callspec.params.get("world", 2)) or 2)
+
+    def world_of(item):
+        world = item.callspec.params.get("world") if hasattr(item, "callspec") else None
+        return world if isinstance(world, int) else 2
+
+    items.sort(key=world_of)
