@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch._dynamo  # before zero.Init changes torch's constructors: transformers would import it inside
-from measure import Recorder, Rows, instructions, refuse, take_card, world_size
+from measure import Recorder, Rows, end, instructions, refuse, take_card, world_size
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 OPTIM = {"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit"}
@@ -84,3 +84,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end()

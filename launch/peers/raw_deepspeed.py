@@ -10,7 +10,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch._dynamo  # before zero.Init changes torch's constructors: transformers would import it inside
-from measure import Recorder, Rows, instructions, rank, refuse, take_card, world_size
+from measure import Recorder, Rows, end, instructions, rank, refuse, take_card, world_size
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -79,3 +79,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end()

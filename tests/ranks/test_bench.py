@@ -20,7 +20,7 @@ GRID = {
     "cells": [
         {"num_gpus": 2, "runner": ["bigtrain", "raw_deepspeed", "hf_trainer"]},
         {"model": "preset:llama-70b"},  # no such host holds its states: exit 3
-        {"env": {"MASTER_PORT": "nonsense"}},  # ends with a traceback
+        {"env": {"BIGTRAIN_CONTROL_TIMEOUT_S": "nonsense"}},  # ends with a traceback
         {"max_cell_s": 1.5, "seq_len": 48},
     ],
 }  # fmt: skip
