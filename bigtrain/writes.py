@@ -43,18 +43,18 @@ class ForeignWrites:
 
     def settled(self) -> None:
         """All writes so far were the engine's own."""
-        self._seen = [_writes(p) for p in self._params]
+        self._seen, self._written = [_writes(p) for p in self._params], 0
 
     @torch.no_grad()
     def take_over(self) -> int:
         """Let masters take over what was written into weights since `settled`; a rank looks at the elements it owns.
 
         Returns:
-            As `RankStep.written`.
+            As `RankStep.written`, since `settled`: a save in between does not hide a write from the step that compares ranks.
         """
         now = [_writes(p) for p in self._params]
         if now == self._seen:
-            return 0
+            return self._written
         self._seen, before = now, self._seen
         changed = [(n, p, a[0] != b[0]) for n, p, a, b in zip(self._names, self._params, before, now) if a != b]
         taken = [name for name, param, whole in changed if self._take(param, whole)]
@@ -64,7 +64,8 @@ class ForeignWrites:
                 "values, the optimizer's moments stay",
                 listing(taken),
             )
-        return 2 if taken else 1
+        self._written = max(self._written, 2 if taken else 1)
+        return self._written
 
     def _take(self, param: Any, whole: bool) -> bool:
         """Whether the master of a written parameter differed; `whole`: the parameter itself was written, not this rank's slice."""

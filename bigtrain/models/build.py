@@ -94,11 +94,7 @@ def build_model(
     """
     config = _config(ds_config)
     stage = _stage(config)
-    if keep_in_fp32 and stage > 0 and dtype != torch.float32:
-        raise ModelError(
-            f"keep_in_fp32 needs stage 0: at stage {stage} DeepSpeed lays all parameters into buffers of one dtype, and its "
-            "fp32 master copy keeps the precision of updates anyway. Leave keep_in_fp32 out, or train with dtype=torch.float32."
-        )
+    _check_fp32(stage, dtype, keep_in_fp32)
     _check_ranks(stage)
     source = fetched(source)
     with ranks.together("reading the model's config"):
@@ -140,6 +136,14 @@ def _stage(config: Mapping[str, Any]) -> int:
     if stage not in (0, 1, 2, 3):
         raise ModelError(f"zero_optimization.stage is {stage!r}: a model can be built for stage 0, 1, 2 or 3.")
     return int(stage)
+
+
+def _check_fp32(stage: int, dtype: torch.dtype, keep_in_fp32: Sequence[str]) -> None:
+    if keep_in_fp32 and stage > 0 and dtype != torch.float32:
+        raise ModelError(
+            f"keep_in_fp32 needs stage 0: at stage {stage} DeepSpeed lays all parameters into buffers of one dtype, and its "
+            "fp32 master copy keeps the precision of updates anyway. Leave keep_in_fp32 out, or train with dtype=torch.float32."
+        )
 
 
 def _check_ranks(stage: int) -> None:

@@ -66,8 +66,8 @@ def test_what_was_written_is_trained_and_saved(rank_pool, tmp_path, stage, zero,
     assert rank_pool(2).run(_written, stage, zero, bf16, str(tmp_path)) == [([], []), ([], [])]
 
 
-def _on_one_rank(stage, back):
-    """Rank 0 alone writes other weights, and puts its own `back`."""
+def _on_one_rank(stage, back, folder=None):
+    """Rank 0 alone writes other weights, and puts its own `back`; with a folder all save before the next step."""
     engine = _engine(stage, {}, bf16=True)
     _train(engine, 0, 2)
     weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
@@ -76,6 +76,8 @@ def _on_one_rank(stage, back):
             param.zero_()
             if back:
                 param.copy_(weights[name])
+    if folder is not None:
+        engine.save_checkpoint(folder)
     try:
         return _train(engine, 2, 3)[0] > 0
     except RanksDisagreeError as error:
@@ -83,9 +85,9 @@ def _on_one_rank(stage, back):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_writing_on_one_rank_only_is_refused_unless_it_was_undone(rank_pool, stage):
+def test_writing_on_one_rank_only_is_refused_unless_it_was_undone(rank_pool, tmp_path, stage):
     assert rank_pool(2).run(_on_one_rank, stage, True) == [True, True]
-    for said in rank_pool(2).run(_on_one_rank, stage, False):
+    for said in [*rank_pool(2).run(_on_one_rank, stage, False), *rank_pool(2).run(_on_one_rank, stage, False, str(tmp_path))]:
         assert "step 3: a script wrote weights since the last step, but not on ranks [1]" in said
 
 
