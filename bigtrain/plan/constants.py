@@ -19,14 +19,14 @@ NCCL_PER_FURTHER_RANK_BYTES = 72_000_000
 # A communicator grows by channels, not without end: eight ranks of one host and more share rings.
 NCCL_RANKS_THAT_GROW_IT = 8
 
-# Resident set of a training process before any buffer (PSS). With CUDA, once it steps: median of twelve runs of launch/train.py on
-# an H200 with nothing on the host (1.96 to 2.20e9 B; what five on an H100 held beside their buffers: 2.12 to 2.35e9). Until the
-# first step libraries and kernels of it are missing: three runs at stage 3 held 1.50 to 1.59e9 beside the weights that pass through
-# the host (docs/results/plan_accuracy.md).
+# Resident set of a training process before any buffer (PSS). With CUDA, once it steps: 2.10e9 B each where two ran on one host (median
+# of twelve runs of launch/train.py on H200s, with nothing on the host), 2.28e9 where one ran alone (eleven on an H200: 2.24 to
+# 2.50e9, five on an H100: 2.12 to 2.35e9): two share 0.40e9 of library code and read-only data. Until the first step libraries and
+# kernels of it are missing: 1.55e9 each of two, 1.69e9 alone (docs/results/plan_accuracy.md).
 # On CPUs (torch 2.13, deepspeed 0.19.8, transformers 5.24): what launch/train.py holds by itself once it steps, which is Python
 # objects and library data of its own, and library code that the ranks of a host share.
-_CUDA_PROCESS_BYTES = 2_100_000_000
-_CUDA_UNTIL_STEPS_BYTES = 1_550_000_000
+_CUDA_PRIVATE_BYTES, _CUDA_SHARED_BYTES = 1_880_000_000, 400_000_000
+_CUDA_PRIVATE_UNTIL_STEPS_BYTES, _CUDA_SHARED_UNTIL_STEPS_BYTES = 1_410_000_000, 280_000_000
 _CPU_PRIVATE_BYTES = 385 * _MIB
 _CPU_SHARED_BYTES = 170 * _MIB
 
@@ -47,12 +47,16 @@ HOST_MARGIN = 0.05
 
 def process_bytes(device: str, ranks_per_node: int) -> int:
     """Host memory of one rank's process before any buffer; what ranks of a host share is divided among them (as PSS is)."""
-    return _CUDA_PROCESS_BYTES if device == "cuda" else _CPU_PRIVATE_BYTES + _CPU_SHARED_BYTES // ranks_per_node
+    if device == "cuda":
+        return _CUDA_PRIVATE_BYTES + _CUDA_SHARED_BYTES // ranks_per_node
+    return _CPU_PRIVATE_BYTES + _CPU_SHARED_BYTES // ranks_per_node
 
 
 def process_start_bytes(device: str, ranks_per_node: int) -> int:
     """The same until the first step."""
-    return _CUDA_UNTIL_STEPS_BYTES if device == "cuda" else process_bytes(device, ranks_per_node)
+    if device == "cuda":
+        return _CUDA_PRIVATE_UNTIL_STEPS_BYTES + _CUDA_SHARED_UNTIL_STEPS_BYTES // ranks_per_node
+    return process_bytes(device, ranks_per_node)
 
 
 def nccl_bytes(world_size: int) -> int:
