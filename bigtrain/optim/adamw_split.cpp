@@ -1,4 +1,4 @@
-// The split AdamW update on a CPU: one pass over memory. The arithmetic and its order are those of arithmetic.py; it is compiled
+// The split AdamW update on a CPU, and AdamW with 8-bit moments on an fp32 weight: one pass over memory. The arithmetic and its order are those of arithmetic.py; it is compiled
 // with -ffp-contract=off, so that every operation rounds on its own and fused multiply-adds stand only where they are written.
 //
 // A thread works on pieces of PIECE elements, whose fp32 temporaries stay in its first-level cache. The square root of such a
@@ -165,13 +165,44 @@ struct Coded {
   void mark_tie(int64_t) const {}
 };
 
+// ------------------------------------------------------------ masters: how they are kept
+
+struct Split {  // bf16 weight and the int16 rest
+  uint16_t* weight;
+  int16_t* low;
+  float load(int64_t i, uint32_t tie) const {
+    return float_of((uint32_t(weight[i]) << 16) + uint32_t(int32_t(low[i])) + (tie << 16));
+  }
+  void ask(int64_t i, int64_t n) const { fetch(weight + i, n), fetch(low + i, n); }
+  template <bool TieInSign>
+  uint32_t store(int64_t i, float w) const {
+    const uint32_t bits = bits_of(w);
+    uint32_t high = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    high = w == w ? high : 0x7FC0u;
+    const int32_t rest = int32_t(bits - (high << 16));
+    weight[i] = uint16_t(high);
+    low[i] = int16_t(TieInSign ? rest : std::min(rest, 32767));
+    return rest == 32768;
+  }
+  bool tied(int64_t i, float w) const { return bits_of(w) - (uint32_t(weight[i]) << 16) == 32768u; }
+};
+
+struct Whole {  // an fp32 weight
+  float* weight;
+  float load(int64_t i, uint32_t) const { return weight[i]; }
+  void ask(int64_t i, int64_t n) const { fetch(weight + i, n); }
+  template <bool>
+  uint32_t store(int64_t i, float w) const { weight[i] = w; return 0; }
+  bool tied(int64_t, float) const { return false; }
+};
+
 // ------------------------------------------------------------ the update
 
 // Masters and moments of a piece: new moments are written, decayed masters, first and second moments left in `t`. Meanwhile the
 // moments of the next piece are fetched from memory.
-template <class Moments, class Grad>
-void new_moments(const uint16_t* weight, const int16_t* low, const Grad* grad, const Moments& moments, int64_t at, int64_t n,
-                 bool more, const Scalars& s, Scratch& t) {
+template <class Master, class Moments, class Grad>
+void new_moments(const Master master, const Grad* grad, const Moments& moments, int64_t at, int64_t n, bool more,
+                 const Scalars& s, Scratch& t) {
   float* second = t.root.data_ptr<float>();
   for (int64_t begin = 0; begin < n; begin += BLOCK) {
     const int64_t count = std::min(n - begin, BLOCK), here = at + begin;
@@ -180,9 +211,8 @@ void new_moments(const uint16_t* weight, const int16_t* low, const Grad* grad, c
     float *w = t.w + begin, *m = t.m + begin, *v = second + begin;
     SIMD
     for (int64_t i = 0; i < count; ++i) {
-      const uint32_t bits = (uint32_t(weight[here + i]) << 16) + uint32_t(int32_t(low[here + i])) + (old.tie(i) << 16);
       const float g = load(grad, here + i) * s.factor, before = old.first(i), difference = g - before;
-      w[i] = float_of(bits) * s.decay;
+      w[i] = master.load(here + i, old.tie(i)) * s.decay;
       m[i] = s.weight1 < 0.5f ? std::fma(s.weight1, difference, before) : std::fma(s.weight1_less, difference, g);
       v[i] = std::fma(s.weight2 * g, g, old.second(i) * s.beta2);
       moments.put(here + i, m[i], v[i]);
@@ -191,32 +221,26 @@ void new_moments(const uint16_t* weight, const int16_t* low, const Grad* grad, c
   }
 }
 
-// New masters from the roots of the second moments, split again. Meanwhile the rest of the next piece is fetched.
-template <class Moments, class Grad>
-void new_weights(uint16_t* weight, int16_t* low, const Grad* grad, const Moments& moments, int64_t at, int64_t n, bool more,
+// New masters from the roots of the second moments, split again if they were. Meanwhile the rest of the next piece is fetched.
+template <class Master, class Moments, class Grad>
+void new_weights(const Master master, const Grad* grad, const Moments& moments, int64_t at, int64_t n, bool more,
                  const Scalars& s, Scratch& t) {
   const float* root = t.root.data_ptr<float>();
   const float inverse = 1.0f / s.root2;
   for (int64_t begin = 0; begin < n; begin += 64) {
     const int64_t end = std::min(n, begin + 64), next = at + begin + PIECE;
-    if (more) fetch(weight + next, 64), fetch(low + next, 64), fetch(grad + next, 64);
+    if (more) master.ask(next, 64), fetch(grad + next, 64);
     uint32_t ties = 0;
 #pragma omp simd reduction(| : ties)
     for (int64_t i = begin; i < end; ++i) {
       const float d = divide(root[i], s.root2, inverse) + s.eps;
       const float w = t.w[i] + (s.step_size * t.m[i]) / d;
-      const uint32_t bits = bits_of(w);
-      uint32_t high = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-      high = w == w ? high : 0x7FC0u;
-      const int32_t rest = int32_t(bits - (high << 16));
-      ties |= rest == 32768;
-      weight[at + i] = uint16_t(high);
-      low[at + i] = int16_t(Moments::tie_in_sign ? rest : std::min(rest, 32767));
+      ties |= master.template store<Moments::tie_in_sign>(at + i, w);
       t.w[i] = w;
     }
     if (ties)  // one master in 2^17
       for (int64_t i = begin; i < end; ++i)
-        if (bits_of(t.w[i]) - (uint32_t(weight[at + i]) << 16) == 32768u) moments.mark_tie(at + i);
+        if (master.tied(at + i, t.w[i])) moments.mark_tie(at + i);
   }
 }
 
@@ -235,8 +259,8 @@ void take_root(at::Tensor& values, int64_t n, bool exact) {
   }
 }
 
-template <class Moments, class Grad>
-void update_all(uint16_t* weight, int16_t* low, const Grad* grad, const Moments& moments, int64_t n, const Scalars& s, bool exact) {
+template <class Master, class Moments, class Grad>
+void update_all(const Master& master, const Grad* grad, const Moments& moments, int64_t n, const Scalars& s, bool exact) {
   const int64_t pieces = (n + PIECE - 1) / PIECE;
   at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
     at::NoGradGuard no_grad;
@@ -244,22 +268,19 @@ void update_all(uint16_t* weight, int16_t* low, const Grad* grad, const Moments&
     for (int64_t p = begin; p < end; ++p) {
       const int64_t at = p * PIECE, count = std::min(PIECE, n - at);
       const bool more = p + 1 < end && n >= at + 2 * PIECE;
-      new_moments(weight, low, grad, moments, at, count, more, s, scratch);
+      new_moments(master, grad, moments, at, count, more, s, scratch);
       take_root(scratch.root, count, exact);
-      new_weights(weight, low, grad, moments, at, count, more, s, scratch);
+      new_weights(master, grad, moments, at, count, more, s, scratch);
     }
   });
 }
 
-template <class Moments>
-void update_any(const at::Tensor& weight, const at::Tensor& low, const at::Tensor& grad, const Moments& moments, const Scalars& s,
-                bool exact) {
-  auto* w = static_cast<uint16_t*>(weight.data_ptr());
-  auto* l = low.data_ptr<int16_t>();
+template <class Master, class Moments>
+void update_any(const Master& master, const at::Tensor& grad, const Moments& moments, const Scalars& s, bool exact) {
   if (grad.scalar_type() == at::kBFloat16)
-    update_all(w, l, static_cast<const uint16_t*>(grad.data_ptr()), moments, weight.numel(), s, exact);
+    update_all(master, static_cast<const uint16_t*>(grad.data_ptr()), moments, grad.numel(), s, exact);
   else
-    update_all(w, l, grad.data_ptr<float>(), moments, weight.numel(), s, exact);
+    update_all(master, grad.data_ptr<float>(), moments, grad.numel(), s, exact);
 }
 
 template <class Table>
@@ -269,29 +290,32 @@ const Table* table(const at::Tensor& t) {
 }
 
 // Flat contiguous tensors of one length, but for the scales. `scalars`: those of arithmetic.Scalars in its order.
-// `tables`: codes and cells of arithmetic.code_tables, signed then unsigned; empty without 8-bit moments.
+// `tables`: codes and cells of arithmetic.code_tables, signed then unsigned; empty without 8-bit moments. `low`: empty for an fp32
+// weight, which has 8-bit moments.
 void update(
     const at::Tensor& weight, const at::Tensor& low, const at::Tensor& m, const at::Tensor& v, const at::Tensor& scale_m,
     const at::Tensor& scale_v, const at::Tensor& grad, double factor, at::ArrayRef<double> scalars, int64_t first, int64_t salt,
     bool exact, at::TensorList tables) {
   TORCH_CHECK(scalars.size() == 7, "seven scalars are needed");
-  for (const auto& t : {weight, low, m, v, grad})
+  const bool whole = weight.scalar_type() == at::kFloat;
+  for (const auto& t : {weight, whole ? weight : low, m, v, grad})
     TORCH_CHECK(t.is_contiguous() && t.numel() == weight.numel(), "flat contiguous tensors of one length are needed");
   const float weight1 = float(scalars[1]);
   const Scalars s{float(factor), float(scalars[0]), weight1, weight1 - 1.0f, float(scalars[2]), float(scalars[3]),
                   float(scalars[4]), float(scalars[5]), float(scalars[6])};
-  if (m.scalar_type() == at::kFloat) {
-    update_any(weight, low, grad, Fp32{m.data_ptr<float>(), v.data_ptr<float>()}, s, exact);
-  } else if (m.scalar_type() == at::kBFloat16) {
-    update_any(weight, low, grad, Bf16{static_cast<uint16_t*>(m.data_ptr()), static_cast<uint16_t*>(v.data_ptr()),
-                                       uint32_t(first), uint32_t(salt)}, s, exact);
-  } else {
+  if (m.scalar_type() == at::kByte) {
     TORCH_CHECK(tables.size() == 4, "8-bit moments need their code tables");
-    update_any(weight, low, grad,
-               Coded{m.data_ptr<uint8_t>(), v.data_ptr<uint8_t>(), scale_m.data_ptr<float>(), scale_v.data_ptr<float>(),
-                     table<Codes>(tables[0]), table<Codes>(tables[2]), table<Cells<true>>(tables[1]), table<Cells<false>>(tables[3])},
-               s, exact);
+    const Coded moments{m.data_ptr<uint8_t>(), v.data_ptr<uint8_t>(), scale_m.data_ptr<float>(), scale_v.data_ptr<float>(),
+                        table<Codes>(tables[0]), table<Codes>(tables[2]), table<Cells<true>>(tables[1]), table<Cells<false>>(tables[3])};
+    if (whole) return update_any(Whole{weight.data_ptr<float>()}, grad, moments, s, exact);
+    return update_any(Split{static_cast<uint16_t*>(weight.data_ptr()), low.data_ptr<int16_t>()}, grad, moments, s, exact);
   }
+  const Split master{static_cast<uint16_t*>(weight.data_ptr()), low.data_ptr<int16_t>()};
+  if (m.scalar_type() == at::kFloat)
+    update_any(master, grad, Fp32{m.data_ptr<float>(), v.data_ptr<float>()}, s, exact);
+  else
+    update_any(master, grad, Bf16{static_cast<uint16_t*>(m.data_ptr()), static_cast<uint16_t*>(v.data_ptr()), uint32_t(first),
+                                  uint32_t(salt)}, s, exact);
 }
 
 }  // namespace

@@ -136,10 +136,12 @@ def adamw_torch(groups: Groups, options: Options) -> torch.optim.Optimizer:
 
 
 def adamw_8bit(groups: Groups, options: Options) -> torch.optim.Optimizer:
-    """bitsandbytes' block-wise 8-bit AdamW on partitions of any size."""
+    """AdamW with bitsandbytes' block-wise 8-bit moments on partitions of any size."""
+    from bigtrain.optim import cpu_kernel
     from bigtrain.optim.eight_bit import AdamW8bit
 
-    return AdamW8bit(groups, **options.adam)
+    compiled = (options.offload or options.device == "cpu") and cpu_kernel.ready()
+    return AdamW8bit(groups, compiled=compiled, **options.adam)
 
 
 def adamw_split(groups: Groups, options: Options) -> torch.optim.Optimizer:

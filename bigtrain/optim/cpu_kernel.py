@@ -1,4 +1,4 @@
-"""The split AdamW update compiled for this host's CPU: reads and writes each value once (`adamw_split.cpp`).
+"""The AdamW updates of `arithmetic` compiled for this host's CPU: each value is read and written once (`adamw_split.cpp`).
 
 Compiled on first use by torch's own mechanism, into its cache (TORCH_EXTENSIONS_DIR), under a name that holds the kind of CPU, so
 that hosts which share a home folder do not run each other's instructions. What was compiled is used only if it gives the bits
@@ -35,13 +35,13 @@ def ready() -> bool:
 
     Where some rank has no kernel, all ranks take the torch path, and each says why: same bits, several times slower.
     """
-    with ranks.main_first("compiling the split AdamW kernel"):
+    with ranks.main_first("compiling the AdamW kernel"):
         why = why_not()
     reasons = {r: w for r, w in enumerate(ranks.all_gather_object(why)) if w}
     if reasons:
         first = min(reasons)
         log.warning(
-            "rank %d: the compiled split AdamW cannot be used (rank %d: %s). The update runs through torch: the same bits, several "
+            "rank %d: the compiled AdamW cannot be used (rank %d: %s). The update runs through torch: the same bits, several "
             "times slower a step.",
             ranks.rank(),
             first,
@@ -111,9 +111,9 @@ def update(
     """Update one flat chunk in place.
 
     Args:
-        weight: bf16 [n], contiguous, on the CPU.
+        weight: bf16 [n], or fp32 [n] with 8-bit moments; contiguous, on the CPU.
         grad: bf16 or fp32 [n].
-        parts: the state's tensors for this chunk, as `AdamWSplit` keeps them.
+        parts: the state's tensors for this chunk, as `AdamWSplit` keeps them; an fp32 weight has no `low`.
         s: the update's scalars.
         factor: what the gradient is multiplied by first, rounded to fp32; None for nothing.
         start: where the chunk begins in its partition; with `salt`, what the rounding of bf16 moments is drawn from.
@@ -125,7 +125,7 @@ def update(
     m, v, *scales = (parts[name] for name in names)
     scalars = [s.decay, s.weight1, s.beta2, s.weight2, s.root2, s.eps, s.step_size]
     torch.ops.bigtrain.adamw_split(
-        weight, parts["low"], m, v, *(scales or (none, none)), grad.contiguous(), 1.0 if factor is None else float(factor),
+        weight, parts.get("low", none), m, v, *(scales or (none, none)), grad.contiguous(), 1.0 if factor is None else float(factor),
         scalars, start, salt, exact_root, _tables() if scales else [],
     )  # fmt: skip
 

@@ -242,19 +242,22 @@ def by_torch(
     if "state1" in parts:
         m = arithmetic.decode(parts["state1"], parts["absmax1"], signed=True)
         v = arithmetic.decode(parts["state2"], parts["absmax2"], signed=False)
-        master = arithmetic.join_master(weight, parts["low"])
+        master = arithmetic.join_master(weight, parts["low"]) if "low" in parts else weight
     else:
         master = arithmetic.join_master(weight, parts["low"], torch.signbit(parts["exp_avg_sq"]))
         m, v = parts["exp_avg"].float(), parts["exp_avg_sq"].abs().float()
     arithmetic.adamw_(master, grad, m, v, s, exact_root)
-    high, low, tie = arithmetic.split_master(master)
-    weight.copy_(high)
     if "state1" in parts:
-        low = arithmetic.saturate_low(low, tie)
         for (code, scale), values in zip((("state1", "absmax1"), ("state2", "absmax2")), (m, v)):
             index, largest = arithmetic.encode(values, signed=code == "state1")
             parts[code].copy_(index)
             parts[scale].copy_(largest)
+    if "low" not in parts:
+        return  # the weight is the master
+    high, low, tie = arithmetic.split_master(master)
+    weight.copy_(high)
+    if "state1" in parts:
+        low = arithmetic.saturate_low(low, tie)
     elif parts["exp_avg"].dtype == torch.bfloat16:
         for name, rounded in zip(("exp_avg", "exp_avg_sq"), arithmetic.round_moments(m, v, tie, start, salt)):
             parts[name].copy_(rounded)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from bigtrain.errors import UsageError
+from bigtrain.optim import cpu_kernel, eight_bit
 from bigtrain.optim.chunks import chunk_elems
 from bigtrain.optim.eight_bit import MAX_CHUNK_ELEMS, AdamW8bit
 
@@ -23,11 +24,19 @@ def _start(n):
 
 
 @pytest.mark.parametrize("n", [777, 4096, 9999])
-def test_equals_bitsandbytes(n):
+def test_follows_bitsandbytes(n):
+    """Below 4,096 elements moments are fp32 and the bits bitsandbytes'; above they round alike but for the last bit of a moment,
+    which now and then falls to another code: far less than an update, 1e-3."""
     ours, theirs = _start(n), _start(n)
-    _run(AdamW8bit([ours], **SETTINGS), ours, 10)
-    _run(bitsandbytes.optim.AdamW8bit([theirs], **SETTINGS), theirs, 10)
-    assert torch.equal(ours, theirs)
+    optimizer, reference = AdamW8bit([ours], **SETTINGS), bitsandbytes.optim.AdamW8bit([theirs], **SETTINGS)
+    _run(optimizer, ours, 10)
+    _run(reference, theirs, 10)
+    difference = (ours - theirs).abs()
+    if n < 4096:
+        assert torch.equal(ours, theirs)
+    else:
+        assert difference.mean() < 1e-5 and difference.max() < 3e-3, (difference.mean(), difference.max())
+        assert (optimizer.state[ours]["state1"] != reference.state[theirs]["state1"]).float().mean() < 0.01
 
 
 def test_trap4_chunks_give_the_same_bits_as_one_call():
@@ -38,14 +47,28 @@ def test_trap4_chunks_give_the_same_bits_as_one_call():
     assert MAX_CHUNK_ELEMS < 2**31 and MAX_CHUNK_ELEMS % 256 == 0
 
 
-def test_a_partition_on_the_host_is_updated_in_pieces(monkeypatch):
-    """bitsandbytes' kernel for CPUs makes 19 bytes an element on the way: 1.2 GiB a rank for 106e6 elements."""
-    sizes, theirs = [], bitsandbytes.functional.optimizer_update_8bit_blockwise
-    monkeypatch.setattr(
-        bitsandbytes.functional,
-        "optimizer_update_8bit_blockwise",
-        lambda name, grad, *rest: (sizes.append(grad.numel()), theirs(name, grad, *rest)),
-    )
+def test_the_compiled_update_has_the_bits_of_the_torch_path():
+    if (why := cpu_kernel.why_not()) is not None:
+        pytest.skip(why)
+    n = 3 * chunk_elems("cpu") + 777
+    fast, slow = _start(n), _start(n)
+    optimizers = AdamW8bit([fast], compiled=True, **SETTINGS), AdamW8bit([slow], **SETTINGS)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(6):
+        grad = torch.randn(n, generator=generator) * torch.exp2(torch.randint(-30, 4, (n,), generator=generator).float())
+        grad[:600] = 0.0
+        for param, optimizer in zip((fast, slow), optimizers):
+            param.grad = grad.clone()
+            optimizer.step()
+    ours, theirs = optimizers[0].state[fast], optimizers[1].state[slow]
+    assert torch.equal(fast, slow)
+    assert all(torch.equal(ours[k], theirs[k]) for k in ("state1", "state2", "absmax1", "absmax2"))
+
+
+def test_without_the_kernel_a_partition_on_the_host_is_updated_in_pieces(monkeypatch):
+    """Its temporaries are fp32, 24 bytes an element and more: 2.5 GiB a rank for 106e6 elements."""
+    sizes = []
+    monkeypatch.setattr(eight_bit, "by_torch", lambda weight, *rest, **more: sizes.append(weight.numel()))
     n = 3 * chunk_elems("cpu") + 700
     param = _start(n)
     _run(AdamW8bit([param], **SETTINGS), param, 1)
