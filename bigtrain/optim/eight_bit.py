@@ -31,8 +31,8 @@ class AdamW8bit(torch.optim.Optimizer):
     """AdamW with block-wise 8-bit moments: bitsandbytes' codes and state.
 
     On a card by bitsandbytes' kernel. An fp32 weight on the host is updated as `adamw_split_8bit` updates its master (see
-    `arithmetic`): the same codes, and none of the temporaries (19 bytes an element) and threads (one for every 256 elements) of
-    bitsandbytes' own; 1.5e9 elements took that 24.5 s on 16 cores. The two round alike but for the last bit.
+    `arithmetic`): the same codes, without the temporaries of bitsandbytes' own update there (19 bytes an element) and in less
+    time (docs/log.md). The two round alike but for the last bit.
 
     Differs from `bitsandbytes.optim.AdamW8bit` also in this: a tensor above 2^31-1 elements is updated in chunks of whole
     256-element blocks, with the same result, where bitsandbytes fails with "invalid argument ... ops.cu"; and the learning
