@@ -205,12 +205,11 @@ def state_bytes(engine: Engine) -> tuple[int, int]:
     return gpu, sum(s.tensor.nbytes for s in slices) - gpu
 
 
-def save(
-    training: Training, engine: Engine, root: Path, mode: str, alone_s: float
-) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """One save with training going on until it is on disk: what it cost, and samples of what was saved."""
+def save(training: Training, engine: Engine, root: Path, mode: str, around: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """One save with training going on until it is on disk, `around` steps before and after: what it cost, and samples of what was saved."""
     for old in root.glob("checkpoint-*"):  # the disk may have room for one only
         shutil.rmtree(old)
+    before_s, _ = training.steps(around)
     kept = samples(engine)
     first = len(training.seconds)
     begin, threads = settled(), Threads()
@@ -228,12 +227,14 @@ def save(
     row: dict[str, Any] = {
         "mode": mode, "call_s": call_s, "wait_s": wait_s, "stall_s": call_s + wait_s, "written_s": total_s,
         "steps_beside": len(beside), "first_step_s": beside[0], "step_beside_s": statistics.median(beside[1:] or beside),
-        "lost_with_stall": total_s / (len(beside) * alone_s) - 1, "allocated_before": before, "allocated_during": sorted(set(during)),
-        "peak": peak(), "host_rss": host_rss(), "processor": threads.since(), **engine.checkpoints.copied(),
+        "allocated_before": before, "allocated_during": sorted(set(during)), "peak": peak(), "host_rss": host_rss(), "processor": threads.since(), **engine.checkpoints.copied(),
     }  # fmt: skip
     engine.checkpoints.wait()  # raises what the writer failed with
-    row["lost"] = row["step_beside_s"] / alone_s - 1
     row["allocated_after"] = allocated()
+    after_s, _ = training.steps(around)
+    alone_s = statistics.median(training.seconds[first - around : first] + training.seconds[-around:])
+    row |= {"step_before_s": before_s, "step_after_s": after_s, "lost": row["step_beside_s"] / alone_s - 1}
+    row["lost_with_stall"] = total_s / (len(beside) * alone_s) - 1
     row["allocated_equal"] = {before, *during, row["allocated_after"]} == {before}
     return row, kept
 
@@ -277,7 +278,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     try:
         for mode in args.saves:
-            row, kept = save(training, engine, root, mode, alone_s)
+            row, kept = save(training, engine, root, mode, args.steps)
             row = against_floor(row, gpu_bytes, copy_bytes_s)
             row["peak_over_alone"] = row["peak"] - alone_peak
             row["write_gb_s"] = (gpu_bytes + host_bytes) / row["written_s"] / 1e9
