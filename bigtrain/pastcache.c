@@ -65,3 +65,18 @@ size_t bigtrain_copy_hashed(const hasher *hash, void *state, size_t *held, size_
     }
     return complete;
 }
+
+/* Hashes runs of bytes that lie ready: each is the next `counts[run]` of the parts. Returns how many chunks there are, the shorter
+   one at a run's end included, with their digests in order. One call for many runs: see hashing.py. */
+size_t bigtrain_hash_runs(const hasher *hash, void *state, size_t chunk, size_t piece, size_t runs, const size_t *counts,
+                          char *const *parts, const size_t *bytes, uint64_t *digests) {
+    size_t found = 0, part = 0;
+    for (size_t run = 0; run < runs; run++) {
+        size_t held = 0, end = part + counts[run];
+        hash->reset(state);
+        for (; part < end; part++)
+            found += bigtrain_copy_hashed(hash, state, &held, chunk, piece, parts[part], parts[part], bytes[part], digests + found);
+        if (held) digests[found++] = hash->digest(state);
+    }
+    return found;
+}

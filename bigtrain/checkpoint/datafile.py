@@ -35,6 +35,9 @@ from bigtrain.errors import CheckpointError
 BLOCK_BYTES = 16 << 20  # one request: enough to keep a disk busy, small beside any state
 PAGE_BYTES = 4096  # alignment that direct I/O needs on every disk in use
 BLOCKS = 3  # one fills, one is on its way to the disk, one waits
+READY_BYTES = (
+    1 << 30
+)  # of what lies ready, in one call: each return into Python takes the interpreter from the thread that trains
 SAMPLES = 16  # places at which a file is asked whether it is in the page cache
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _Work: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]"
@@ -73,7 +76,7 @@ class DataFile:
         disk: told of every operation before it happens.
         path: the file; made anew.
         thread: does the requests to the disk.
-        blocks: page-aligned memory of one length, that of a request; used in turn. Three, or enough for the whole file.
+        blocks: three pieces of page-aligned memory of one length, that of a request; used in turn.
     """
 
     def __init__(self, disk: Disk, path: Path, thread: DiskThread, blocks: Sequence[memoryview] = ()):
@@ -86,7 +89,7 @@ class DataFile:
             self._handle = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def write(self, content: memoryview, offset: int, hashes: ChunkHashes) -> None:
-        """Take `content` for byte `offset`, at or behind what was written so far: hashed, and copied unless it is there already."""
+        """Take `content` for byte `offset`, at or behind what was written so far: hashed and copied."""
         for room in self._next(offset - self._begin - self._filled):
             room[:] = bytes(len(room))
         for room in self._next(len(content)):
@@ -106,20 +109,44 @@ class DataFile:
         if len(self._pending) == BLOCKS - 1:
             self._pending.popleft().result()
         block = self._blocks[self._number % len(self._blocks)][:size]
-        self._pending.append(self._thread.submit(self._put, block, self._begin))
+        self._pending.append(self._thread.submit(self._put, [block], self._begin))
         self._begin += self._filled
         self._number, self._filled = self._number + 1, 0
 
-    def _put(self, block: memoryview, offset: int) -> None:
+    def write_ready(self, blocks: Sequence[memoryview], size: int) -> None:
+        """Hand `size` bytes to the disk that lie in memory as the file will have them; they must stay so until `close`.
+
+        Args:
+            blocks: page-aligned memory of one length, that of several pages; zero behind `size` up to the end of the page.
+            size: of the whole file, into which nothing else is written.
+        """
+        each, end = max(1, READY_BYTES // len(blocks[0])), -(-size // PAGE_BYTES) * PAGE_BYTES
+        for first in range(0, len(blocks), each):
+            begin = first * len(blocks[0])
+            group = [block[: max(0, end - begin - i * len(block))] for i, block in enumerate(blocks[first : first + each])]
+            self._pending.append(self._thread.submit(self._put, [block for block in group if len(block)], begin))
+        self._begin = size
+
+    def settled(self) -> Iterator[None]:
+        """Once for each request to the disk, as they are done; raises what one failed with."""
+        while self._pending:
+            self._pending.popleft().result()
+            yield
+
+    def _put(self, blocks: list[memoryview], offset: int) -> None:
         with self._disk.doing("write", self.path):
-            while len(block):
+            while blocks:
                 try:
-                    done = os.pwrite(self._handle, block, offset)
+                    done = os.pwritev(self._handle, blocks, offset)
                 except OSError as error:
                     if error.errno != errno.EINVAL or not leave_direct(self._handle):
                         raise
                     continue
-                block, offset = block[done:], offset + done
+                offset += done
+                while blocks and done >= len(blocks[0]):
+                    done -= len(blocks.pop(0))
+                if done:
+                    blocks[0] = blocks[0][done:]
 
     def close(self) -> None:
         """Write the rest, fsync and close."""
@@ -129,8 +156,8 @@ class DataFile:
                 whole = -(-self._filled // PAGE_BYTES) * PAGE_BYTES
                 self._blocks[self._number % len(self._blocks)][self._filled : whole] = bytes(whole - self._filled)
                 self._hand_over(whole)
-            while self._pending:
-                self._pending.popleft().result()
+            for _ in self.settled():
+                pass
             with self._disk.doing("fsync", self.path):
                 os.ftruncate(self._handle, size)
                 os.fsync(self._handle)

@@ -1,9 +1,9 @@
-"""Hashes of chunks of bytes, taken while the bytes are copied. Torch-free.
+"""Hashes of chunks of bytes, of what lies ready or while it is copied. Torch-free.
 
-Each call into Python takes the interpreter from the thread that trains: in pieces that fit a processor's cache, thousands of times
+Each return into Python takes the interpreter from the thread that trains: in pieces that fit a processor's cache, thousands of times
 a second, which cost a training step that is bound by launching kernels up to 17 % (docs/log.md). So all pieces of a block are one
-call of a few lines of C (pastcache.c) that use the hash of the `xxhash` package through its extension module. Where that does not
-export its functions, or nothing can be compiled, the same is done in Python.
+call of a few lines of C (pastcache.c) that use the hash of the `xxhash` package through its extension module, and what lies ready
+is one call for hundreds of tensors. Where the package does not export its functions, or nothing can be compiled, the same is done in Python.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import importlib
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,39 @@ class ChunkHashes:
             self._found.append(self._state.digest())
             self._state = _State(self._chunk)
         return self._found
+
+
+def hash_runs(runs: Sequence[Sequence[memoryview]], chunk_bytes: int) -> list[list[str]]:
+    """XXH3-64 of each `chunk_bytes` of every run, which is its parts one behind the other; as `ChunkHashes` gives them, in few calls."""
+    code = native()
+    if code is not None:
+        return _hash_runs_native(runs, chunk_bytes, code)
+    found = []
+    for run in runs:
+        hashes = ChunkHashes(chunk_bytes)
+        for part in run:
+            hashes.take(part, part)
+        found.append(hashes.end())
+    return found
+
+
+def _hash_runs_native(runs: Sequence[Sequence[memoryview]], chunk: int, code: _Native) -> list[list[str]]:
+    parts = [part for run in runs for part in run if len(part)]
+    counts = [sum(len(part) > 0 for part in run) for run in runs]
+    chunks = [-(-sum(map(len, run)) // chunk) for run in runs]
+    sizes, digests = ctypes.c_size_t * max(1, len(parts)), (ctypes.c_uint64 * max(1, sum(chunks)))()
+    state = code.create()
+    try:
+        found = code.hash_runs(
+            code.functions, state, chunk, PIECE_BYTES, len(runs), (ctypes.c_size_t * max(1, len(runs)))(*counts),
+            (ctypes.c_void_p * max(1, len(parts)))(*map(_address, parts)), sizes(*map(len, parts)), digests,
+        )  # fmt: skip
+    finally:
+        code.free(state)
+    if found != sum(chunks):
+        raise RuntimeError(f"{found} hashes of {sum(chunks)} chunks")
+    told = iter(digests)
+    return [[f"{next(told):016x}" for _ in range(count)] for count in chunks]
 
 
 class _State:
@@ -106,9 +140,10 @@ def _address(content: memoryview) -> int:
 
 @dataclass(frozen=True)
 class _Native:
-    """Compiled functions; only `copy_hashed` takes long, and releases the interpreter."""
+    """Compiled functions; only the first two take long, and release the interpreter."""
 
     copy_hashed: Any
+    hash_runs: Any
     create: Any
     free: Any
     reset: Any
@@ -140,8 +175,10 @@ def _find(library: ctypes.CDLL) -> _Native:
     run = library.bigtrain_copy_hashed
     sizes, pointer = ctypes.c_size_t, ctypes.c_void_p
     run.argtypes, run.restype = (pointer, pointer, pointer, sizes, sizes, pointer, pointer, sizes, pointer), sizes
+    many = library.bigtrain_hash_runs
+    many.argtypes, many.restype = (pointer, pointer, sizes, sizes, sizes, pointer, pointer, pointer, pointer), sizes
     functions = (pointer * 3)(*(ctypes.cast(f, pointer).value for f in (reset, update, digest)))
-    return _Native(run, create, free, reset, digest, functions)
+    return _Native(run, many, create, free, reset, digest, functions)
 
 
 def _agrees(code: _Native) -> bool:
@@ -152,6 +189,7 @@ def _agrees(code: _Native) -> bool:
     for part in (slice(0, cut), slice(cut, None)):
         found += state.take(memoryview(content)[part], memoryview(copied)[part])
     found.append(state.digest())
-    return copied == content and found == [
-        xxhash.xxh3_64_hexdigest(content[i : i + chunk]) for i in range(0, len(content), chunk)
-    ]
+    expected = [xxhash.xxh3_64_hexdigest(content[i : i + chunk]) for i in range(0, len(content), chunk)]
+    whole = memoryview(content)
+    ready = _hash_runs_native([[whole[:cut], whole[cut:]]], chunk, code)
+    return copied == content and found == expected and ready == [expected]

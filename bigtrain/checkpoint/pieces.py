@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,8 +13,9 @@ import torch
 
 from bigtrain import ranks
 from bigtrain.checkpoint import files, snapshot
+from bigtrain.checkpoint.datafile import PAGE_BYTES
 from bigtrain.checkpoint.manifest import CHUNK_BYTES, RankManifest, SavedSlice
-from bigtrain.checkpoint.slices import DTYPE_NAMES, LocalSlice
+from bigtrain.checkpoint.slices import DTYPE_NAMES, LocalSlice, raw
 from bigtrain.checkpoint.snapshot import Copy
 from bigtrain.errors import CheckpointError
 
@@ -73,6 +75,44 @@ class Job:
         """Where in the image a unit belongs."""
         block, begin = divmod(unit.offset, snapshot.BLOCK_BYTES)
         return self.image[block].tensor[begin : begin + unit.tensor.nbytes].view(unit.tensor.dtype)
+
+    def complete_image(self) -> None:
+        """Beside the units copied there: the header, units that were copied elsewhere, and zeros in the gaps between them."""
+        self._fill(0, self.header)
+        position = len(self.header)
+        for unit in self.units:
+            self._fill(position, bytes(unit.offset - position))
+            if unit.image is None:
+                self.place(unit).copy_(unit.content)
+            position = unit.offset + unit.tensor.nbytes
+        self._fill(position, bytes(-(-self.data_bytes // PAGE_BYTES) * PAGE_BYTES - position))
+
+    def _fill(self, begin: int, content: bytes) -> None:
+        view = memoryview(content)
+        while len(view):
+            block, at = divmod(begin, snapshot.BLOCK_BYTES)
+            room = raw(self.image[block].tensor)[at : at + len(view)]
+            room[:] = view[: len(room)]
+            view, begin = view[len(room) :], begin + len(room)
+
+    def by_slice(self) -> Iterator[tuple[int, list[Unit]]]:
+        """(number of a slice, its units) in the order of the file; a slice without elements has none and is left out."""
+        for index, units in itertools.groupby(self.units, key=lambda unit: unit.slice_index):
+            yield index, list(units)
+
+    def batches(self, nbytes: int) -> Iterator[list[tuple[int, list[Unit]]]]:
+        """`by_slice`, as many at a time as have `nbytes` together; a larger one alone."""
+        batch: list[tuple[int, list[Unit]]] = []
+        held = 0
+        for index, units in self.by_slice():
+            size = sum(unit.tensor.nbytes for unit in units)
+            if batch and held + size > nbytes:
+                yield batch
+                batch, held = [], 0
+            batch.append((index, units))
+            held += size
+        if batch:
+            yield batch
 
     def manifest(self, data_name: str) -> RankManifest:
         """What was written, once it was."""

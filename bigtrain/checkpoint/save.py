@@ -12,7 +12,6 @@ Where all of it lies on the GPU, the copy is an image of the data file, which go
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import os
@@ -29,7 +28,7 @@ import torch
 from bigtrain import ranks
 from bigtrain.checkpoint import files, hashing, manifest, second, snapshot, store
 from bigtrain.checkpoint.confirm import Confirmation, LostRankError
-from bigtrain.checkpoint.datafile import BLOCK_BYTES, DataFile, DiskThread, buffers
+from bigtrain.checkpoint.datafile import BLOCK_BYTES, READY_BYTES, DataFile, DiskThread, buffers
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.manifest import CHUNK_BYTES
 from bigtrain.checkpoint.pieces import BUSY, COPIED, DONE, LIVE, Job, Unit, plan
@@ -364,21 +363,40 @@ class Saver:
     def _write(self, job: Job) -> tuple[str, int, str]:
         name = manifest.stem(ranks.rank(), ranks.world_size())
         # A thread that launches kernels needs the interpreter all the time: each block handed over takes it a few times.
-        blocks = [raw(c.tensor) for c in job.image] or buffers(BLOCK_BYTES if job.device is None else 4 * BLOCK_BYTES)
+        blocks = () if job.imaged else buffers(BLOCK_BYTES if job.device is None else 4 * BLOCK_BYTES)
         data = DataFile(self._disk, job.scratch / f"{name}.safetensors", self._disk_thread, blocks)
         try:
-            data.write(memoryview(job.header), 0, hashing.ChunkHashes(len(job.header)))
-            for index, units in itertools.groupby(job.units, key=lambda unit: unit.slice_index):
-                hashes = hashing.ChunkHashes(CHUNK_BYTES)
-                for unit in units:
-                    self._write_unit(unit, data, hashes)
-                job.hashes[index] = hashes.end()
+            if job.imaged:
+                self._write_image(job, data)
+            else:
+                self._write_units(job, data)
             data.close()
         finally:
             data.abandon()
         size, digest = self._disk.write_file(job.scratch / f"{name}.json", job.manifest(data.path.name).to_json())
         self._disk.sync_folder(job.scratch)
         return f"{name}.json", size, digest
+
+    def _write_image(self, job: Job, data: DataFile) -> None:
+        """All of it lies in memory as it will lie in the file: the disk takes it from there, and the hashes are taken meanwhile."""
+        job.complete_image()
+        data.write_ready([raw(copy.tensor) for copy in job.image], job.data_bytes)
+        for slices in job.batches(READY_BYTES):
+            found = hashing.hash_runs([[raw(unit.content) for unit in units] for _, units in slices], CHUNK_BYTES)
+            for (index, _), hashes in zip(slices, found):
+                job.hashes[index] = hashes
+            HERE.touch()
+        for _ in data.settled():
+            HERE.touch()
+
+    def _write_units(self, job: Job, data: DataFile) -> None:
+        """Piece by piece, each from wherever it lies when its turn comes."""
+        data.write(memoryview(job.header), 0, hashing.ChunkHashes(len(job.header)))
+        for index, units in job.by_slice():
+            hashes = hashing.ChunkHashes(CHUNK_BYTES)
+            for unit in units:
+                self._write_unit(unit, data, hashes)
+            job.hashes[index] = hashes.end()
 
     def _write_unit(self, unit: Unit, data: DataFile, hashes: hashing.ChunkHashes) -> None:
         """Hash a unit and hand it to the disk; when this returns, its memory may change."""

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from bigtrain import ranks
-from bigtrain.checkpoint import files, snapshot, store
+from bigtrain.checkpoint import datafile, files, save, snapshot, store
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
@@ -47,13 +47,17 @@ def _slices(fill: bool, sharded: bool = True) -> list[LocalSlice]:
 
 @contextlib.contextmanager
 def _image(wanted: bool) -> Iterator[None]:
-    """Savers made inside copy first, to an image of the file, as those of state on GPUs do; in blocks that cut the slices."""
-    before = snapshot.BLOCK_BYTES
-    Saver.always_imaged, snapshot.BLOCK_BYTES = wanted, 1 << 20 if wanted else before
+    """Savers made inside copy first, to an image of the file, as those of state on GPUs do; in blocks that cut the slices, hashed and
+    written a few at a time."""
+    block, ready = snapshot.BLOCK_BYTES, datafile.READY_BYTES
+    if wanted:
+        Saver.always_imaged, snapshot.BLOCK_BYTES = True, 1 << 20
+        datafile.READY_BYTES = save.READY_BYTES = 1 << 20
     try:
         yield
     finally:
-        Saver.always_imaged, snapshot.BLOCK_BYTES = False, before
+        Saver.always_imaged, snapshot.BLOCK_BYTES = False, block
+        datafile.READY_BYTES = save.READY_BYTES = ready
 
 
 def _save(root: str, step: int, sharded: bool = True, then_change: bool = True, imaged: bool = False, **kwargs):

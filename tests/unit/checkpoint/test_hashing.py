@@ -31,13 +31,17 @@ def test_in_any_parts(way, chunk):
     assert hashes.end() == [xxhash.xxh3_64_hexdigest(content[i : i + chunk]) for i in range(0, len(content), chunk)]
 
 
-def test_what_is_there_already_is_hashed_only(way):
-    content, hashes = bytearray(os.urandom(PIECE_BYTES + 99)), ChunkHashes(1000)
-    before, same = bytes(content), memoryview(content)
-    for part in (slice(0, 1500), slice(1500, None)):
-        hashes.take(same[part], same[part])
+@pytest.mark.parametrize("chunk", [1000, PIECE_BYTES + 1])
+def test_runs_that_lie_ready(way, chunk):
+    """Of one part, of many, ending with a whole chunk, and empty ones; nothing is written."""
+    content = bytearray(os.urandom(4 * PIECE_BYTES + 99))
+    before, view = bytes(content), memoryview(content)
+    cuts = [[(0, 7), (7, 7), (7, 3 * chunk)], [], [(5, 5)], [(100, 100 + 2 * chunk)], [(3, 4), (50, len(content))]]
+    found = hashing.hash_runs([[view[a:b] for a, b in run] for run in cuts], chunk)
+    runs = [b"".join(before[a:b] for a, b in run) for run in cuts]
+    assert found == [[xxhash.xxh3_64_hexdigest(run[i : i + chunk]) for i in range(0, len(run), chunk)] for run in runs]
     assert content == before
-    assert hashes.end() == [xxhash.xxh3_64_hexdigest(before[i : i + 1000]) for i in range(0, len(before), 1000)]
+    assert hashing.hash_runs([], chunk) == []
 
 
 def test_nothing_and_unequal_lengths(way):

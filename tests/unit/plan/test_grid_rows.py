@@ -1,6 +1,6 @@
 """The planner against the rows of docs/results/plan_accuracy_rows.jsonl: H200, one and two cards, launch/benchmark.py.
 
-The planner was corrected by the first twenty of them, and its host constant by the last twelve (docs/results/plan_accuracy.md); this
+The planner was corrected by the first twenty of them, and its host constant by the twelve before the last six (docs/results/plan_accuracy.md); this
 keeps it so.
 """
 
@@ -46,7 +46,7 @@ def planned():
 def test_memory_is_near_what_was_measured(planned, number):
     measured, mean, worst = PROMISED[number]
     errors = [abs(said[number] / row[measured] - 1) for row, said in planned]
-    assert len(errors) == 38
+    assert len(errors) == 44
     assert sum(errors) / len(errors) <= mean
     assert max(errors) <= worst
 
