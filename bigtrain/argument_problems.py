@@ -66,7 +66,16 @@ _AT_LEAST_ONE = (
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_steps",
     "logging_steps", "eval_steps", "save_steps", "save_total_limit", "keep_every", "nonfinite_limit", "ddp_timeout",
 )  # fmt: skip
-_NOT_NEGATIVE = ("hang_s", "warmup_steps", "weight_decay", "learning_rate", "max_grad_norm", "dataloader_num_workers", "seed")
+_NOT_NEGATIVE = (
+    "hang_s",
+    "warmup_steps",
+    "weight_decay",
+    "learning_rate",
+    "max_grad_norm",
+    "dataloader_num_workers",
+    "seed",
+    "mlp_tile_tokens",
+)
 _FRACTIONS = ("eval_fraction", "warmup_ratio", "adam_beta1", "adam_beta2")
 
 

@@ -122,6 +122,10 @@ class TrainArguments:
             "of a recomputed block keep its input (full), matrix products too (selective), or the input in host memory (offload)"
         ),
     )
+    mlp_tile_tokens: int | None = field(
+        default=None,
+        metadata=_say("run each block's feed-forward part over tiles of N tokens, for long sequences (default: 0, as a whole)"),
+    )
     offload_gradients: str = field(
         default="auto", metadata=_say("share of the gradients that leaves the GPU in backward; auto: the least that fits")
     )

@@ -58,6 +58,7 @@ def pick(
     rates: Rates | None = None,
     policy: Checkpointing = "full",
     blocks: int | str | None = None,
+    tile: int | None = None,
     share: float | None = None,
     drawn: bool = False,
 ) -> Picked:
@@ -68,6 +69,7 @@ def pick(
         gpu_memory_bytes, host_memory_bytes: of one card and of one host; None: no limit.
         rates: the machine's, for the ranking; None: the planner's defaults.
         policy: of checkpointing. blocks: how many are recomputed, "auto", or None: as the user said nothing of it.
+        tile: tokens of one tile of the feed-forward parts.
         share: of the gradients that leaves the GPU in backward, as the user said; None: the least that fits.
         drawn: a preset, see `PlanInput`.
 
@@ -79,6 +81,7 @@ def pick(
         model_config, world_size=world_size, gpus_per_node=ranks_per_node, seq_len=seq_len, device=device, kernels=kernels,
         attention=attention, frozen=frozen, optimizer=layout_name(run.optim or "adamw"), checkpointing=policy, drawn=drawn,
         checkpoint_blocks=int(blocks) if blocks not in (None, AUTO) else None, expandable=expandable_segments(),
+        mlp_tile_tokens=tile or 0,
     )  # fmt: skip
     base = base.but(settings=search_settings(base.geometry.hidden))
     if run.optim:
@@ -128,11 +131,12 @@ def config_of(settings: ZeroSettings) -> dict[str, Any]:
     return config
 
 
-def flags(planned: PlanInput) -> dict[str, str | None]:
+def flags(planned: PlanInput) -> dict[str, str | int | None]:
     """The arguments of launch/train.py that do what was planned, beside those of `RunValues`."""
     blocks = planned.checkpoint_blocks
     return {
         "checkpoint_blocks": None if blocks is None else str(blocks),
         "checkpointing_policy": "full" if planned.checkpointing == "none" else planned.checkpointing,
         "offload_gradients": str(planned.settings.offload_gradients),
+        "mlp_tile_tokens": planned.mlp_tile_tokens or None,
     }

@@ -43,9 +43,9 @@ class Job:
     resolved: Resolved
     tokenizer: Any
     seq_len: int
-    rows: Any
-    eval_rows: Any
-    steps: Any
+    rows: Any = None
+    eval_rows: Any = None
+    steps: Any = None
     model_config: Any
     config_overrides: dict[str, Any]
     resize_vocab_to: int | None
@@ -155,9 +155,6 @@ def prepare(args: TrainArguments, config: dict[str, Any], resume: Path | None = 
         resolved=first,
         tokenizer=tokenizer,
         seq_len=seq_len,
-        rows=None,
-        eval_rows=None,
-        steps=None,
         model_config=model_config,
         config_overrides=overrides,
         resize_vocab_to=resize_to,
@@ -200,7 +197,7 @@ def look_ahead(
     """`checkpoint_bytes` and `model_bytes` of a run that may go on from `resume`.
 
     Raises:
-        UsageError: it may not, see `checkpoint.fit.refuse_other`. ModelError: `--freeze` names nothing.
+        UsageError: it may not, see `checkpoint.fit.refuse_other`. ModelError: `--freeze` names nothing; there are no tiles.
     """
     try:
         model = models.skeleton(model_config, overrides=overrides, trust_remote_code=args.trust_remote_code)
@@ -208,6 +205,8 @@ def look_ahead(
         logger.info("the size of a checkpoint is not known before the model is built: %r", error)
         return {}
     models.freeze(model, args.freeze, quiet=True)
+    if args.mlp_tile_tokens:
+        models.feed_forwards(model)  # refused before anything is built
     config, name, bf16 = resolved.config, optim.canonical_name(resolved.run.optim or "adamw"), bool(resolved.run.bf16)
     if resume is not None:
         stage = (config.get("zero_optimization") or {}).get("stage", 0)
@@ -422,6 +421,8 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
     models.disable_cache(model)
     if fused_kernels(args):
         use_liger(model)
+    if args.mlp_tile_tokens:
+        models.tile_mlp(model, args.mlp_tile_tokens)
     if run.gradient_checkpointing:
         blocks = models.enable_activation_checkpointing(model, None, args.recomputed_blocks, args.checkpointing_policy)
         logger.info("activation checkpointing, %s: %d blocks are recomputed in backward", args.checkpointing_policy, blocks)

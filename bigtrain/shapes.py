@@ -209,6 +209,8 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "llama-3b": _llama(3072, 8192, 28, 24, 8, tied=True),
     "llama-7b": _llama(4096, 11008, 32, 32, 32, **_LLAMA2),
     "llama-8b": _llama(4096, 14336, 32, 32, 8),
+    # The same with more positions: rotary angles are computed for whatever position comes, nothing is scaled, no weight is larger.
+    "llama-8b-1m": _llama(4096, 14336, 32, 32, 8, positions=2**20),
     # 8.36 B parameters: the size of a public out-of-memory case on 47.4 GB cards, as a Llama.
     "llama-8.36b": _llama(4096, 14688, 32, 32, 8, vocab=152064),
     "llama-13b": _llama(5120, 13824, 40, 40, 40, **_LLAMA2),

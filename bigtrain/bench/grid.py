@@ -200,12 +200,15 @@ def _describe(config: Mapping[str, Any]) -> str:
 def _check(cell: Cell) -> None:
     if cell.runner not in RUNNERS:
         raise UsageError(f"grid: runner is {cell.runner!r}; it must be one of {', '.join(RUNNERS)}")
-    mine = [name for name in ("checkpoint_blocks", "checkpointing_policy") if name in cell.arguments]
+    mine = [name for name in ("checkpoint_blocks", "checkpointing_policy", "mlp_tile_tokens") if name in cell.arguments]
     if mine and cell.runner != "bigtrain":
         raise UsageError(
-            f"grid: {mine[0]} is bigtrain's own: runner {cell.runner} recomputes all blocks or none; exclude it there"
+            f"grid: {mine[0]} is bigtrain's own: runner {cell.runner} recomputes all blocks or none, as a whole; exclude it there"
         )
     _check_recomputing(cell.arguments)
+    tile = cell.arguments.get("mlp_tile_tokens", 0)
+    if isinstance(tile, bool) or not isinstance(tile, int) or tile < 0:
+        raise UsageError(f"grid: mlp_tile_tokens is {tile!r}; it must be a whole number of tokens, or 0 for no tiles")
     for name in ("num_gpus", "steps"):
         value = getattr(cell, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -247,7 +250,7 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 _WORDS = {
     "per_device_train_batch_size": "mb", "gradient_accumulation_steps": "ga", "seq_len": "seq", "num_gpus": "gpus",
-    "gradient_checkpointing": "ckpt", "checkpoint_blocks": "blocks", "checkpointing_policy": "keep", "use_liger_kernel": "liger", "gpu_memory_cap": "cap",
+    "gradient_checkpointing": "ckpt", "checkpoint_blocks": "blocks", "checkpointing_policy": "keep", "mlp_tile_tokens": "tile", "use_liger_kernel": "liger", "gpu_memory_cap": "cap",
 }  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def _machine(candidates: Sequence[Candidate]) -> Machine:
 def cell_of(model: str, candidate: Candidate) -> Cell:
     """The candidate as a cell: the same ds_config and values that `launch/train.py --ds_config auto` would use."""
     plan = candidate.input
-    arguments = {
+    arguments: dict[str, Any] = {
         "model_name_or_path": model,
         "seq_len": plan.seq_len,
         "per_device_train_batch_size": plan.micro_batch,

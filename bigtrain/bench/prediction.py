@@ -87,7 +87,7 @@ def _resolved(cell: Cell, machine: Machine) -> tuple[Resolved, PlanInput | None]
             values, run, world_size=cell.num_gpus, ranks_per_node=cell.num_gpus, seq_len=cell.seq_len, gpu_memory_bytes=gpu,
             host_memory_bytes=host, device=machine.device, attention=attention(cell, machine),
             kernels=kernels(cell, machine), frozen=tuple(cell.arguments.get("freeze") or ()), rates=stored_rates(machine.device), policy=_policy(cell),
-            blocks=cell.arguments.get("checkpoint_blocks"), share=_share(cell), drawn=cell.model.startswith("preset:"),
+            blocks=cell.arguments.get("checkpoint_blocks"), tile=cell.arguments.get("mlp_tile_tokens"), share=_share(cell), drawn=cell.model.startswith("preset:"),
         )  # fmt: skip
         config, run, chosen = picked.config, picked.run, picked.candidate.input
     shape = ModelShape.from_config(values)
@@ -126,6 +126,7 @@ def planned(cell: Cell, machine: Machine) -> Plan:
         optimizer=layout_name(run.optim or "adamw"),
         checkpointing=_policy(cell) if run.gradient_checkpointing else "none",
         checkpoint_blocks=None if blocks in (None, AUTO) else int(blocks),
+        mlp_tile_tokens=args.get("mlp_tile_tokens") or 0,
         kernels=kernels(cell, machine),
         device=machine.device,
         expandable=expandable_segments({**os.environ, **cell.env}),

@@ -3,6 +3,7 @@
 from bigtrain.models.batchnorm import refuse_batchnorm_micro_batch_1
 from bigtrain.models.build import build_model, edit_model
 from bigtrain.models.checkpointing import disable_cache, enable_activation_checkpointing
+from bigtrain.models.feedforward import feed_forwards, tile_mlp
 from bigtrain.models.frozen import freeze, frozen_module
 from bigtrain.models.info import BuildInfo, tied_groups
 from bigtrain.models.moe import set_moe_leaf_modules
@@ -14,10 +15,12 @@ __all__ = [
     "disable_cache",
     "edit_model",
     "enable_activation_checkpointing",
+    "feed_forwards",
     "freeze",
     "frozen_module",
     "refuse_batchnorm_micro_batch_1",
     "set_moe_leaf_modules",
     "skeleton",
     "tied_groups",
+    "tile_mlp",
 ]

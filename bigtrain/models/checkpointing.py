@@ -41,9 +41,9 @@ def enable_activation_checkpointing(
     """
     disable_cache(model)
     if block_classes is None:
-        found = _declared_blocks(model)
+        found = declared_blocks(model)
     else:
-        found = _blocks_of(model, [block_classes] if isinstance(block_classes, (type, str)) else list(block_classes))
+        found = blocks_of(model, [block_classes] if isinstance(block_classes, (type, str)) else list(block_classes))
     # The last blocks are those that keep. At the start of backward the sum is the same whichever they are, but there the last
     # block is worked on first: were it recomputed, its activations would come on top of everything that is kept. As it is, what
     # the last blocks keep is freed before the first recompute, which then needs less than what has gone.
@@ -81,7 +81,7 @@ def _checked_number(asked: int | None, there: int, model: torch.nn.Module) -> in
     return asked
 
 
-def _declared_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+def declared_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The blocks that a transformers model can recompute; of a model without such, the modules that have the switch."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         return []
@@ -117,7 +117,12 @@ def _is_layer(module: torch.nn.Module) -> bool:
     return isinstance(module, GradientCheckpointingLayer)
 
 
-def _blocks_of(model: torch.nn.Module, classes: list[type | str]) -> list[torch.nn.Module]:
+def blocks_of(model: torch.nn.Module, classes: list[type | str]) -> list[torch.nn.Module]:
+    """Every module of these classes, in the order of `model.modules()`.
+
+    Raises:
+        ModelError: something else is among them, or no module has a class of that name.
+    """
     if wrong := [c for c in classes if not isinstance(c, (str, type))]:
         raise ModelError(f"block_classes holds {wrong[0]!r}: give classes, or names of classes")
     names = {c for c in classes if isinstance(c, str)}

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from bigtrain.plan.pinned import pieces
+
 
 class HostInputs:
     """Runs blocks as full checkpointing does, and keeps the first argument of each on the host until its backward.
@@ -47,6 +49,12 @@ def _unpack(packed: Any) -> torch.Tensor:
     return packed.take() if isinstance(packed, _OnHost) else packed
 
 
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensor's values in one dimension, in parts that page-locked memory holds with little rounding; views, if they follow each other."""
+    size = tensor.element_size()
+    return tensor.detach().reshape(-1).split([piece // size for piece in pieces(tensor.numel() * size)])
+
+
 class _OnHost:
     """One tensor on the host. `before` is the one of the block before, whose backward comes next."""
 
@@ -54,21 +62,26 @@ class _OnHost:
         self._device, self._side, self._before = tensor.device, side, before
         self._coming: torch.Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._shape, self._dtype = tensor.shape, tensor.dtype
+        parts = parts_of(tensor)
+        self._host = [torch.empty_like(part, device="cpu", pin_memory=True) for part in parts]
         side.wait_stream(torch.cuda.current_stream(self._device))  # until the tensor has been computed
         with torch.cuda.stream(side):
-            self._host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(side)  # its memory is not given to anybody else before it has been read
+            for host, part in zip(self._host, parts):
+                host.copy_(part, non_blocking=True)
+        for part in parts[:1]:
+            part.record_stream(side)  # its memory is not given to anybody else before it has been read
 
     def fetch(self) -> None:
         """Start the way up, if it has not been started."""
         if self._coming is not None:
             return
-        coming = torch.empty_like(self._host, device=self._device, pin_memory=False)
+        coming = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         # What had this memory before may still be in use by work that is queued.
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):  # after the way down: the same stream
-            coming.copy_(self._host, non_blocking=True)
+            for part, host in zip(parts_of(coming), self._host):
+                part.copy_(host, non_blocking=True)
         coming.record_stream(self._side)  # a backward that is given up leaves it without having waited
         self._coming, self._arrived = coming, self._side.record_event()
 

@@ -34,6 +34,11 @@ def set_moe_leaf_modules(model: torch.nn.Module) -> list[str]:
     return list(found)
 
 
+def routes_inside(module: torch.nn.Module) -> bool:
+    """Whether the module, or one in it, routes over a list of expert modules."""
+    return any(_routes_over(inner, c, e) for inner in module.modules() for c, e in _expert_lists(inner))
+
+
 def _expert_lists(module: torch.nn.Module) -> list[tuple[str, list[torch.nn.Module]]]:
     """(child's name, its experts) for every direct child that is a list of two or more modules of one class."""
     lists = []

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from bigtrain.errors import ModelError
 from bigtrain.models.hostinputs import HostInputs
 from bigtrain.models.replay import replayed
+from bigtrain.models.tiles import inside_tile
 
 Policy = Literal["full", "selective", "offload"]
 # Called as `run(function, *args, **kwargs)`: what `function(*args, **kwargs)` gives, with less kept for backward.
@@ -92,7 +93,7 @@ class _Keep(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if _is_kept(func) and not _drops(func, args, kwargs):
+        if _is_kept(func) and not _drops(func, args, kwargs) and not inside_tile():
             # Another tensor on the same bytes: autograd hangs its graph on the one that is returned.
             mine = tree_map_only(torch.Tensor, torch.Tensor.detach, out)
             self._kept.setdefault(str(func), []).append((mine, _fingerprint(mine) if self._checked else None))
@@ -112,7 +113,7 @@ class _Replay(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _is_kept(func) or _drops(func, args, kwargs):
+        if not _is_kept(func) or _drops(func, args, kwargs) or inside_tile():
             return func(*args, **kwargs)
         results = self._kept.get(str(func))
         if not results:

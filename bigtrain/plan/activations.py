@@ -143,13 +143,35 @@ def _mask_bytes(device: str) -> int:
     return 2 if device == "cpu" else 1
 
 
-def block_bytes(g: Geometry, t: int, kernels: str = "hf", block: int = 0, seq_len: int = 0, device: str = "cuda") -> BlockBytes:
+def block_bytes(
+    g: Geometry, t: int, kernels: str = "hf", block: int = 0, seq_len: int = 0, device: str = "cuda", tile: int = 0
+) -> BlockBytes:
     """Bytes of block number `block` (sparse models may have dense blocks first).
 
     Args:
         t: tokens of a micro step. seq_len: tokens of one sequence, for attention that keeps its matrix.
         device: "cuda" or "cpu", on which torch has fewer fused kernels.
+        tile: tokens of one tile of the feed-forward part, of which nothing is kept then; 0: it runs in one piece.
     """
+    whole = _whole_block(g, t, kernels, block, seq_len, device)
+    if not tile:
+        return whole
+    one = _whole_block(g, tile, kernels, block, tile, device)
+    # Gate and up, and what the last projection adds to the stream, are results inside of tiles.
+    inner = (2 if g.gated else 1) * whole.feed
+    return replace(
+        whole,
+        product=0,
+        middle=0,
+        gate=0,
+        feed=one.feed,
+        forward_extra=max(3 * one.feed + 4 * t * g.hidden, whole.norm_extra + 2 * t * g.hidden),
+        results=whole.results - inner - 2 * t * g.hidden,
+        results_used=max(0, whole.results_used - inner),
+    )
+
+
+def _whole_block(g: Geometry, t: int, kernels: str, block: int, seq_len: int, device: str) -> BlockBytes:
     d, k, dense, liger = g.hidden, g.keeps, g.is_dense(block), kernels == "liger"
     cross = bool(g.cross_from) and block >= g.cross_from
     width = (g.dense_ffn or g.ffn) if dense else g.ffn * g.experts_per_token + g.shared_ffn

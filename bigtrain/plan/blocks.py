@@ -72,7 +72,9 @@ def blocks_needed(none: Candidate, policy: str, short_bytes: float | None = None
     if plan.device == "cpu" or none.plan is None:
         return 1
     g = plan.geometry
-    costs = [block_bytes(g, plan.tokens, plan.kernels, block, plan.seq_len, plan.device) for block in g.unlike]
+    costs = [
+        block_bytes(g, plan.tokens, plan.kernels, block, plan.seq_len, plan.device, plan.tile_tokens) for block in g.unlike
+    ]
     left = {"full": 1, "selective": 1, "offload": 0}[policy]
     saved = max(c.kept - left * c.stream - (c.results if policy == "selective" else 0) for c in costs) + _ROUNDING
     short = none.gpu_short_bytes / (1 + GPU_MARGIN) if short_bytes is None else short_bytes

@@ -7,6 +7,7 @@ import difflib
 import json
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, 
 from bigtrain.plan.families import position_limit, read_json, said_twice
 from bigtrain.plan.family_kept import attention_of
 from bigtrain.plan.inputs import PlanInput, plan_input
+from bigtrain.plan.longest import longest
 from bigtrain.plan.machine import expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
 from bigtrain.plan.roofline import Rates, rates_from, step_time, stored_rates, told
@@ -24,6 +26,7 @@ from bigtrain.plan.show import assumed_text, choice_text, measured_text, plan_te
 from bigtrain.plan.spilled import AUTO, asked_share
 from bigtrain.plan.states import LAYOUTS, layout_name
 
+MAX = "max"
 DOES_NOT_FIT = DoesNotFitError.exit_code
 Assumed = Mapping[str, tuple[Any, str]]  # name: value, the flag that changes it
 
@@ -44,8 +47,8 @@ def add_parsers(subparsers: Any) -> None:
     p.add_argument("--gpu_memory", metavar="SIZE", help="of one card, for example 47.4GiB (default: nvidia-smi)")
     p.add_argument("--host_memory", metavar="SIZE", help="of one host (default: machine or container limit)")
     p.add_argument(
-        "--seq_len", "--max_length", "--max_seq_length", "--cutoff_len", type=int, metavar="N",
-        help=f"tokens per row (default: {defaults.SEQ_LEN}, or the model's limit)",
+        "--seq_len", "--max_length", "--max_seq_length", "--cutoff_len", type=_length, metavar="N|max",
+        help=f"tokens per row; max: as many as fit (default: {defaults.SEQ_LEN}, or the model's limit)",
     )  # fmt: skip
     p.add_argument("--micro_batch", "--per_device_train_batch_size", type=int, metavar="N", help="rows per rank and micro step")
     p.add_argument(
@@ -88,6 +91,9 @@ def _configuration(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--checkpoint_blocks", metavar="N|auto", help="recompute only the first N blocks; auto: as few as fit (default: all)"
     )
+    p.add_argument(
+        "--mlp_tile_tokens", type=int, default=0, metavar="N", help="feed-forward parts over tiles of N tokens (0: as a whole)"
+    )
     p.add_argument("--freeze", nargs="+", default=(), metavar="NAME", help="modules or parameters that do not train")
     p.add_argument("--kernels", choices=["hf", "liger"], help="transformers' own, or fused ones (default: liger on a GPU)")
     p.add_argument(
@@ -112,6 +118,12 @@ def _yes_or_no(text: str) -> bool:
     if text.lower() not in known:
         raise argparse.ArgumentTypeError(f"true or false is needed, not {text!r}")
     return known[text.lower()]
+
+
+def _length(text: str) -> int | str:
+    if text != MAX and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a number of tokens, or {MAX}, is needed, not {text!r}")
+    return text if text == MAX else int(text)
 
 
 def model_config(name: str) -> dict[str, Any]:
@@ -169,7 +181,8 @@ def _input(args: argparse.Namespace, config: dict[str, Any] | None, ds_config: d
         recompute = recompute is not False
     values: dict[str, Any] = {
         "world_size": args.gpus, "gpus_per_node": args.gpus_per_node,
-        "seq_len": defaults.seq_len(args.seq_len, position_limit(config) if config else None),
+        "seq_len": defaults.seq_len(None if args.seq_len == MAX else args.seq_len, position_limit(config) if config else None),
+        "mlp_tile_tokens": args.mlp_tile_tokens,
         "checkpointing": args.policy if recompute or (recompute is None and defaults.GRADIENT_CHECKPOINTING) else "none",
         "checkpoint_blocks": None if args.blocks == AUTO else args.blocks,
         "kernels": args.kernels, "loss": args.loss, "device": args.device,
@@ -280,7 +293,10 @@ def run(args: argparse.Namespace) -> int:
     _warn_about_config(base.seq_len, config or {})
     if not args.auto:
         base, buffers = base.but(offload_gradients=share or 0.0), buffers_are_open(ds_config)
-        base = settled(base, gpu, host, rates, share=share is None, buffers=buffers, blocks=args.blocks == AUTO)
+        settle = partial(settled, gpu=gpu, host=host, rates=rates, share=share is None, blocks=args.blocks == AUTO)
+        if args.seq_len == MAX:  # buffers take what is left
+            base = longest(base, gpu, host, position_limit(config) if config else None, partial(settle, buffers=False))
+        base = settle(base, buffers=buffers)
         return _print_plan(args, predict(base, gpu_memory_bytes=gpu), gpu, host, rates, assumed)
     return _print_choice(args, _choice(args, base, gpu, host, rates), rates, assumed)
 
@@ -314,6 +330,8 @@ def _refuse_what_would_not_count(args: argparse.Namespace) -> None:
         raise UsageError(f"--measure {args.measure} runs candidates: give a --model, and a number of at least 1")
     if args.global_batch is not None and args.global_batch < 1:
         raise UsageError(f"--global_batch is {args.global_batch}: a whole number of at least 1 is needed")
+    if args.seq_len == MAX and args.auto:
+        raise UsageError(f"--seq_len {MAX} asks how long a sequence one configuration can take: give it instead of --auto")
     if args.optimizers and (args.optim or not args.auto):
         raise UsageError("--optimizers says what --auto may choose; --optim names the one to plan: give one of them")
     for name in ("stage", "offload"):

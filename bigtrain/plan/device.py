@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from bigtrain.plan.activations import BlockBytes, block_bytes, fused_loss_rows, norm_kept
-from bigtrain.plan.families import ModelParameters
 from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.parts import parts_of
 from bigtrain.plan.tape import Tape
 from bigtrain.plan.zero_flat import FlatSharding, ranks_to_plan
 from bigtrain.plan.zero_none import Bf16Sharding, WholeSharding
@@ -46,45 +47,6 @@ CHUNK_LOGITS = {"cuda": 2**27, "cpu": 2**22}
 SCALED_AT_A_TIME = 2**22
 
 
-class _Parts(NamedTuple):
-    """Indices of the parameters by where they stand in a step.
-
-    Attributes:
-        before, after: outside of the blocks, in model order.
-        head: the matrix that makes the logits: the largest outside of the blocks, the last of two equals.
-        of_block: feed-forward, attention and other parameters of each block.
-    """
-
-    before: list[int]
-    after: list[int]
-    head: list[int]
-    of_block: dict[int, tuple[list[int], list[int], list[int]]]
-
-
-def _parts(parameters: ModelParameters) -> _Parts:
-    items, blocks = parameters.items, parameters.blocks
-    outside = [i for i, p in enumerate(items) if p.block is None]
-    last_block = max((i for members in blocks.values() for i in members), default=-1)
-    matrices = [i for i in outside if len(items[i].shape) == 2]
-    head = [max(matrices, key=lambda i: (items[i].elems, i))] if matrices else []
-    of_block = {block: _parts_of_block(parameters, members) for block, members in blocks.items()}
-    return _Parts([i for i in outside if i < last_block], [i for i in outside if i >= last_block], head, of_block)
-
-
-def _parts_of_block(parameters: ModelParameters, members: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """By the names that all families use."""
-    feed: list[int] = []
-    attention: list[int] = []
-    rest: list[int] = []
-    for i in members:
-        name = parameters.items[i].name.lower()
-        if "norm" in name or ".ln_" in name:
-            rest.append(i)
-        else:
-            (attention if "attn" in name or "attention" in name else feed).append(i)
-    return feed, attention, rest
-
-
 class Run:
     """Forward and backward over the blocks; everything that is not about parameters and gradients."""
 
@@ -92,12 +54,17 @@ class Run:
         self.plan, self.tape, self.shards = plan, tape, shards
         self.g, self.t = plan.geometry, plan.tokens
         self.blocks = plan.parameters.blocks
-        self.parts = plan.parameters.fact("parts", lambda: _parts(plan.parameters))
+        self.parts = plan.parameters.fact("parts", lambda: parts_of(plan.parameters))
         self.before, self.after = self.parts.before, self.parts.after
         self.head = self.parts.head if self.g.vocab else []
         self.tied = bool(plan.parameters.tied)
         self.costs = {
-            b: block_bytes(self.g, self.t, plan.kernels, b, plan.seq_len, plan.device) for b in self._distinct_blocks()
+            b: block_bytes(self.g, self.t, plan.kernels, b, plan.seq_len, plan.device, plan.tile_tokens)
+            for b in self._distinct_blocks()
+        }
+        tile = plan.tile_tokens
+        self.of_tile = {
+            b: block_bytes(self.g, tile, plan.kernels, b, tile, plan.device) for b in (self._distinct_blocks() if tile else ())
         }
         self.recomputed = set(list(self.blocks)[: plan.recomputed_blocks])
         # On CPUs there is nowhere else to put a block's input.
@@ -151,6 +118,8 @@ class Run:
 
         Measured on an H200, Llama 3B, 16,384 tokens: 0.101e9 B beside 1.478e9 kept.
         """
+        if self.of_tile:
+            return cost.stream + 3 * cost.feed if self.plan.kernels == "liger" else cost.forward_extra
         return cost.stream if self.plan.kernels == "liger" else cost.forward_extra - cost.feed
 
     def _keep_input(self, block: int) -> None:
@@ -176,6 +145,10 @@ class Run:
         tape.hold(("attention", block), cost.attention, "activations, attention")
         tape.hold(("norm2", block), cost.second_norm, "activations, norms")
         tape.hold(("routing", block), cost.routing, "activations, experts")
+        self._keep_feed_forward(block, cost)
+
+    def _keep_feed_forward(self, block: int, cost: BlockBytes) -> None:
+        tape = self.tape
         tape.hold(("gate", block), cost.gate, "activations, feed-forward")
         tape.hold(("middle", block), cost.middle, "activations, feed-forward")
         tape.hold(("product", block), cost.product, "activations, feed-forward")
@@ -297,7 +270,10 @@ class Run:
             self._keep_block(block)
             tape.touch(self._beside_kept(cost), "activations, in passing")
         feed, attention, rest = self.parts.of_block[block]
-        self._feed_forward_backward(block, feed)
+        if self.of_tile:
+            self._tiles_backward(block, feed)
+        else:
+            self._feed_forward_backward(block, cost, feed, self._grad)
         tape.touch(cost.norm_extra, "backward, norm temporaries")
         tape.drop(("norm2", block))
         tape.hold("dattention", cost.attention_extra, "backward, attention gradients")
@@ -311,12 +287,35 @@ class Run:
             self._grad(i)
         self.shards.release(f"b{block}")
 
-    def _feed_forward_backward(self, block: int, feed: list[int]) -> None:
-        tape, cost, row = self.tape, self._cost(block), "backward, feed-forward gradients"
+    def _tiles_backward(self, block: int, feed: list[int]) -> None:
+        """models/tiles.py: tile by tile, with the gradients of its weights; then all of their sums are handed over."""
+        tape, cost, trained = self.tape, self.of_tile.get(block) or self.of_tile[0], [i for i in feed if self.plan.trains[i]]
+        tape.hold("dtiles", self._cost(block).stream, "backward, feed-forward gradients")
+
+        def deliver(i: int) -> None:
+            if self.plan.trains[i]:
+                tape.hold(("of tile", i), 2 * self.plan.parameters.items[i].elems, "gradients of one tile")
+
+        for number in range(2):  # the sums are there from the first tile's end on
+            self._keep_feed_forward(block, cost)
+            self._feed_forward_backward(block, cost, feed, deliver)
+            for i in trained if number == 0 else ():
+                tape.hold(("sum", i), 4 * self.plan.parameters.items[i].elems, "gradients of tiles, fp32 sums")
+            tape.drop(*(("of tile", i) for i in trained))
+        for i in trained:
+            deliver(i)
+            tape.drop(("sum", i))
+        for i in reversed(feed):
+            tape.drop(("of tile", i))
+            self._grad(i)
+        tape.drop("dtiles")
+
+    def _feed_forward_backward(self, block: int, cost: BlockBytes, feed: list[int], grad: Callable[[int], None]) -> None:
+        tape, row = self.tape, "backward, feed-forward gradients"
         last, others = feed[-1:], feed[:-1]
         tape.hold("dproduct", cost.feed, row)
         for i in last:
-            self._grad(i)
+            grad(i)
         tape.drop(("product", block))
         if self.plan.kernels == "liger" and cost.middle:  # gate and up become their own gradients
             tape.drop("dproduct")
@@ -328,7 +327,7 @@ class Run:
             tape.drop("dproduct", ("gate", block))
         tape.hold("dinput", 2 * cost.stream, row)
         for i in reversed(others):
-            self._grad(i)
+            grad(i)
         tape.drop("dmiddle", "dgate", "dinput", ("middle", block), ("gate", block), ("routing", block))
 
     def micro_steps(self, steady: bool) -> None:

@@ -20,11 +20,19 @@ Call = tuple[int, ...]
 Visit = tuple[str, list[int]]
 
 
-def calls_of(items: Sequence[Parameter], members: Sequence[int], persistence_elems: int) -> list[Call]:
-    """The modules of a block, or of a part outside of blocks, in the order of a forward; modules that hold modules come first."""
+def calls_of(
+    items: Sequence[Parameter], members: Sequence[int], persistence_elems: int, leaf: frozenset[int] = frozenset()
+) -> list[Call]:
+    """The modules of a block, or of a part outside of blocks, in the order of a forward; modules that hold modules come first.
+
+    `leaf`: parameters of the block's leaf module, which is one call whatever lies in it.
+    """
     found: dict[str, list[int]] = {}
-    for i in members:
-        path = items[i].name.split(".")[:-1]
+    paths = {i: items[i].name.split(".")[:-1] for i in members}
+    inside = [path for i, path in paths.items() if i in leaf]
+    common = [part for part, *others in zip(*inside) if all(part == other for other in others)]
+    for i, path in paths.items():
+        path = common if i in leaf else path
         start = 1 + next((k for k, part in enumerate(path) if part.isdigit()), len(path) - 1)
         for end in range(start, len(path) + 1):
             found.setdefault(".".join(path[:end]), [])
@@ -41,6 +49,7 @@ class Gathered:
         items: of the model. visits: key and parameters of each part, in the order in which forward and backward come to it.
         recomputed: keys of the backwards that recompute.
         zero: bucket, limits and distances, in elements.
+        leaf: parameters of leaf modules.
 
     Attributes:
         here: indices of the parameters that are whole.
@@ -50,13 +59,14 @@ class Gathered:
     visits: Sequence[Visit]
     recomputed: frozenset[str]
     zero: ZeroSettings
+    leaf: frozenset[int] = frozenset()
     here: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.calls: list[Call] = []
         self.ends: list[int] = []
         for key, members in self.visits:
-            calls = calls_of(self.items, members, self.zero.persistence_elems)
+            calls = calls_of(self.items, members, self.zero.persistence_elems, self.leaf)
             if key[0] == "b":
                 calls = (calls if key in self.recomputed else []) + calls[::-1]
             elif key == "head":

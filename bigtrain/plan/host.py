@@ -12,15 +12,11 @@ from bigtrain.plan import streamed
 from bigtrain.plan.constants import READ_BUFFER_BYTES, SAVE_BUFFER_BYTES, process_bytes, process_start_bytes
 from bigtrain.plan.flat import flat_group, heaviest_rank, slice_elems, split_groups, sub_groups
 from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.pinned import pieces, pinned_bytes
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
 
 _PAGE = 4096
-
-
-def pinned_bytes(size: float) -> int:
-    """What a pinned block of `size` bytes takes: the next power of two (torch c10 CachingHostAllocator)."""
-    return 1 << (max(1, int(size)) - 1).bit_length()
 
 
 class _Host:
@@ -193,8 +189,9 @@ def _simulate(plan: PlanInput) -> _Host:
             # As autograd saves them, one block at a time; torch keeps the memory for the next step.
             size = 2 * plan.tokens * plan.geometry.hidden
             tape.hold(("input", block), size, "checkpoints, host")
-            tape.hold(("input rounding", block), pinned_bytes(size) - size, "pinned rounding")
-            host.pinned += pinned_bytes(size)
+            taken = sum(map(pinned_bytes, pieces(size)))
+            tape.hold(("input rounding", block), taken - size, "pinned rounding")
+            host.pinned += taken
     tape.phase("first forward")
     tape.hold("kernels", process_bytes(plan.device, plan.ranks_per_node) - at_start, "process")
     for _ in range(2):

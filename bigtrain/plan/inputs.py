@@ -20,6 +20,7 @@ Loss = Literal["full", "chunked", "fused"]
 Checkpointing = Literal["none", "full", "selective", "offload"]
 
 # Families whose forward does more with its logits than to hand them to the causal loss (kernels/attach.py `why_not_chunked`).
+_NO_TILES = {"opt", "bert", *ROBERTA}  # their blocks compute the feed-forward part themselves (models/feedforward.py)
 _OWN_LOSS = {"granite", "granitemoe", "cohere", "cohere2", "bert", *ROBERTA, *T5, *VISION_LANGUAGE}
 # Beyond any run; without a bound a slip of the keyboard would keep the search busy for hours.
 _MOST = {"world_size": 2**17, "micro_batch": 2**31, "seq_len": 2**31, "accumulation": 2**31}
@@ -159,6 +160,7 @@ class PlanInput:
         checkpointing: "none", or what is kept of a block that is recomputed in backward: "full" (its input), "selective" (that
             and results of matrix products and attention), "offload" (its input, on the host).
         checkpoint_blocks: how many blocks are recomputed, the first ones; None: all. 0 is another way to say "none".
+        mlp_tile_tokens: the feed-forward parts run over tiles of so many tokens (models/tiles.py); 0: as a whole.
         kernels: "hf" (transformers' own modules with sdpa) or "liger".
         loss: "full" (all logits in fp32), "chunked" (a chunk of tokens at a time, in fp32), "fused" (the same
             by Triton's kernels, in place); None: by kernels.
@@ -180,6 +182,7 @@ class PlanInput:
     optimizer: str = "adamw"
     checkpointing: Checkpointing = "full"
     checkpoint_blocks: int | None = None
+    mlp_tile_tokens: int = 0
     kernels: Kernels = "hf"
     loss: Loss | None = None
     decay_groups: bool = True
@@ -199,6 +202,7 @@ class PlanInput:
         if self.settings.bf16_states and self.optimizer == "adamw":
             object.__setattr__(self, "optimizer", "adamw_bf16")
         self._check_optimizer()
+        self._check_tiles()
         self._settle_blocks()
         for name in self.frozen:
             if not any(_under(p.name, name) for p in self.parameters.items):
@@ -223,6 +227,14 @@ class PlanInput:
             raise UsageError(
                 f"optimizer {self.optimizer} needs its weights on the GPU: remove offload_param, or use adamw or adamw_8bit"
             )
+
+    def _check_tiles(self) -> None:
+        tokens, kind = self.mlp_tile_tokens, self.parameters.kind
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+            raise UsageError(f"mlp_tile_tokens is {tokens!r}: a whole number of tokens, or 0 for no tiles, is needed")
+        if tokens and (self.geometry.experts or kind in _NO_TILES):
+            why = "routes tokens to experts" if self.geometry.experts else "has no feed-forward module of its own"
+            raise UsageError(f"mlp_tile_tokens {tokens}: a block of '{kind}' {why}, so it cannot be computed in tiles")
 
     def _settle_blocks(self) -> None:
         """One spelling for each meaning: no number with "none" and for all blocks, "none" for no block."""
@@ -330,6 +342,11 @@ class PlanInput:
     def tokens(self) -> int:
         """Tokens of one micro step of one rank."""
         return self.micro_batch * self.seq_len
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of one tile of the feed-forward parts; 0: they run in one piece."""
+        return self.mlp_tile_tokens if self.mlp_tile_tokens < self.tokens else 0
 
     @property
     def ranks_per_node(self) -> int:

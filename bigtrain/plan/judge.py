@@ -47,6 +47,7 @@ class Candidate:
             "activation_checkpointing": self.input.checkpointing != "none",
             "checkpointing_policy": self.input.checkpointing,
             "checkpoint_blocks": self.input.recomputed_blocks,
+            "mlp_tile_tokens": self.input.mlp_tile_tokens,
             "micro_batch": self.input.micro_batch,
             "accumulation": self.input.accumulation,
             "reduce_bucket_size": zero.reduce_bucket_elems,
@@ -65,6 +66,8 @@ class Candidate:
         if self.input.streams and self.input.settings.buffers != ZeroSettings.buffers:
             parts.append(f"{self.input.settings.buffers} buffers")
         parts.append(_checkpointing(self.input))
+        if self.input.tile_tokens:
+            parts.append(f"feed-forward in tiles of {self.input.tile_tokens}")
         parts.append(f"micro batch {o['micro_batch']} x {o['accumulation']}")
         if o["reduce_bucket_size"] == SMALL_BUCKET_ELEMS:
             parts.append("small buckets")

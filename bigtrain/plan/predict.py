@@ -180,6 +180,7 @@ class Plan:
             "optimizer": plan.optimizer,
             "checkpointing": plan.checkpointing,
             "checkpoint_blocks": plan.recomputed_blocks,
+            "mlp_tile_tokens": plan.mlp_tile_tokens,
             "kernels": plan.kernels,
             "loss": plan.loss_kind,
             "zero": {k: getattr(plan.settings, k) for k in plan.settings.__dataclass_fields__},

@@ -16,6 +16,7 @@ from typing import Any
 from bigtrain.errors import UsageError
 from bigtrain.plan.activations import block_bytes
 from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.parts import feed_forward
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.streamed import leaving_s, seconds
 
@@ -182,8 +183,32 @@ def forward_s(plan: PlanInput, rates: Rates) -> float:
 
 def _elementwise_s(plan: PlanInput, rates: Rates) -> float:
     """The recompute of selective blocks: what is made again is written once, and about twice as much is read for it."""
-    one = block_bytes(plan.geometry, plan.tokens, plan.kernels, plan.geometry.dense_layers, plan.seq_len, plan.device)
+    one = block_bytes(
+        plan.geometry, plan.tokens, plan.kernels, plan.geometry.dense_layers, plan.seq_len, plan.device, plan.tile_tokens
+    )
     return plan.recomputed_blocks * 3 * one.made_again / rates.device_bytes_s
+
+
+def _tiles(plan: PlanInput) -> int:
+    """Tiles of a feed-forward part; 0: it runs in one piece."""
+    return -(-plan.tokens // plan.tile_tokens) if plan.tile_tokens else 0
+
+
+def _tiles_s(plan: PlanInput, rates: Rates) -> float:
+    """What tiles add to a micro step: each runs once more in backward, and adds its weight gradients to the fp32 sums.
+
+    A block that is recomputed with policy "full" or "offload" has counted that run: its recompute ends before the tiles, unless a norm
+    comes after them.
+    """
+    if not plan.tile_tokens:
+        return 0.0
+    share = rates.liger_share if plan.kernels == "liger" else rates.hf_share
+    elems = sum(plan.parameters.items[i].elems for feed in feed_forward(plan.parameters) for i in feed)
+    counted = plan.recomputed_blocks / max(1, plan.block_count) if plan.checkpointing != "selective" else 0.0
+    if plan.geometry.norms > 2:
+        counted = 0.0
+    again = 2 * elems * plan.tokens * (1 - counted) / (rates.matmul_flops * share)
+    return again + _tiles(plan) * 10 * elems / rates.device_bytes_s  # bf16 read, fp32 read and written
 
 
 def _launch_s(plan: PlanInput, rates: Rates) -> float:
@@ -193,7 +218,8 @@ def _launch_s(plan: PlanInput, rates: Rates) -> float:
 
 def _visits(plan: PlanInput) -> int:
     """Blocks that one micro step runs: forward, backward as two, and those that are recomputed."""
-    return 3 * plan.block_count + plan.recomputed_blocks
+    # A tile's two forwards and its backward are about one visit; those of the first one are in the others.
+    return 3 * plan.block_count + plan.recomputed_blocks + plan.block_count * max(0, _tiles(plan) - 1)
 
 
 def _sums_s(plan: PlanInput, rates: Rates) -> float:
@@ -222,6 +248,7 @@ def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
     compute = plan.accumulation * plan.tokens * (model + again) / (rates.matmul_flops * share)
     if plan.checkpointing == "selective":
         compute += plan.accumulation * _elementwise_s(plan, rates)
+    compute += plan.accumulation * _tiles_s(plan, rates)
     if plan.checkpointing == "offload":  # beside the computation, or longer than it
         compute = max(compute, plan.accumulation * _host_inputs_s(plan, rates))
     if g.vocab and plan.loss_kind == "full":
@@ -234,7 +261,8 @@ def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
     hidden = plan.settings.overlap_comm or plan.settings.stage == 3
     micro = max(compute, communication + fetch) if hidden else compute + communication + fetch
     if plan.settings.stage == 3:
-        micro += plan.accumulation * _visits(plan) * rates.stage3_s_per_block
+        # A part in tiles is one module to stage 3.
+        micro += plan.accumulation * (3 * plan.block_count + plan.recomputed_blocks) * rates.stage3_s_per_block
     if plan.device == "cuda":
         micro += _sums_s(plan, rates)
     optimizer = _optimizer_s(plan, rates, forward_s(plan, rates))

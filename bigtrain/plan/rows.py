@@ -60,6 +60,8 @@ ROWS: dict[str, tuple[str, str]] = {
     "activations, in passing": ("max(6 t f + 4 t d, 14 t d)", "plan/activations.py forward_extra"),
     "activations, embedding and final norm": ("2 t d + one norm", f"{_HF} *Model.forward"),
     "backward, feed-forward gradients": ("2 t f + 4 t f", "torch autograd of SwiGLU"),
+    "gradients of one tile": ("2 n of the feed-forward part's weights", "models/tiles.py _gradients"),
+    "gradients of tiles, fp32 sums": ("4 n of the feed-forward part's weights", "models/tiles.py _add"),
     "backward, attention gradients": ("2 t (q + k + v) + 4 t q + wide k, v", "flash-attn mha_bwd"),
     "backward, norm temporaries": ("12 t d (hf) | 2 t d (fused)", "torch autograd of RMSNorm in fp32"),
     "backward, residual stream": ("2 t d", "torch autograd"),

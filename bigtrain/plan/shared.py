@@ -100,6 +100,8 @@ def _profile(tape: Tape, sizes: list[int], cuts: list[int]) -> tuple[list[int], 
 # What has no part in activations, in what ZeRO does in micro steps, in what comes before the first update.
 _NO_ZERO = {"settings": ZeroSettings(stage=0), "optimizer": "adamw", "world_size": 1, "gpus_per_node": None, "drawn": False}
 _NO_TOKENS = {"micro_batch": 1, "seq_len": 1, "kernels": "hf", "loss": None}
+# What is gathered at once does have a part in what stage 3 does.
+_NO_TILES = {"mlp_tile_tokens": 0}
 _NO_BLOCKS = {"checkpointing": "none", "checkpoint_blocks": None}
 
 
@@ -111,16 +113,17 @@ def _for_micro_steps(plan: PlanInput) -> PlanInput:
     """State that is streamed has a part in them where gradients leave, and in what stage 1 is."""
     zero = plan.settings
     blocks = {"checkpointing": "full" if plan.recomputed_blocks else "none"} if zero.stage == 3 else _NO_BLOCKS
+    tiles = {"mlp_tile_tokens": 1} if zero.stage == 3 and plan.mlp_tile_tokens else _NO_TILES
     streams = plan.streams and (plan.leaving or zero.stage == 1)
     return plan.but(
         settings=zero if streams else plan.told, optimizer="adamw_split" if streams else "adamw", drawn=False,
-        accumulation=min(2, plan.accumulation), buffers=1, ratio=1.0, **blocks, **_NO_TOKENS,
+        accumulation=min(2, plan.accumulation), buffers=1, ratio=1.0, **blocks, **tiles, **_NO_TOKENS,
     )  # fmt: skip
 
 
 def _for_start(plan: PlanInput) -> PlanInput:
     bucket = {} if plan.settings.stage == 3 else {"reduce_bucket_elems": 1}
-    return plan.but(accumulation=1, buffers=1, **bucket, **_NO_BLOCKS, **_NO_TOKENS)
+    return plan.but(accumulation=1, buffers=1, **bucket, **_NO_BLOCKS, **_NO_TILES, **_NO_TOKENS)
 
 
 @lru_cache(maxsize=256)

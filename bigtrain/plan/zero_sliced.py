@@ -11,6 +11,7 @@ from bigtrain.plan.constants import WINDOW_BYTES
 from bigtrain.plan.flat import slice_elems, split_groups, sub_groups
 from bigtrain.plan.gathered import Gathered, Recording, Visit
 from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.parts import feed_forward
 from bigtrain.plan.streamed import Update
 from bigtrain.plan.tape import Tape
 from bigtrain.plan.zero_flat import chunk_of_gradients, hold_moments
@@ -59,8 +60,11 @@ class SlicedSharding:
         """The order in which a step comes to blocks and other parts."""
         zero, head = self.zero, any(key == "head" and members for key, members in visits)
         limits = zero.persistence_elems, zero.prefetch_elems, zero.max_live_elems, zero.max_reuse_elems
+        feeds = feed_forward(self.plan.parameters) if self.plan.mlp_tile_tokens else []
+        leaf = frozenset(i for feed in feeds for i in feed)
         self.trace = self.plan.parameters.fact(
-            ("gathered", recomputed, head, limits), lambda: Recording(Gathered(self.items, visits, recomputed, zero))
+            ("gathered", recomputed, head, limits, leaf),
+            lambda: Recording(Gathered(self.items, visits, recomputed, zero, leaf)),
         )
 
     # Start-up.

@@ -270,6 +270,11 @@ def test_blocks_and_policy_imply_checkpointing(base):
     assert "checkpoint_blocks 2 goes with" in refusal(off) and "checkpointing_policy selective goes with" in refusal(off)
 
 
+def test_tiles_are_a_number_of_tokens(base):
+    assert parse(base).mlp_tile_tokens is None and parse([*base, "--mlp_tile_tokens", "0"]).mlp_tile_tokens == 0
+    assert "mlp_tile_tokens must not be negative, got -1" in refusal([*base, "--mlp_tile_tokens=-1"])
+
+
 def test_warmup_ratio_rounds_up():
     values = dict(model_name_or_path="m", train_data="d", output_dir="o", ds_config="c")
     assert TrainArguments(**values, warmup_ratio=0.1).warmup(101) == 11

@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from bigtrain import shapes
+from bigtrain.models import tile_mlp
 from bigtrain.plan import plan_input
 from bigtrain.plan.activations import FUSED_LOSS_CHUNKS, FUSED_LOSS_ELEMS, block_bytes, fused_loss_rows
 from bigtrain.plan.device import Run, sharding
@@ -68,13 +69,15 @@ def sized(name, layers, **more):
     return {**config, **sparse, **sizes, **{depth: layers for depth in DEPTHS if depth in config}, "decoder_start_token_id": 0}
 
 
-def kept_bytes(name, config, tokens, attention):
+def kept_bytes(name, config, tokens, attention, tile=0):
     """Bytes of all distinct storages that autograd keeps in one forward pass, without the parameters."""
     model_class = getattr(transformers, ALL[name][0])
     has_sdpa = config["model_type"] not in ("gemma2", "gpt_oss", "bloom")
     hf = transformers.AutoConfig.for_model(**config)
     how = "eager" if attention == "eager" or not has_sdpa else "sdpa"
     model = model_class.from_config(hf, dtype=torch.bfloat16, attn_implementation=how).train()
+    if tile:
+        tile_mlp(model, tile)
     own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
     seen = {}
 
@@ -96,14 +99,13 @@ def kept_bytes(name, config, tokens, attention):
     return sum(size for size, _ in seen.values())
 
 
-def counted_and_planned(name, tokens, more, attention="sdpa"):
+def counted_and_planned(name, tokens, more, attention="sdpa", tile=0):
     """Of one block; of one of the encoder's and one of the decoder's."""
-    counted = kept_bytes(name, sized(name, 3, **more), tokens, attention) - kept_bytes(
-        name, sized(name, 2, **more), tokens, attention
-    )
+    three, two = (kept_bytes(name, sized(name, layers, **more), tokens, attention, tile) for layers in (3, 2))
+    counted = three - two
     g = geometry(sized(name, 3, **more), attention)
     blocks = (0, 3) if g.cross_from else (2,)
-    return counted, sum(block_bytes(g, tokens, block=block, seq_len=tokens, device="cpu").kept for block in blocks)
+    return counted, sum(block_bytes(g, tokens, block=block, seq_len=tokens, device="cpu", tile=tile).kept for block in blocks)
 
 
 def lengths(name):
@@ -118,6 +120,13 @@ NEAR = 0.012
 def test_kept_bytes_of_a_block_are_what_autograd_keeps(name):
     for tokens in lengths(name):
         counted, planned = counted_and_planned(name, tokens, {})
+        assert planned == pytest.approx(counted, rel=NEAR)
+
+
+@pytest.mark.parametrize("name", ("llama", "qwen3", "gemma2", "phi3", "gpt_neox", "gpt2", "starcoder2", "olmo2", "glm4"))
+def test_of_a_feed_forward_part_in_tiles_its_input_alone_is_kept(name):
+    for tokens in LENGTHS:
+        counted, planned = counted_and_planned(name, tokens, NO_DROPOUT if name == "gpt2" else {}, tile=48)
         assert planned == pytest.approx(counted, rel=NEAR)
 
 

@@ -9,8 +9,8 @@ from bigtrain import shapes
 from bigtrain.errors import UsageError
 from bigtrain.plan import PlanInput, ZeroSettings, plan_input, predict, settings_from_config
 from bigtrain.plan.flat import flat_group, heaviest_rank, slice_elems, split_groups, sub_groups
-from bigtrain.plan.host import pinned_bytes
 from bigtrain.plan.parameters import Parameter
+from bigtrain.plan.pinned import pieces, pinned_bytes
 from bigtrain.plan.rows import ROWS
 from bigtrain.plan.states import LAYOUTS
 
@@ -143,6 +143,25 @@ def test_B46_pinned_blocks_are_rounded_to_powers_of_two():
     assert [pinned_bytes(n) for n in (1, 2, 3, 4, 5, 4095, 4096, 4097)] == [1, 2, 4, 4, 8, 4096, 4096, 8192]
     rows = {row.name for row in predict(tiny(stage=2, offload="optimizer")).host.rows}
     assert "pinned rounding" in rows
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 1000, 4096, 100_001, 262_144, 262_145, 348_160])
+def test_block_inputs_are_pinned_in_pieces_that_waste_little(tokens):
+    size = 8192 * tokens
+    found = pieces(size)
+    assert sum(found) == size and all(n == pinned_bytes(n) for n in found[:-1]) and found == sorted(found, reverse=True)
+    assert sum(map(pinned_bytes, found)) <= size * (1 + 1 / 32) + 2**16 and len(found) <= 6
+    assert (found == [size]) == (pinned_bytes(size) - size <= max(size // 32, 2**16))
+    assert pieces(0) == []
+
+
+def test_the_plan_counts_the_pieces():
+    plan = plan_input(shapes.config_dict("llama-8b"), settings=ZeroSettings(stage=2), seq_len=300_000, checkpointing="offload")
+    size = 2 * 4096 * 300_000
+    taken = sum(map(pinned_bytes, pieces(size)))
+    assert (
+        predict(plan, reserve=False).host_pinned_bytes == 32 * taken and taken < 1.03 * size and pinned_bytes(size) > 1.7 * size
+    )
 
 
 def test_fp32_accumulation_under_offload_stays_on_the_gpu_at_stage_2():
