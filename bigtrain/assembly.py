@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from bigtrain import buffers, guards, heap, optim, ranks, weights, zero
+from bigtrain import buffers, flat, guards, heap, optim, ranks, weights, zero
 from bigtrain.errors import ModelError
 from bigtrain.master import MasterOptimizer
+from bigtrain.misuse import refuse_compiled
 from bigtrain.models.sharding import refuse_empty
 from bigtrain.optim.build import build_optimizer
 from bigtrain.optim.groups import param_groups
@@ -20,6 +21,7 @@ from bigtrain.precision import refuse_other_dtypes, to_bf16
 from bigtrain.reduction import GradientFlags
 from bigtrain.settings import Settings
 from bigtrain.startup import SharedMaster
+from bigtrain.weights.guard import guard_state_dict
 from bigtrain.writes import ForeignWrites, MasterOf
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,8 @@ def assemble(
         )
     if s.stage == 3:
         refuse_empty({name: zero.full_shape(p) for name, p in model.named_parameters()})
+        guard_state_dict(model)
+    refuse_compiled(model, s.stage)
     refuse_other_dtypes(model, s.bf16)
     if leaf_modules and s.stage == 3 and not zero.set_leaf_modules(model, leaf_modules):
         raise ModelError(f"leaf_modules: the model has no module of {[c.__name__ for c in leaf_modules]}")
@@ -101,8 +105,23 @@ def assemble(
         buffers.RunningStats(buffers.batchnorms(model)),
         base_lrs,
         flags,
-        ForeignWrites(names, params, master_of),
+        ForeignWrites(
+            names,
+            params,
+            master_of,
+            _with_masters(params, master_of, s),
+            anywhere=zero.optimizer_kind(ds.optimizer) in ("plain", "zero12"),
+            emptied=s.stage in (0, 3),
+        ),
     )
+
+
+def _with_masters(params: Sequence[torch.nn.Parameter], master_of: MasterOf, s: Settings) -> list[int]:
+    """Indices of parameters that have a master on some rank, and move in steps only; ranks share masters at stages 1 and 2."""
+    if (s.config.get("zero_optimization") or {}).get("zenflow"):
+        return []  # its updates run on beside the next steps
+    mine = [i for i, p in enumerate(params) if not flat.on_nvme(p) and master_of(p) is not None]
+    return sorted({i for some in ranks.all_gather_object(mine, "which parameters have masters") for i in some})
 
 
 def _fill_masters(model: torch.nn.Module, master_of: MasterOf) -> None:

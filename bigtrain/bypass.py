@@ -2,7 +2,7 @@
 
 A forward through `engine.module` skips DeepSpeed's bookkeeping: at stage 0 each rank then trains its own replica, at stage 3
 the gradients of earlier micro steps are overwritten, both without an error. So every training forward marks what it returns,
-and a backward from the wrong mark, or outside of `engine.backward`, is refused as it starts.
+and a backward from the wrong mark, from one of an earlier step, or outside of `engine.backward`, is refused as it starts.
 """
 
 from __future__ import annotations
@@ -17,33 +17,49 @@ import torch
 from bigtrain import ranks, steps, zero
 from bigtrain.errors import BypassError, UsageError
 from bigtrain.meeting import announce_failure
+from bigtrain.misuse import Misuse, refuse_wrapped
 
+_OUTPUT = "bigtrain_output"  # in the metadata of autograd's nodes
 _taken: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules of engines that were not closed
 
 
-def refuse_taken(module: torch.nn.Module) -> None:
-    """Check that no engine trains this module already.
+def refuse_unfit(module: Any) -> None:
+    """Check that this is a module, not wrapped, that no engine trains already.
 
     Raises:
-        UsageError: one does.
+        UsageError: saying what to hand in.
     """
-    if module in _taken:
+    refuse_wrapped(module)
+    trained = {id(p) for other in _taken for p in other.parameters()}
+    if module in _taken or any(id(p) in trained for p in module.parameters()):
         raise UsageError(
-            f"this {type(module).__name__} belongs to an Engine that was not closed, and whose hooks are on its parameters. Call "
+            f"this {type(module).__name__} (or a part of it) belongs to an Engine that was not closed, and whose hooks are on its parameters. Call "
             "engine.close() on that one first."
         )
+
+
+def _noted(node: Any) -> dict[str, Any]:
+    """What is noted at a node of autograd's graph, for as long as it lives."""
+    noted: dict[str, Any] = node.metadata
+    return noted
 
 
 class Origin:
     """Marks the outputs of a module's training forwards and checks them at backward.
 
     Args:
-        module: the model.
+        ds: DeepSpeed's engine.
         step: gives the number of steps done.
+        in_step: True while gradients are being accumulated.
+        traced: every gradient that arrives calls `check`.
     """
 
-    def __init__(self, module: torch.nn.Module, step: Callable[[], int]):
+    def __init__(self, ds: Any, step: Callable[[], int], in_step: Callable[[], bool], traced: bool):
+        module = ds.module
         self._step = step
+        self._traced = traced
+        self._reached = False  # by the backward that runs
+        self.misuse = Misuse(ds, in_step, self.refuse)
         self._in_forward = False
         self._in_backward = False
         self._module = weakref.ref(module)
@@ -54,6 +70,7 @@ class Origin:
 
     def release(self) -> None:
         """Mark no more: the engine is closed."""
+        self.misuse.release()
         for handle in self._handles:
             handle.remove()
         if (module := self._module()) is not None:
@@ -71,18 +88,47 @@ class Origin:
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """The engine's own backward."""
-        self._in_backward = True
+        self._in_backward, self._reached = True, False
         try:
             yield
         finally:
             self._in_backward = False
+        if self._traced and not self._reached:
+            self.refuse(
+                "the loss given to backward() does not depend on the model: no parameter got a gradient from it. Compute it from what "
+                "engine(...) returned."
+            )
+
+    def questionable(self, loss: Any, planned: int) -> str:
+        """Why this cannot be the loss of one of `planned` micro batches; empty if it can."""
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            return f"backward() takes the loss, a tensor of one element; it got {what}. Call engine.backward(engine(**batch).loss)."
+        if not loss.requires_grad:
+            return "the loss given to backward() carries no gradient: it was detached, or computed under torch.no_grad()."
+        divided: Any = loss.grad_fn
+        if planned > 1 and divided is not None and divided.name() == "DivBackward0":
+            (inner, _), *_ = divided.next_functions
+            by: Any = getattr(divided, "_saved_other", None)
+            known = (
+                isinstance(by, torch.Tensor) and by.device.type == "cpu" and by.numel() == 1
+            )  # a number in the script: no wait
+            if known and float(by) == planned and inner is not None and _OUTPUT in inner.metadata:
+                return (
+                    f"the loss of a forward was divided by {planned}, the number of micro batches of a step: the engine takes their mean "
+                    "itself, so that gradients would be that much too small. Call engine.backward(loss) without dividing."
+                )
+        return ""
 
     def _mark(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled() or module is not self._module():  # a deep copy has the hook too
             return
         check = self.check if self._in_forward else self._bypassed
+        at = self._step()
         for tensor in steps.output_tensors(output):
-            tensor.register_hook(lambda grad, check=check: check())
+            tensor.register_hook(lambda grad: check(at))
+            if tensor.grad_fn is not None:
+                _noted(tensor.grad_fn)[_OUTPUT] = True
 
     def _refuse_inference(self, module: torch.nn.Module, _inputs: Any) -> None:
         """Weights gathered in inference mode are inference tensors for good: the next training forward could not save them."""
@@ -91,15 +137,21 @@ class Origin:
                 "a forward under torch.inference_mode() at stage 3 would leave weights behind that cannot be trained: use torch.no_grad()."
             )
 
-    def check(self) -> None:
-        """Called for gradients: refuse a backward that the engine did not start."""
+    def check(self, at: int | None = None) -> None:
+        """Called for gradients, of outputs with the number of steps done at their forward: refuse a backward that must not be."""
         if not self._in_backward:
             self.refuse(
                 "loss.backward() was called directly: gradients would not be reduced over ranks and micro steps. "
                 "Call engine.backward(loss)."
             )
+        if at is not None and at != self._step():
+            self.refuse(
+                f"this loss came from a forward before step {self._step()}, and the weights have moved since: its gradient would be that of "
+                "other weights. Call backward() before step(), or run the forward again."
+            )
+        self._reached = True
 
-    def _bypassed(self) -> None:
+    def _bypassed(self, _at: int) -> None:
         self.refuse(
             "this loss came from engine.module(...): each rank would train its own replica (or overwrite the gradients of "
             "earlier micro steps). Call the engine itself: loss = engine(**batch).loss."

@@ -22,11 +22,12 @@ from bigtrain import agreement, evaluation, guards, ranks, settings, steps, watc
 from bigtrain.accumulation import Accumulation
 from bigtrain.assembly import assemble
 from bigtrain.branches import Comparison
-from bigtrain.bypass import Origin, refuse_taken
+from bigtrain.bypass import Origin, refuse_unfit
 from bigtrain.checkpoint import deepspeed_format
 from bigtrain.checkpoint.native import Checkpoints
 from bigtrain.config import Resolved
 from bigtrain.meeting import Point, meet, naming_the_lost
+from bigtrain.misuse import NotCopied
 from bigtrain.precision import keep_parameters_in_fp32, summary
 from bigtrain.reduction import Reduction
 from bigtrain.steps import Batch, EvalResult, StepResult
@@ -35,11 +36,11 @@ from bigtrain.whereabouts import HERE
 log = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(NotCopied):
     """Trains one model under DeepSpeed.
 
     Args:
-        model: from `build_model`, or any nn.Module. At stage 3 it should have been built under zero.Init.
+        model: from `build_model`, or any nn.Module, not wrapped. At stage 3 it should have been built under zero.Init.
         ds_config: path, preset name or mapping, DeepSpeed's own JSON; it is linted, and every "auto" filled.
         optimizer: a name of `bigtrain.optim.OPTIMIZERS`; wins over the ds_config's section. "adamw" if neither says.
         learning_rate, betas, eps, weight_decay: for the optimizer; from the ds_config where not given.
@@ -93,7 +94,7 @@ class Engine:
     ):
         zero.init_distributed()
         with ranks.together("reading the engine's settings"):
-            refuse_taken(model)
+            refuse_unfit(model)
             self.settings = settings.decide(
                 ds_config,
                 world_size=ranks.world_size(),
@@ -140,7 +141,7 @@ class Engine:
         self._since = Accumulation(self.settings.accumulation, self.device)
         self._flags = self._parts.flags
         self._reduction = Reduction(self._ds, self._parts.params, self._flags)
-        self._origin = Origin(self.module, lambda: self.global_step)
+        self._origin = Origin(self._ds, lambda: self.global_step, lambda: self._since.backwards > 0, bool(self._flags.handles))
         self._flags.check = self._origin.check
         compares = self.settings.stage == 3 and not self._uniform and self.device.type == "cpu"
         self._comparison = Comparison(self.module, lambda: self.global_step) if compares else None
@@ -188,9 +189,9 @@ class Engine:
     @naming_the_lost()
     def _backward(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         """Backward of `loss * weight`, summed over ranks; `weight` is the loss's share in the reported one."""
-        if why := self._since.no_backward():
-            self._origin.refuse(why)
         agreement.same_freezing(self._parts.frozen_map, self.global_step, None if self._since.backwards else self._ds.module)
+        if why := self._since.no_backward() or self._origin.questionable(loss, self._since.planned):
+            self._origin.refuse(why)
         # DeepSpeed takes the mean over ranks; what is wanted is the sum.
         scaled = loss.float() * (weight * self.world_size)
         if self._reduction.during_backward and not self._uniform:
@@ -202,9 +203,8 @@ class Engine:
 
     def _agree_on_parameters(self, _grad: torch.Tensor) -> None:
         """At the start of a backward: if ranks will use different parameters, reduce at its end, in one order (B50)."""
-        if not agreement.same_parameters(
-            self._reduction.used(), self._names, self.global_step, self._since.backwards, self.stage
-        ):
+        used = self._reduction.used()
+        if not agreement.same_parameters(used, self._names, self.global_step, self._since.backwards, self.stage):
             self._reduction.defer()
 
     # ------------------------------------------------------------ step
@@ -224,14 +224,15 @@ class Engine:
             self._origin.refuse("step() without engine.backward(loss) since the last step: nothing to apply.")
         if self._since.backwards < self._since.planned:
             return None
-        if why := guards.changed_rates(self._rates, [group["lr"] for group in self._ds.optimizer.param_groups]):
+        rates = [group["lr"] for group in self._ds.optimizer.param_groups]
+        if why := guards.changed_rates(self._rates, rates) or self._parts.writes.lost():
             self._origin.refuse(why)
-        written = self._parts.writes.take_over()
-        told = self._since.exchange(self.global_step, self._flags, self._reduction.order_hash, written)
+        told = self._since.exchange(self.global_step, self._flags, self._reduction.order_hash, self._parts.writes.take_over())
         verdict = guards.judge(told, self.global_step + 1, self._names)
         lr = self._set_lr()
         self.checkpoints.before_update()
-        applied, norm = self._reduction.step(refuse=not verdict.apply)
+        with self._origin.misuse.ours():
+            applied, norm = self._reduction.step(refuse=not verdict.apply)
         self._parts.writes.settled()
         self._parts.running.settle(applied)
         reason = verdict.reason
@@ -358,8 +359,8 @@ class Engine:
     def export(self, directory: str | Path, dtype: str = "bfloat16", tokenizer: Any = None) -> Path:
         """Write the model as a Hugging Face folder; all ranks call it."""
         meet(Point.EXPORT, self.global_step, 0, limit_s=120.0)
-        weights.export_model(self.module, Path(directory), dtype=dtype, tokenizer=tokenizer)
-        return Path(directory)
+        weights.export_model(self.module, directory := Path(directory), dtype=dtype, tokenizer=tokenizer)
+        return directory
 
     # ------------------------------------------------------------ small things
 

@@ -24,6 +24,12 @@ from bigtrain import zero
 from bigtrain.errors import UsageError
 
 
+def on_nvme(param: Any) -> bool:
+    """True if this rank's slice of a ZeRO-3 parameter lives in a file."""
+    location = getattr(getattr(param, "ds_tensor", None), "final_location", None)
+    return location is not None and str(getattr(location, "value", location)) == "nvme"
+
+
 @dataclass(frozen=True)
 class PlacedParameter:
     """Where one parameter lies in the partitions of its group.

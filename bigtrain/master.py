@@ -84,6 +84,8 @@ class MasterOptimizer(torch.optim.Optimizer):
                 param.copy_(master)
         self.flat.zero_()
 
+    step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it for every instance once one is copied, in what needs its __init__
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget what has been accumulated."""
         self.flat.zero_()

@@ -8,8 +8,7 @@ Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__
                        runtime.engine.DeepSpeedEngine._broadcast_model (leaves out what has `ds_optim_param`), runtime.compiler
    for checkpoints:    runtime.fp16.loss_scaler.LossScaler, utils.tensor_fragment.fragment_address, runtime.zero.config.ZeroStageEnum
    building:           zero.Init._convert_to_deepspeed_param, ._partition, ._enable_mem_efficient_linear, .local_device,
-                       .remote_device, .pin_memory, .param_swapper, .zero_param_process_group, .quantized_weights,
-                       .quantized_nontrainable_weights;
+                       .remote_device, .pin_memory, .param_swapper, .zero_param_process_group, .quantized_weights, .quantized_nontrainable_weights;
                        runtime.zero.partition_parameters.free_param, .zero_init_context, .InsertPostInitMethodToModuleSubClasses;
                        runtime.swap_tensor.partitioned_param_swapper.PartitionedParamStatus; utils.set_z3_leaf_module
 Objects of DeepSpeed are handed on; `bigtrain.flat` and `bigtrain.reduction` list what they use and substitute on them.
@@ -134,6 +133,8 @@ def gathered(params: Sequence[torch.nn.Parameter], modifier_rank: int | None = N
     owned = [p for p in params if is_partitioned(p)]
     with deepspeed.zero.GatheredParameters(owned, modifier_rank=modifier_rank, enabled=bool(owned)):
         yield
+        for param in owned if modifier_rank is not None else ():
+            param.bigtrain_delivered = param._version  # type: ignore[attr-defined]
 
 
 def is_available(param: Any) -> bool:

@@ -168,6 +168,11 @@ class Checkpoints:
             CheckpointError: in the middle of an accumulation; not there, damaged, or of another model or optimizer; nothing
                 has been changed then, unless the damage is inside a data file.
         """
+        state = self._load(directory, tag, trust)
+        self._engine._parts.writes.settled()
+        return state
+
+    def _load(self, directory: Path, tag: str | int | None, trust: bool) -> dict[str, Any]:
         engine = self._engine
         meet(Point.LOAD, engine.global_step, 0, limit_s=MEET_S)
         if not engine.between_steps:

@@ -28,6 +28,7 @@ def _refuse(model: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, 
         if zero.is_partitioned(param) and not zero.is_available(param) and isinstance(value, torch.Tensor) and value.numel():
             raise ModelError(
                 f"{prefix}{name} is partitioned over the ranks by ZeRO-3: here it has no elements, the state dict has "
-                f"{list(value.shape)}. Use bigtrain.weights.load_into(model, folder), which fills each rank's part from files.",
+                f"{list(value.shape)}. Use bigtrain.weights.load_into(model, folder), which fills each rank's part from files, or copy what you "
+                "hold inside bigtrain.zero.gathered(params, modifier_rank=0).",
                 [prefix + name],
             )

@@ -19,7 +19,7 @@ ROWS: list[set[str]] = [
     {"placement", "stopping", "watch", "zero"},
     {"flat", "hostgradients", "kernels"},
     {"weights", "optim", "data", "diagnostics", "buffers", "meeting", "precision", "steps"},
-    {"branches", "models"},
+    {"branches", "misuse", "models"},
     {"agreement", "bypass", "checkpoint", "master", "reduction", "settings", "writes"},
     {"accumulation", "assembly", "evaluation"},
     {"argument_problems", "engine"},

@@ -1,0 +1,256 @@
+"""What a loop written for plain torch does to a model: it gets plain torch's answer, or an error that says what to do instead."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from bigtrain.engine import Engine
+from bigtrain.errors import BigtrainError
+from bigtrain.models import build_model
+from bigtrain.weights import export_model, load_into
+from bigtrain.zero import gathered
+from tests.ranks.test_engine_loops import MICRO, _apart, _module, _one_by_one, _plain, _x
+from tests.ranks.tiny import config, whole_weights
+
+STAGES = [0, 2, 3]
+
+
+def _engine(stage, bf16=False, module=None, **zero):
+    cfg = config(stage, bf16=bf16, micro=4, accumulation=MICRO, **zero)
+    if module is None:
+        module = build_model(_module, ds_config=cfg, dtype=torch.bfloat16 if bf16 else torch.float32)
+    return Engine(module, ds_config=cfg, learning_rate=1e-2)
+
+
+def _begun(engine):
+    loss = engine(_x(engine.rank, 1, 0))
+    engine.backward(loss)
+    return loss
+
+
+def _set_gradient(engine):
+    for k in range(MICRO):
+        engine.backward(engine(_x(engine.rank, 1, k)))
+    for param in engine.module.parameters():
+        param.grad = torch.full_like(param, 7.0)
+    engine.step()
+
+
+def _converted_in_a_step(engine):
+    for k in range(MICRO):
+        engine.backward(engine(_x(engine.rank, 1, k)))
+    engine.module.a.half()
+    engine.step()
+
+
+# What it does after one whole step, and what the error says.
+REFUSED = {
+    "clip": (lambda e: (_begun(e), nn.utils.clip_grad_norm_(e.module.parameters(), 1.0)), "max_grad_norm"),
+    "clip values": (lambda e: (_begun(e), nn.utils.clip_grad_value_(e.module.a.parameters(), 1.0)), "max_grad_norm"),
+    "zero_grad": (lambda e: (_begun(e), e.module.zero_grad()), "Leave zero_grad() out"),
+    "optimizer's zero_grad": (lambda e: (_begun(e), e.deepspeed.optimizer.zero_grad()), "Leave zero_grad() out"),
+    "optimizer's step": (lambda e: (_begun(e), e.deepspeed.optimizer.step()), "engine.step()"),
+    "DeepSpeed's step": (lambda e: (_begun(e), e.deepspeed.step()), "engine.step()"),
+    "half": (lambda e: e.module.half(), "torch.float32 on cpu to torch.float16 on cpu"),
+    "other device": (lambda e: e.module.to("meta"), "torch.float32 on cpu to torch.float32 on meta"),
+    "loss of an old step": (lambda e: (lost := e(_x(0, 1, 0)), _one_by_one(e, 1), e(_x(0, 2, 0)), e.backward(lost)), "before step 2"),
+    "another loss": (lambda e: (e(_x(0, 1, 0)), e.backward(torch.ones(2, requires_grad=True).sum())), "does not depend on the model"),
+    "divided": (lambda e: e.backward(e(_x(0, 1, 0)) / MICRO), "without dividing"),
+    "detached": (lambda e: e.backward(e(_x(0, 1, 0)).detach()), "carries no gradient"),
+    "a number": (lambda e: e.backward(e(_x(0, 1, 0)).item()), "it got float"),
+    "a copy": (copy.deepcopy, "engine.module"),
+}  # fmt: skip
+BELOW_3 = {"a layer in another dtype": (_converted_in_a_step, "a.weight, a.bias lie elsewhere or have another dtype")}
+AT_0 = {"gradients set": (_set_gradient, "p.register_hook")}
+AT_3 = {
+    "state_dict": (lambda e: e.module.state_dict(), "engine.export(dir)"),
+    "load_state_dict": (lambda e: e.module.load_state_dict(_module().state_dict()), "load_into"),
+}
+
+
+def _refusals(stage):
+    said = {}
+    for name, (do, _) in {
+        **REFUSED,
+        **(AT_3 if stage == 3 else {}),
+        **(BELOW_3 if stage == 2 else {}),
+        **({} if stage else AT_0),
+    }.items():
+        engine = _engine(stage)
+        try:
+            _one_by_one(engine, 0)
+            do(engine)
+            said[name] = "nothing"
+        except BigtrainError as error:
+            said[name] = str(error)
+        engine.close()
+        import time
+
+        print(name, time.monotonic(), flush=True)
+    return said
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_would_do_nothing_or_harm_is_refused_on_the_rank_that_does_it(rank_pool, stage):
+    expected = {name: words for name, (_, words) in {**REFUSED, **BELOW_3, **AT_0, **AT_3}.items()}
+    for said in rank_pool(2).run(_refusals, stage):
+        assert {name: text for name, text in said.items() if expected[name] not in text} == {}
+
+
+def _harmless(engine, step):
+    """What plain loops do between steps, and what changes nothing."""
+    engine.module.zero_grad()
+    engine.deepspeed.zero_grad()
+    engine.module.to(engine.device).float()
+    nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)
+    _one_by_one(engine, step)
+
+
+def _as_plain(stage):
+    engine = _engine(stage)
+    for step in range(2):
+        _harmless(engine, step)
+    apart = _apart(engine, _plain(engine.world_size, _module(), range(2)))
+    engine.close()
+    left = [name for name in ("zero_grad", "_apply") if name in engine.module.__dict__]
+    return apart, left
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_between_steps_they_are_what_they_are_in_plain_torch(rank_pool, stage):
+    for apart, left in rank_pool(2).run(_as_plain, stage):
+        assert apart <= 1e-6 and left == []  # fp32, the same sums in another order
+
+
+def _wrapped(wrap, stage):
+    try:
+        _engine(stage, module=wrap(_module())).close()
+        return "nothing"
+    except BigtrainError as error:
+        return str(error)
+
+
+WRAPS = [
+    (torch.compile, "_orig_mod"),
+    (nn.parallel.DistributedDataParallel, "model.module"),
+    (lambda module: _engine(2, module=module), "not a torch.nn.Module"),
+    (lambda module: _engine(2, module=module).deepspeed, "DeepSpeed engine"),
+]
+
+
+def _with_a_compiled_layer(module):
+    module.a.compile()
+    return module
+
+
+def _unfit(index):
+    return _wrapped(WRAPS[index][0], 2)
+
+
+def _compiled_at(stage):
+    return _wrapped(_with_a_compiled_layer, stage)
+
+
+def _part_of_another():
+    engine = _engine(2)
+    try:
+        return _wrapped(lambda _: nn.Sequential(engine.module), 2)
+    finally:
+        engine.close()
+
+
+def test_what_is_handed_in_wrapped_or_shared_is_refused(rank_pool):
+    for index, (_, words) in enumerate(WRAPS):
+        assert all(words in said for said in rank_pool(2).run(_unfit, index))
+    assert all("engine.close()" in said for said in rank_pool(2).run(_part_of_another))
+    assert all("a is compiled" in said and "stage 0, 1 or 2" in said for said in rank_pool(2).run(_compiled_at, 3))
+
+
+def _in_place(param):
+    param.data.mul_(0.5)
+
+
+def _elsewhere(param):
+    param.data = param.data * 0.5
+
+
+def _through_data(stage, bf16, write, **zero):
+    """Every weight is halved in a way that torch does not count; then an update at a rate of 0, and another."""
+    engine = _engine(stage, bf16, **zero)
+    for k in range(MICRO):
+        engine.backward(engine(_x(engine.rank, 0, k).to(engine.dtype)))
+        engine.step()
+    before = whole_weights(engine.module)
+    for param in engine.module.parameters():
+        with gathered([param], modifier_rank=0):
+            write(param)
+    rates, engine._parts.base_lrs[:] = list(engine._parts.base_lrs), [0.0 for _ in engine._parts.base_lrs]
+    for k in range(MICRO):
+        engine.backward(engine(_x(engine.rank, 1, k).to(engine.dtype)))
+        engine.step()
+    after = whole_weights(engine.module)
+    engine._parts.base_lrs[:] = rates
+    for k in range(MICRO):
+        engine.backward(engine(_x(engine.rank, 2, k).to(engine.dtype)))
+        engine.step()
+    moved = whole_weights(engine.module)
+    engine.close()
+    lost = [name for name, w in after.items() if not torch.equal(w, before[name] * 0.5)]
+    return lost, [name for name, w in after.items() if torch.equal(w, moved[name])]
+
+
+def _refused_elsewhere():
+    try:
+        return str(_through_data(1, True, _elsewhere))
+    except BigtrainError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_whole_parameters_written_through_data_are_trained(rank_pool, stage, bf16):
+    assert rank_pool(2).run(_through_data, stage, bf16, _in_place) == [([], [])] * 2
+    if stage == 1 and bf16:  # DeepSpeed's BF16_Optimizer does not lay them back
+        assert all("a.weight" in said and "lie elsewhere" in said for said in rank_pool(2).run(_refused_elsewhere))
+    elif stage < 3:
+        assert rank_pool(2).run(_through_data, stage, bf16, _elsewhere) == [([], [])] * 2
+
+
+def _loaded_while_it_trains(folder):
+    engine = _engine(3)
+    export_model(engine.module, folder, dtype="float32")
+    _one_by_one(engine, 0)
+    load_into(engine.module, folder)
+    engine._parts.base_lrs[:] = [0.0 for _ in engine._parts.base_lrs]
+    _one_by_one(engine, 1)
+    apart = _apart(engine, _module())
+    engine.close()
+    return apart
+
+
+def test_files_loaded_into_a_live_model_at_stage_3_are_trained(rank_pool, tmp_path):
+    assert rank_pool(2).run(_loaded_while_it_trains, str(tmp_path / "model")) == [0.0, 0.0]
+
+
+def _written_nowhere():
+    seen = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    logging.getLogger("bigtrain.writes").addHandler(handler)
+    engine = _engine(3)
+    with torch.no_grad():
+        engine.module.a.weight.mul_(0.5)  # empty at the moment
+        with gathered([engine.module.b.weight], modifier_rank=0):
+            engine.module.b.weight.mul_(1.0)
+    _one_by_one(engine, 0)
+    engine.close()
+    logging.getLogger("bigtrain.writes").removeHandler(handler)
+    return [text for text in seen if "nothing of it is left" in text]
+
+
+def test_a_write_into_partitioned_weights_is_told(rank_pool):
+    for (text,) in rank_pool(2).run(_written_nowhere):
+        assert text.startswith("a.weight were written while ZeRO-3 had them partitioned")
