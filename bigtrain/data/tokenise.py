@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bigtrain.data.chat import IGNORE, ChatEncoder, Encoded, clean_messages, encode_spans
-from bigtrain.data.source import sample_kind
+from bigtrain.data.jsonfile import PLACE, coded_columns, decoded
+from bigtrain.data.source import refuse_cache, sample_kind
 from bigtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -229,12 +231,24 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 @contextmanager
-def _as_data_error() -> Iterator[None]:
-    """What Arrow and tokenizers raise about values, in the words of this package: bytes that are no UTF-8, for one."""
+def _as_data_error(source: Dataset, cache: Path) -> Iterator[None]:
+    """What Arrow and tokenizers raise about values, in the words of this package: bytes that are no UTF-8, for one.
+
+    A sample that is named by its number gets the place in the files where it stands, as far as that is known.
+    """
     try:
         yield
+    except DataError as error:
+        named = re.match(r"sample (\d+): ", str(error))
+        place = source[int(named[1])].get(PLACE) if named else None
+        if place is None:
+            raise
+        raise DataError(f"{place}: {error}") from error
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"the samples cannot be tokenised: {type(error).__name__}: {error}") from error
+    except OSError as error:
+        refuse_cache(error, cache)
+        raise
 
 
 def tokenise(
@@ -264,13 +278,19 @@ def tokenise(
     """
     import datasets
 
-    encoder, has_labels = make_encoder(source.column_names, tokenizer, append_eos=append_eos, text_column=text_column)
+    columns = [name for name in source.column_names if name != PLACE]
+    encode, has_labels = make_encoder(columns, tokenizer, append_eos=append_eos, text_column=text_column)
+    coded = coded_columns(source)
+
+    def encoder(batch: Columns, samples: list[int]) -> Columns:
+        return encode(decoded(batch, coded), samples)
+
     key = [_FORMAT, source._fingerprint, tokenizer_fingerprint(tokenizer), append_eos, text_column, source.column_names]
     fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     folder = Path(cache_dir) if cache_dir is not None else Path(datasets.config.HF_DATASETS_CACHE) / "bigtrain"
     integers = datasets.Sequence(datasets.Value("int32"))
     features = {"input_ids": integers} | ({"labels": integers} if has_labels else {})
-    with main_first or nullcontext(), _as_data_error():
+    with main_first or nullcontext(), _as_data_error(source, folder):
         folder.mkdir(parents=True, exist_ok=True)
         return source.map(
             encoder,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
@@ -63,9 +65,13 @@ def test_bad_samples_are_named(tokenizer, columns, message):
 
 
 def test_bytes_that_are_no_utf8_are_refused(tokenizer, tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "ok"}\n{"text": "caf\xe9"}\n')
+    with pytest.raises(DataError, match=r"a.jsonl line 2: UnicodeDecodeError"):
+        load_source(tmp_path / "a.jsonl")
+    column = pa.array([b"caf\xe9"]).cast(pa.string(), safe=False)
+    pyarrow.parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="cannot be tokenised: UnicodeDecodeError"):
-        tokenise(load_source(tmp_path / "a.jsonl"), tokenizer)
+        tokenise(load_source(tmp_path / "a.parquet"), tokenizer)
 
 
 def test_text_needs_a_tokenizer():
