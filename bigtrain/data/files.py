@@ -151,6 +151,15 @@ def choose(paths: Sequence[str], split: str) -> tuple[str, list[Path]]:
     return kind, chosen
 
 
+def shared(train_data: str, eval_data: str) -> list[str]:
+    """Names of at most 10 files that both paths mean."""
+    try:
+        trained = {os.path.realpath(file) for file in choose([train_data], "train")[1]}
+        return [str(file) for file in choose([eval_data], "validation")[1] if os.path.realpath(file) in trained][:10]
+    except DataError:  # a saved data set: no files of a known kind
+        return []
+
+
 def _tell_doubles(files: Sequence[Path]) -> None:
     """Warn of one file that is reached by two names: its samples are there twice."""
     names: dict[str, Path] = {}

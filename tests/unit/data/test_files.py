@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from bigtrain.data.files import choose, expand
+from bigtrain.data.files import choose, expand, shared
 from bigtrain.data.source import load_source
 from bigtrain.errors import DataError
 
@@ -81,3 +81,11 @@ def test_tables_are_refused_however_they_are_named(tmp_path):
     for path in ("a.csv", "b.tsv.gz", "*.csv", "."):
         with pytest.raises(DataError, match="write tables as JSON Lines or Parquet"):
             load_source(str(tmp_path / path))
+
+
+def test_files_that_are_trained_and_evaluated_on_are_found(tmp_path):
+    put(tmp_path, "train.jsonl", "test.jsonl", "other/a.jsonl")
+    (tmp_path / "other" / "b.jsonl").symlink_to(tmp_path / "test.jsonl")
+    assert shared(str(tmp_path), str(tmp_path)) == []  # the split that the names tell
+    assert shared(str(tmp_path / "*.jsonl"), str(tmp_path / "other")) == []
+    assert shared(str(tmp_path / "test.jsonl"), str(tmp_path / "other")) == [str(tmp_path / "other" / "b.jsonl")]

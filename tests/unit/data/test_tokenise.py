@@ -10,6 +10,7 @@ from datasets import Dataset
 from bigtrain.data.pack import build_rows
 from bigtrain.data.source import load_source
 from bigtrain.data.tokenise import tokenise, tokenizer_fingerprint
+from bigtrain.data.tokens import TokenStore
 from bigtrain.errors import DataError
 
 
@@ -174,3 +175,17 @@ def test_very_long_documents_are_tokenised_in_parts_with_the_same_ids(tokenizer,
     assert parts[3].tolist() == whole[3].tolist() == [tokenizer.eos_token_id]
     assert tokenizer.decode(parts[2]) == tokenizer.decode(whole[2])  # cut inside a line: other ids, same text
     assert [row.tolist().count(tokenizer.eos_token_id) for row in parts] == [1, 1, 1, 1]
+
+
+def test_the_content_is_a_hash_of_every_token_and_label_however_divided():
+    def content(ids, labels=None, parts=1):
+        columns = {"input_ids": ids} if labels is None else {"input_ids": ids, "labels": labels}
+        whole = Dataset.from_dict(columns)
+        table = pa.concat_tables([whole.data.table.slice(i, 1) for i in range(len(ids))]) if parts > 1 else whole.data.table
+        return TokenStore(Dataset(table)).content
+
+    ids = [[1, 2, 3], [4], [5, 6]]
+    assert content(ids) == content(ids, parts=3) and len(content(ids)) == 32
+    others = [content([[1, 2, 3], [4], [5, 7]]), content([[1, 2], [3, 4], [5, 6]]), content(ids[::-1]), content(ids, ids)]
+    others.append(content(ids, [[1, 2, 3], [4], [-100, 6]]))
+    assert len({content(ids), *others}) == 6
