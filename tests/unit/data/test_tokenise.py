@@ -58,6 +58,9 @@ def test_pre_tokenised_padding_is_cut_by_mask_not_by_id():
         ({"prompt": ["a", "b"], "completion": ["c", None]}, "sample 1: prompt is 'b' and completion None; both must be"),
         ({"messages": [[{"role": "user", "content": "a"}]], "tools": ["{x"]}, "sample 0: 'tools' is no JSON"),
         ({"body": ["a"]}, "needed is one of"),
+        ({"input_ids": [[1, 2]], "completion_mask": [[0, 1]]}, r"the samples have \['completion_mask'\] beside 'input_ids'"),
+        ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1, 2]]}, "sample 0: 'attention_mask' holds 2; it must be 1"),
+        ({"input_ids": [[1, 2], [3, 4]], "position_ids": [[0, 1], [0, 0]]}, "sample 1: 'position_ids' do not run 0, 1"),
     ],
 )
 def test_bad_samples_are_named(tokenizer, columns, message):
@@ -189,3 +192,8 @@ def test_the_content_is_a_hash_of_every_token_and_label_however_divided():
     others = [content([[1, 2, 3], [4], [5, 7]]), content([[1, 2], [3, 4], [5, 6]]), content(ids[::-1]), content(ids, ids)]
     others.append(content(ids, [[1, 2, 3], [4], [-100, 6]]))
     assert len({content(ids), *others}) == 6
+
+
+def test_columns_beside_the_ids_that_say_nothing_else_are_passed_over():
+    source = {"input_ids": [[1, 2]], "position_ids": [[0, 1]], "labels": [[-100, 2]], "loss_mask": [[0, 1]], "label": [3]}
+    assert tokenise(Dataset.from_dict(source), None)[0] == {"input_ids": [1, 2], "labels": [-100, 2]}
