@@ -22,7 +22,7 @@ from bigtrain.checkpoint import fit
 from bigtrain.checkpoint.live import layout_of
 from bigtrain.config import ModelShape, Resolved, RunValues
 from bigtrain.data.tokens import model_limits
-from bigtrain.errors import DataError, ModelError, UsageError
+from bigtrain.errors import ModelError, UsageError
 from bigtrain.kernels.attach import use_liger
 from bigtrain.plan.spilled import asked_share
 
@@ -63,8 +63,7 @@ class Job:
         """What decides which row stands where; a checkpoint keeps it, and `tell_changed_data` compares."""
         counts = data.stats_dict(self.rows)
         told = {"seq_len": self.seq_len, "packing": self.args.packing, "data_seed": self.args.order_seed}
-        first = {"first_tokens": self.rows[0]["input_ids"][:8].tolist()}  # the same files in another order
-        return {**told, **{name: counts[name] for name in ("documents", "tokens", "rows")}, **first}
+        return {**told, **{name: counts[name] for name in ("documents", "tokens", "rows")}, "content": self.rows.content}
 
     def tell_changed_data(self, saved: Mapping[str, Any]) -> None:
         """Warn of each number of `data_told` that differs from the checkpoint's."""
@@ -174,7 +173,8 @@ def with_data(job: Job, config: dict[str, Any], reached: tuple[int, int] = (0, 0
     """
     args, run = job.args, job.resolved.run
     assert run.micro_batch and run.accumulation
-    rows, eval_rows = load_rows(args, job.tokenizer, job.model_config, job.seq_len)
+    files = args.train_data, args.eval_data, args.eval_fraction, args.order_seed
+    rows, eval_rows = data.load_rows(*files, job.tokenizer, job.seq_len, args.packing, job.model_config)
     batch = run.micro_batch, run.accumulation, ranks.world_size()
     steps = data.plan_steps(len(rows), *batch, args.num_train_epochs, args.max_steps, done=reached)
     ranks.agree((steps.describe(), len(eval_rows or ())), "the step plan")
@@ -326,24 +326,6 @@ def refuse_too_many_blocks(args: TrainArguments, model_config: Any) -> None:
             f"--checkpoint_blocks {asked}, but {args.model_name_or_path} has {there} blocks: give a number from 1 to {there}, "
             "auto, or leave it out to recompute all"
         )
-
-
-def load_rows(args: TrainArguments, tokenizer: Any, model_config: Any, seq_len: int) -> tuple[Any, Any]:
-    """(training rows, evaluation rows or None), tokenised once per host and packed."""
-    with ranks.together("reading the data"):
-        source = data.load_source(args.train_data)
-        held_out = data.load_source(args.eval_data, split="validation") if args.eval_data else None
-        if args.eval_fraction:
-            source, held_out = data.split_validation(source, args.eval_fraction, args.order_seed)
-
-    def pack(part: Any, what: str) -> Any:
-        first = ranks.main_first(f"tokenising the {what} data")
-        try:
-            return data.build_rows(part, tokenizer, seq_len, args.packing, model_config=model_config, main_first=first)
-        except DataError as error:
-            raise DataError(f"{what} data: {error}") from error
-
-    return pack(source, "training"), None if held_out is None else pack(held_out, "evaluation")
 
 
 # ---------------------------------------------------------------- the engine

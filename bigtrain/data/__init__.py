@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from bigtrain.data.loader import EvalLoader, StepLoader
     from bigtrain.data.order import EvalPlan, SampleOrder, StepPlan, plan_eval, plan_steps
     from bigtrain.data.pack import PackStats, Rows, build_rows, stats_dict
+    from bigtrain.data.sets import load_rows
     from bigtrain.data.source import load_source, split_validation
     from bigtrain.data.tokenise import tokenise
 
@@ -33,6 +34,7 @@ _LAZY = {
     "Rows": "pack",
     "build_rows": "pack",
     "stats_dict": "pack",
+    "load_rows": "sets",
     "load_source": "source",
     "split_validation": "source",
     "tokenise": "tokenise",
@@ -48,6 +50,7 @@ __all__ = [
     "StepPlan",
     "build_rows",
     "isolation_for",
+    "load_rows",
     "load_source",
     "plan_eval",
     "plan_steps",

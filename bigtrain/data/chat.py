@@ -22,6 +22,7 @@ from bigtrain.errors import DataError
 
 IGNORE = -100  # the label that torch's cross entropy and every transformers model leave out of the loss
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ANSWERERS = ("assistant", "gpt", "bot", "chatbot", "model", "ai")  # as other formats and models call it
 _PROBE = "zqxprobezqx"
 
 Message = dict[str, Any]
@@ -43,8 +44,29 @@ def clean_messages(raw: Any, sample: int) -> list[Message]:
         message = {key: value for key, value in entry.items() if value is not None}
         if not message.keys() & {"content", "tool_calls"}:
             raise DataError(f"sample {sample}: message {place} ({message['role']}) has no 'content'")
+        content = message.get("content", "")
+        if not isinstance(content, str | list):
+            raise DataError(
+                f"sample {sample}: the content of message {place} ({message['role']}) is {type(content).__name__} ({content!r:.80}), "
+                "not a string"
+            )
         messages.append(message)
+    _refuse_other_names(messages, sample)
     return messages
+
+
+def _refuse_other_names(messages: list[Message], sample: int) -> None:
+    """Answers under another name than 'assistant' would be context, and not learned.
+
+    Raises:
+        DataError: with the name.
+    """
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant" and message["role"].strip().lower() in _ANSWERERS:
+            raise DataError(
+                f"sample {sample}: message {place} has the role {message['role']!r}: answers, which the loss is on, have the role "
+                "'assistant'; rename it in the data"
+            )
 
 
 class ChatEncoder:

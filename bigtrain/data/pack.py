@@ -192,6 +192,11 @@ class Rows:
         self._pieces = pack(store.lengths, useful, seq_len)
         self.stats = self._count(targets, useful)
 
+    @property
+    def content(self) -> str:
+        """A hash of every token and label in the order of the samples, for comparison between ranks and runs."""
+        return self._store.content
+
     def _count(self, targets: np.ndarray, useful: np.ndarray) -> PackStats:
         pieces, lengths = self._pieces, self._store.lengths
         rows = len(pieces.row_start) - 1

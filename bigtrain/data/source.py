@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import glob
+import hashlib
 import json
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from bigtrain.data import jsonfile
+from bigtrain.data.files import SPLIT_WORDS, choose, refuse_containers, wanted_split
 from bigtrain.errors import DataError
-from bigtrain.runfile import once
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -19,140 +21,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TextUnit = Literal["document", "paragraph", "line"]
-
-_TEXT = "txt text md rst py pyi c h cc cpp hpp cu cuh java js jsx ts tsx go rs rb sh tex html css sql scala kt swift lua r jl"
-# Suffix -> builder of the `datasets` library. A new format is one row here.
-BUILDERS: dict[str, str] = {
-    **{f".{suffix}": "text" for suffix in _TEXT.split()},
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-# File names that hub-style folders give to a split; only for table formats, since text folders may well have a test/.
-_SPLIT_WORDS = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev", "eval", "test")}
+_FORMAT = 1  # raise it when the same files are to give another data set, so that older copies are not read
 
 
-def builder_of(file: Path) -> str | None:
-    """Name of the `datasets` builder for a file by its suffix, or None when the suffix is unknown."""
-    suffixes = [s.lower() for s in file.suffixes]
-    while suffixes and suffixes[-1] in _COMPRESSED:
-        suffixes.pop()
-    return BUILDERS.get(suffixes[-1]) if suffixes else None
+_NOT_WRITABLE = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST,
+)  # fmt: skip
 
 
 def _is_saved_dataset(path: Path) -> bool:
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
-def _files_below(folder: Path) -> list[Path]:
-    """All files below, hidden ones and byte code left out, in one order everywhere."""
-    found = []
-    for file in sorted(folder.rglob("*")):
-        parts = file.relative_to(folder).parts
-        if file.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in parts):
-            found.append(file)
-    return found
-
-
-def _expand(path: str) -> list[Path]:
-    """The files that one path, folder or glob pattern names.
-
-    Raises:
-        DataError: nothing is there.
-    """
-    here = Path(path).expanduser()
-    if here.is_file():
-        return [here]
-    if here.is_dir():
-        files = _files_below(here)
-    else:
-        files = sorted(Path(p) for p in glob.glob(str(here), recursive=True) if Path(p).is_file())
-    if not files:
-        state = "is an empty folder" if here.is_dir() else "does not exist and matches no file as a pattern"
-        raise DataError(
-            f"data path {path!r} {state}; give a file, a folder of files, a glob pattern in quotes, or a folder written "
-            "by datasets' save_to_disk"
-        )
-    return files
-
-
-def _split_named_by(name: Path) -> str | None:
-    """The split that a file's own name, else the folder just above it, tells; None when neither does."""
-    for part in reversed(name.parts[-2:]):
-        word = part.lower().replace("-", ".").replace("_", ".").split(".")[0]
-        for split, words in _SPLIT_WORDS.items():
-            if word in words:
-                return split
-    return None
-
-
-def _of_split(files: list[Path], paths: Sequence[str], split: str) -> list[Path]:
-    """Keeps the files of one split where names below the given folders tell them apart, else all.
-
-    Raises:
-        DataError: names tell splits apart, and none is the wanted one.
-    """
-    roots = [Path(path).expanduser() for path in paths]
-    below = {f: next((f.relative_to(root) for root in roots if root in f.parents), Path(f.name)) for f in files}
-    named = {file: _split_named_by(below[file]) for file in files}
-    if not any(named.values()):
-        return files
-    wanted = "train" if split in _SPLIT_WORDS["train"] else "validation"
-    chosen = [file for file in files if named[file] == wanted]
-    if not chosen:
-        raise DataError(f"no file for split {split!r} among {[f.name for f in files][:10]}; name the files themselves")
-    return chosen
-
-
-def _choose(paths: Sequence[str], split: str) -> tuple[str, list[Path]]:
-    """(builder, files); mixed kinds are refused, unknown suffixes in a folder are told.
-
-    Raises:
-        DataError: no usable file, or files of several kinds.
-    """
-    files = [file for path in paths for file in _expand(path)]
-    by_name = {Path(path).expanduser() for path in paths}
-    # A file that was named itself and has an unknown suffix is read as text; one found in a folder is not.
-    strange = sorted(file for file in by_name.intersection(files) if builder_of(file) is None)
-    if tables := [str(file) for file in strange if file.suffix.lower() in (".csv", ".tsv")]:
-        raise DataError(
-            f"{tables} would be read as one text each: write tables as JSON Lines or Parquet, for example with pandas"
-        )
-    if strange:
-        logger.warning("data %s: of unknown suffix, read as plain text, one document a file", [str(file) for file in strange])
-    kinds = {file: builder_of(file) or ("text" if file in by_name else None) for file in files}
-    unknown = Counter(file.suffix or "(none)" for file, kind in kinds.items() if kind is None)
-    by_kind = Counter(kind for kind in kinds.values() if kind is not None)
-    if not by_kind:
-        raise DataError(f"no file in {list(paths)} has a known suffix; found {dict(unknown)}, known {sorted(BUILDERS)}")
-    if len(by_kind) > 1:
-        raise DataError(
-            f"{list(paths)} mixes kinds of files: {dict(by_kind)}. Name the files of one kind, for example with a pattern "
-            "such as 'folder/**/*.jsonl'"
-        )
-    if unknown:
-        logger.warning("data %s: files with unknown suffixes are not read: %s", list(paths), dict(unknown))
-    kind = next(iter(by_kind))
-    chosen = [file for file in files if kinds[file] == kind]
-    if kind != "text" and not by_name.issuperset(files):
-        chosen = _of_split(chosen, paths, split)
-    return kind, chosen
-
-
 def _load_saved(path: Path, split: str) -> Dataset:
     from datasets import DatasetDict, load_from_disk
 
-    loaded = load_from_disk(str(path))
-    if not isinstance(loaded, DatasetDict):
-        return loaded
-    words = _SPLIT_WORDS["train"] if split in _SPLIT_WORDS["train"] else (split, *_SPLIT_WORDS["validation"])
-    for name in words:
-        if name in loaded:
-            return loaded[name]
-    raise DataError(f"{path} has the splits {sorted(loaded)} but not {split!r}; point to one of its sub-folders")
+    try:
+        loaded = load_from_disk(str(path))
+    except Exception as error:
+        raise DataError(f"cannot read the saved data set {path}: {_root_cause(error)}; save it anew") from error
+    if isinstance(loaded, DatasetDict):
+        words = dict.fromkeys((split, *(word for words in SPLIT_WORDS[wanted_split(split)] for word in words)))
+        name = next((word for word in words if word in loaded), None)
+        if name is None:
+            raise DataError(f"{path} has the splits {sorted(loaded)} but not {split!r}; point to one of its sub-folders")
+        path, loaded = path / name, loaded[name]
+    plain = loaded.with_format(None)  # one saved for torch would give tensors
+    # What `datasets` takes for the identity of the data is written in a file beside it, which a replaced part does not change.
+    plain._fingerprint = _key([loaded._fingerprint, _states(sorted(path.iterdir()))])
+    return plain
 
 
 def load_source(
@@ -167,7 +64,7 @@ def load_source(
     Args:
         path: a file, a folder, a glob pattern, a list of those, a folder written by `save_to_disk`, or a Dataset
             (returned as it is). Kinds by suffix: text and source code, .jsonl / .json, .parquet, .arrow, each also
-            compressed.
+            compressed. Columns of JSON files that hold other than strings are JSON text (`jsonfile`).
         split: used where a folder or a saved DatasetDict has several; "train" or "validation".
         text_unit: what one sample of a plain text file is: the whole file, a paragraph (blank lines between) or a line.
         cache_dir: where `datasets` keeps its Arrow copy; its own default when None.
@@ -178,7 +75,7 @@ def load_source(
     Raises:
         DataError: nothing there, mixed kinds, unreadable files, or no samples.
     """
-    from datasets import Dataset, load_dataset
+    from datasets import Dataset
 
     if isinstance(path, Dataset):
         dataset = path
@@ -186,42 +83,103 @@ def load_source(
         dataset = _load_saved(Path(path), split)
     else:
         paths = [str(path)] if isinstance(path, str | Path) else [str(p) for p in path]
-        kind, files = _choose(paths, split)
-        if not any(file.stat().st_size for file in files):
-            raise DataError(f"all {len(files)} files of {paths} are empty (0 bytes)")
-        # A byte order mark is no text; without one this is plain UTF-8.
-        options: dict[str, Any] = {"sample_by": text_unit, "encoding": "utf-8-sig"} if kind == "text" else {}
-        names = [glob.escape(str(file.resolve())) for file in files]  # `datasets` takes every name as a pattern
-        try:
-            dataset = load_dataset(
-                kind, data_files={"train": names}, split="train", cache_dir=cache_dir and str(cache_dir), **options
-            )
-        except Exception as error:
-            why = (kind == "json" and _bad_line(files)) or _root_cause(error)
-            if "corresponds to no data" in why:  # of `datasets`, for files of blank lines alone
-                raise DataError(f"{paths} holds 0 samples") from error
-            raise DataError(f"cannot read {paths} as {kind} ({len(files)} files): {why}") from error
+        dataset = _load_files(*choose(paths, split), paths, text_unit, cache_dir)
     if len(dataset) == 0:
         raise DataError(f"{path!r} holds 0 samples")
     return dataset
 
 
-def _bad_line(files: Sequence[Path]) -> str | None:
-    """The first line of JSON Lines files that is no JSON object; None where every line is one."""
+def _load_files(
+    kind: str, files: list[Path], paths: Sequence[str], text_unit: TextUnit, cache_dir: str | Path | None
+) -> Dataset:
+    """Through a copy in the cache, which is known by the state of the files: see `_states`."""
+    import datasets
+
+    if not any(file.stat().st_size for file in files):
+        raise DataError(f"all {len(files)} files of {paths} are empty (0 bytes)")
+    before = _states(files)
+    key = _key([_FORMAT, kind, text_unit if kind == "text" else None, before])
+    cache = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "bigtrain"
+    try:
+        if kind == "json":
+            dataset = jsonfile.read(files, cache / f"json-{key}.arrow", key)
+        else:
+            dataset = _load_by_library(kind, files, text_unit, cache / f"files-{key}")
+            dataset._fingerprint = key
+    except Exception as error:
+        refuse_cache(error, cache)
+        why = str(error) if isinstance(error, DataError) else _root_cause(error)
+        if "corresponds to no data" in why or why.endswith("holds 0 samples"):  # of files of blank lines alone
+            raise DataError(f"{paths} holds 0 samples") from error
+        raise DataError(f"cannot read {paths} as {kind} ({len(files)} files): {why}") from error
+    if changed := [name for (name, *_), then, now in zip(before, before, _states(files)) if then != now]:
+        raise DataError(f"{changed[:10]} changed while being read: start again when what writes there is done")
+    return dataset
+
+
+def _load_by_library(kind: str, files: list[Path], text_unit: TextUnit, cache: Path) -> Dataset:
+    from datasets import load_dataset
+
+    # A byte order mark is no text; without one this is plain UTF-8.
+    options: dict[str, Any] = {"sample_by": text_unit, "encoding": "utf-8-sig"} if kind == "text" else {}
+    if kind == "text":
+        refuse_containers(files)  # `datasets` would unpack zip files, whatever their name
+    if kind == "parquet":
+        files, options = _parquet(files)
+    names = [glob.escape(str(file.resolve())) for file in files]  # `datasets` takes every name as a pattern
+    return load_dataset(kind, data_files={"train": names}, split="train", cache_dir=str(cache), **options)
+
+
+def _parquet(files: list[Path]) -> tuple[list[Path], dict[str, Any]]:
+    """(files with rows, the columns that all of them have): shards may be empty, or have columns more that mean nothing here.
+
+    Raises:
+        DataError: a file cannot be read, or lacks a column that another one trains on.
+    """
+    import pyarrow.parquet
+
+    columns: dict[Path, list[str]] = {}
     for file in files:
-        if file.suffix not in (".jsonl", ".ndjson"):
-            continue
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=once) if line.strip() else {}
-                    json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no character
-                    problem = None if isinstance(value, dict) else f"a {type(value).__name__}, not an object"
-                except (ValueError, RecursionError) as error:
-                    problem = f"{type(error).__name__}: {error}"
-                if problem:
-                    return f"{file} line {number}: {problem}: {line[:80]!r}"
-    return None
+        try:
+            with pyarrow.parquet.ParquetFile(file) as opened:
+                if opened.metadata.num_rows:
+                    columns[file] = opened.schema_arrow.names
+        except (OSError, ValueError) as error:  # what pyarrow raises is one of them
+            raise DataError(f"{file}: {error}") from error
+    if not columns:
+        raise DataError("holds 0 samples")
+    for name in jsonfile.KNOWN:
+        lacking = [file for file in columns if name not in columns[file]]
+        if lacking and len(lacking) < len(columns) and name != "tools":
+            raise DataError(f"{lacking[0]} has no column {name!r}, which other files have")
+    first = next(iter(columns.values()))
+    return list(columns), {"columns": [name for name in first if all(name in names for names in columns.values())]}
+
+
+def _states(files: Sequence[Path]) -> list[tuple[str, int, int, int]]:
+    """Name, size and times of each file. The time of change, unlike that of writing, is set by nobody: a file that was replaced
+    by one of the same age, as from an archive, is seen."""
+    told = [(file.resolve(), file.stat()) for file in files]
+    return [(str(name), s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in told]
+
+
+def _key(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
+
+
+def refuse_cache(error: BaseException, cache: Path) -> None:
+    """Raises a DataError that names the cache where an error, or what led to it, is about writing there."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, DataError):
+        about = getattr(cause, "filename", None)
+        told = (
+            isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE and (about is None or str(about).startswith(str(cache)))
+        )
+        if told or "Not enough disk space" in str(cause):
+            raise DataError(
+                f"the cache of data {cache} cannot be written: {cause}. Set HF_DATASETS_CACHE to a folder with room that may be written"
+            ) from error
+        cause = cause.__cause__ or cause.__context__
 
 
 def _root_cause(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -16,15 +17,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bigtrain.data.chat import IGNORE, ChatEncoder, Encoded, clean_messages, encode_spans
-from bigtrain.data.source import sample_kind
+from bigtrain.data.jsonfile import PLACE, coded_columns, decoded
+from bigtrain.data.source import refuse_cache, sample_kind
 from bigtrain.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
-_FORMAT = 1  # raise it when the meaning of the cached columns changes, so that older caches are not read
+_FORMAT = 2  # raise it when the meaning of the cached columns changes, so that older caches are not read
 _INT32_MAX = 2**31 - 1
+_LOSS_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask", "label_mask", "loss_weights")
 _CALL_CHARS = 4_000_000  # characters handed to the tokenizer in one call
 
 Columns = dict[str, list[Any]]
@@ -168,6 +171,30 @@ def _integers(value: Any, column: str, sample: int) -> list[int]:
     return value
 
 
+def _refuse_packed(row: dict[str, Any], sample: int) -> None:
+    """Positions that begin again tell documents apart in a row that is packed already."""
+    positions = row.get("position_ids")
+    if isinstance(positions, list) and positions != list(range(len(positions))):
+        raise DataError(
+            f"sample {sample}: 'position_ids' do not run 0, 1, 2, ...: of a row that is packed already each document must be given as "
+            "a sample of its own (they are packed here); where it is not, remove the column"
+        )
+
+
+def _refuse_masks(columns: list[str]) -> None:
+    """What says in other trainers which tokens are learned would be passed over here.
+
+    Raises:
+        DataError: names the column.
+    """
+    found = [name for name in columns if name in _LOSS_MASKS]
+    if found and "labels" not in columns:
+        raise DataError(
+            f"the samples have {found} beside 'input_ids', which is not read: give 'labels', with {IGNORE} where a token is not "
+            "to be learned, or remove the column to learn every token"
+        )
+
+
 def ids_encoder(has_labels: bool) -> Encoder:
     """Column `input_ids` as it is, with `labels` and `attention_mask` where given.
 
@@ -177,6 +204,7 @@ def ids_encoder(has_labels: bool) -> Encoder:
 
     def encode_one(row: dict[str, Any], sample: int) -> Encoded:
         ids = _integers(row["input_ids"], "input_ids", sample)
+        _refuse_packed(row, sample)
         labels = _integers(row["labels"], "labels", sample) if has_labels else ids
         mask = row.get("attention_mask")
         for column, value in (("labels", labels), ("attention_mask", mask)):
@@ -184,6 +212,11 @@ def ids_encoder(has_labels: bool) -> Encoder:
                 raise DataError(f"sample {sample}: {len(ids)} input_ids but {len(value)} {column}; they must be as many")
         if mask is None:
             return ids, labels
+        if other := [value for value in mask if value not in (0, 1)]:
+            raise DataError(
+                f"sample {sample}: 'attention_mask' holds {other[0]!r}; it must be 1 for a token and 0 for padding. A row of several "
+                "documents, numbered there, must be given as one sample a document (they are packed here)"
+            )
         real = [i for i, keep in enumerate(mask) if keep]
         return [ids[i] for i in real], [labels[i] for i in real]
 
@@ -200,6 +233,7 @@ def make_encoder(columns: list[str], tokenizer: Any, *, append_eos: bool, text_c
     """The encoder for these columns, and whether it yields labels of its own."""
     kind = sample_kind(columns, text_column)
     if kind == "input_ids":
+        _refuse_masks(columns)
         return ids_encoder("labels" in columns), "labels" in columns
     if tokenizer is None:
         raise DataError(f"the samples are {kind!r}, which needs a tokenizer; only 'input_ids' can do without")
@@ -228,13 +262,33 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps([state, extra], sort_keys=True).encode()).hexdigest()
 
 
+def _without_nulls(value: Any) -> Any:
+    """A value of a typed table without the keys that Arrow has added, with null, to make all rows alike: a tool call has the
+    arguments of all tool calls there. JSON has no such keys, and what is null there is meant."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
 @contextmanager
-def _as_data_error() -> Iterator[None]:
-    """What Arrow and tokenizers raise about values, in the words of this package: bytes that are no UTF-8, for one."""
+def _as_data_error(source: Dataset, cache: Path) -> Iterator[None]:
+    """What Arrow and tokenizers raise about values, in the words of this package: bytes that are no UTF-8, for one.
+
+    A sample that is named by its number gets the place in the files where it stands, as far as that is known.
+    """
     try:
         yield
+    except DataError as error:
+        named = re.match(r"sample (\d+): ", str(error))
+        place = source[int(named[1])].get(PLACE) if named else None
+        if place is None:
+            raise
+        raise DataError(f"{place}: {error}") from error
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"the samples cannot be tokenised: {type(error).__name__}: {error}") from error
+    except OSError as error:
+        refuse_cache(error, cache)
+        raise
 
 
 def tokenise(
@@ -264,13 +318,25 @@ def tokenise(
     """
     import datasets
 
-    encoder, has_labels = make_encoder(source.column_names, tokenizer, append_eos=append_eos, text_column=text_column)
+    columns = [name for name in source.column_names if name != PLACE]
+    encode, has_labels = make_encoder(columns, tokenizer, append_eos=append_eos, text_column=text_column)
+    coded = coded_columns(source)
+    typed = [
+        n
+        for n in ("messages", "tools", "prompt", "completion")
+        if n in columns and n not in coded and "Json" not in repr(source.features[n])
+    ]
+
+    def encoder(batch: Columns, samples: list[int]) -> Columns:
+        filled = {name: [_without_nulls(value) for value in batch[name]] for name in typed}
+        return encode(decoded(batch | filled, coded), samples)
+
     key = [_FORMAT, source._fingerprint, tokenizer_fingerprint(tokenizer), append_eos, text_column, source.column_names]
     fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     folder = Path(cache_dir) if cache_dir is not None else Path(datasets.config.HF_DATASETS_CACHE) / "bigtrain"
     integers = datasets.Sequence(datasets.Value("int32"))
     features = {"input_ids": integers} | ({"labels": integers} if has_labels else {})
-    with main_first or nullcontext(), _as_data_error():
+    with main_first or nullcontext(), _as_data_error(source, folder):
         folder.mkdir(parents=True, exist_ok=True)
         return source.map(
             encoder,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from bigtrain.data.chat import IGNORE
 from bigtrain.errors import DataError
@@ -103,6 +105,15 @@ class TokenStore:
         if self._labels is None:
             return len(documents)
         return sum(int(self._labels.get(int(document), 0, 1)[0] != IGNORE) for document in documents)
+
+    @cached_property
+    def content(self) -> str:
+        """xxh3_128 of lengths, ids and labels; 32 hexadecimal digits. However Arrow has divided them, it is the same."""
+        hashed = xxhash.xxh3_128(self.lengths.astype("<i8").data)
+        for column in filter(None, (self._ids, self._labels)):
+            for chunk in range(len(column.values)):
+                hashed.update(np.ascontiguousarray(column.per_document(chunk)[1], "<i4").data)
+        return hashed.hexdigest()
 
     def check_model(self, vocab_size: int | None, max_positions: int | None, seq_len: int) -> None:
         """Compares ids and lengths with what the model has room for.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import logging
 import os
@@ -17,7 +16,8 @@ from typing import Any
 import xxhash
 
 from bigtrain import ranks
-from bigtrain.errors import UsageError
+from bigtrain.data.files import expand
+from bigtrain.errors import DataError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -158,15 +158,11 @@ def _model_files(name: str | None) -> list[Path]:
 
 
 def _data_files(path: str) -> list[Path]:
-    """Files behind a file, folder or pattern."""
-    whole = Path(path).expanduser()
-    if whole.is_file():
-        return [whole]
-    if whole.is_dir():
-        return sorted(
-            p for p in whole.rglob("*") if p.is_file() and not any(x.startswith(".") for x in p.relative_to(whole).parts)
-        )
-    return sorted(p for p in map(Path, glob.glob(str(whole), recursive=True)) if p.is_file())
+    """Files behind a file, folder or pattern; none where they cannot be listed, which reading them explains."""
+    try:
+        return expand(path)
+    except DataError:
+        return []
 
 
 def _different_files(hosts: Sequence[str], lists: Mapping[str, Sequence[Path]]) -> list[str]:

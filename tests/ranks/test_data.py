@@ -12,7 +12,7 @@ from bigtrain.data.loader import EvalLoader, StepLoader
 from bigtrain.data.order import SampleOrder, plan_eval, plan_steps
 from bigtrain.data.pack import build_rows
 from bigtrain.data.source import load_source
-from bigtrain.errors import DataError
+from bigtrain.errors import DataError, RanksDisagreeError
 
 
 def _ids_rows(lengths, seq_len, cache_dir, packing="none"):
@@ -146,3 +146,34 @@ def test_one_rank_of_a_node_tokenises_and_the_others_read_its_file(rank_pool, tm
     first, second = rank_pool(2).run(_tokenise_text, str(path), str(tmp_path / "tokenizer"), str(tmp_path / "cache"))
     assert first[0] == 300 and second[0] == 0
     assert first[1:] == second[1:]
+
+
+def _rows_of(folder, of_rank):
+    """`load_rows` of a path that each rank sees other files under."""
+    from bigtrain.data.sets import load_rows
+
+    try:
+        return load_rows(f"{folder}/{of_rank[ranks.rank()]}.jsonl", None, None, 1, None, 16, "isolated", None)[0].content
+    except (DataError, RanksDisagreeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_ranks_that_see_other_data_are_told_so_before_anything_is_built(rank_pool, tmp_path):
+    """Also where rows and tokens are as many, and where a single rank cannot read what it sees."""
+    for name, rows in {"a": [[1, 2], [3]], "b": [[2, 1], [3]], "c": [[1, 2], [0.5]]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in rows))
+    load = rank_pool(2).run
+    first, second = load(_rows_of, str(tmp_path), "aa")
+    assert first == second and len(first) == 32
+    for said in load(_rows_of, str(tmp_path), "ab"):
+        assert said.startswith(
+            "RanksDisagreeError: the training data differs between ranks:\n  rank 0: {'hash of all tokens': "
+        )
+    for of_rank in ("ac", "ca"):
+        said = load(_rows_of, str(tmp_path), of_rank)
+        alone = of_rank.index("c")
+        assert (
+            said[alone].startswith("DataError: training data: ")
+            and "c.jsonl line 2: sample 1: 'input_ids' must be" in said[alone]
+        )
+        assert f"failed on 1 of 2 ranks:\n  rank {alone}: DataError" in said[1 - alone]

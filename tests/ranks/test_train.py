@@ -160,7 +160,7 @@ def check_resume(make, out, before):
     said = run([*TORCHRUN, *asked, "--resume_from_checkpoint", "auto"])
     assert "resumed from" in said and "at step 12" in said and "other data" not in said
     told = json.loads((out / "checkpoint-14" / "run.json").read_text())["state"]["user"]
-    assert {"rows", "data_seed", "first_tokens"} <= set(told)
+    assert {"rows", "data_seed", "content"} <= set(told)
     rows = rows_of(out)
     assert [r["step"] for r in rows] == list(range(1, 15)) and rows[:12] == before
     assert rows[12]["epoch"] > before[-1]["epoch"]

@@ -146,7 +146,7 @@ def test_versions_name_what_decides_results():
 def test_other_data_is_told_fact_by_fact(caplog):
     from bigtrain.job import Job
 
-    mine = SimpleNamespace(data_told={"seq_len": 64, "rows": 10, "first_tokens": [1, 2]})
+    mine = SimpleNamespace(data_told={"seq_len": 64, "rows": 10, "content": "a1"})
     for told in (mine.data_told, {}, {"seq_len": 64}):
         Job.tell_changed_data(mine, told)
     assert caplog.messages == []

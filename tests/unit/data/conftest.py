@@ -16,7 +16,7 @@ CHATML_WITHOUT_MARKS = (
 def private_cache(tmp_path, monkeypatch):
     import datasets
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / ".hf-cache")
     datasets.disable_progress_bars()
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from datasets import Dataset
 
 from bigtrain.data.chat import ChatEncoder, clean_messages
+from bigtrain.data.source import load_source
 from bigtrain.data.tokenise import tokenise
 from bigtrain.errors import DataError
 
@@ -203,3 +206,40 @@ def test_a_template_that_has_tool_calls_and_parts_takes_them(tokenizer):
     ]
     ids, _ = ChatEncoder(tokenizer).encode(talk, 0)
     assert tokenizer.decode(ids) == "<|turn|>user\none<|turn_end|><|turn|>assistant\nweather<|turn_end|>"
+
+
+@pytest.mark.parametrize("content", [4, 1.5, True, {"a": 1}])
+def test_content_that_is_no_text_is_named_with_its_value(tokenizer, content):
+    with pytest.raises(DataError, match=rf"sample 7: the content of message 1 \(assistant\) is {type(content).__name__}"):
+        clean_messages([{"role": "user", "content": "q"}, {"role": "assistant", "content": content}], 7)
+
+
+@pytest.mark.parametrize("role", ["Assistant", "ASSISTANT ", "gpt", "model"])
+def test_answers_under_another_name_are_refused_not_passed_over(role):
+    with pytest.raises(DataError, match=f"sample 3: message 1 has the role '{role}': answers"):
+        clean_messages([{"role": "user", "content": "q"}, {"role": role, "content": "a"}], 3)
+    assert clean_messages([{"role": "human", "content": "q"}], 3) == [{"role": "human", "content": "q"}]
+
+
+def test_keys_that_a_typed_table_adds_to_tool_calls_are_not_learned(tokenizer, tmp_path):
+    """Arrow gives each tool call the arguments of all. What is null in JSON stays."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|turn|>' + m['role'] }}{% generation %}{{ m.tool_calls | tojson if m.tool_calls else m.content }}"
+        "{% endgeneration %}{{ '<|turn_end|>' }}{% endfor %}{{ tools | tojson if tools }}"
+    )
+
+    def row(arguments):
+        calls = [{"name": "f", "arguments": arguments}]
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": calls}]
+        return {"messages": messages, "tools": [{"name": "f", "properties": {name: {"type": "string"} for name in arguments}}]}
+
+    rows = [row({"city": "x"}), row({"unit": "y", "n": 3})]
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    tables, lines = (tokenise(load_source(tmp_path / name), tokenizer)[:] for name in ("a.parquet", "a.jsonl"))
+    assert tables == lines
+    assert '"arguments": {"city": "x"}}' in tokenizer.decode(tables["input_ids"][0])
+    (tmp_path / "a.jsonl").write_text(json.dumps(row({"city": None})))
+    assert '"arguments": {"city": null}}' in tokenizer.decode(
+        tokenise(load_source(tmp_path / "a.jsonl"), tokenizer)[0]["input_ids"]
+    )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
+import shutil
 
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, Features, Value
 
-from bigtrain.data.source import load_source, sample_kind, split_validation
+from bigtrain.data import jsonfile
+from bigtrain.data.source import load_source, refuse_cache, sample_kind, split_validation
 from bigtrain.errors import DataError
 
 
@@ -36,14 +40,94 @@ def test_folder_of_text_files_in_name_order(tmp_path, caplog):
 
 
 def test_changed_files_are_read_anew(tmp_path):
-    import os
-
     file = tmp_path / "a.txt"
     file.write_text("old")
     assert load_source(file)["text"][:] == ["old"]
     file.write_text("new")
     os.utime(file, ns=(1, 1))
     assert load_source(file)["text"][:] == ["new"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+def test_a_file_replaced_by_one_of_the_same_age_is_read_anew(tmp_path, name):
+    """As from an archive, or by `cp -p`: the library's own cache asks for the time of writing alone."""
+
+    def write(text):
+        if name == "a.parquet":
+            Dataset.from_dict({"text": [text]}).to_parquet(str(tmp_path / name))
+        else:
+            (tmp_path / name).write_text(text if name == "a.txt" else json.dumps({"text": text}))
+        os.utime(tmp_path / name, ns=(1, 1))
+
+    write("old")
+    old = load_source(tmp_path / name)
+    assert old["text"][:] == ["old"] and load_source(tmp_path / name)._fingerprint == old._fingerprint
+    write("new")
+    new = load_source(tmp_path / name)
+    assert new["text"][:] == ["new"] and new._fingerprint != old._fingerprint
+
+
+def test_a_part_of_a_saved_data_set_that_is_replaced_is_another_data_set(tmp_path):
+    for name in ("one", "two"):
+        Dataset.from_dict({"text": [name]}).save_to_disk(str(tmp_path / name))
+    first = load_source(tmp_path / "one")
+    shutil.copy2(next((tmp_path / "two").glob("data-*")), next((tmp_path / "one").glob("data-*")))
+    second = load_source(tmp_path / "one")
+    assert second["text"][:] == ["two"] and second._fingerprint != first._fingerprint
+    next((tmp_path / "one").glob("data-*")).write_bytes(b"cut")
+    with pytest.raises(DataError, match="cannot read the saved data set"):
+        load_source(tmp_path / "one")
+
+
+def test_a_data_set_saved_with_a_format_gives_plain_values(tmp_path):
+    Dataset.from_dict({"input_ids": [[1, 2]]}).with_format("torch").save_to_disk(str(tmp_path / "one"))
+    assert load_source(tmp_path / "one")[0] == {"input_ids": [1, 2]}
+
+
+def test_parquet_shards_without_rows_with_more_columns_and_damaged(tmp_path):
+    for name, columns in (("a", {"text": ["a"], "n": [1]}), ("b", {"text": []}), ("c", {"m": ["x"], "text": ["c"]})):
+        Dataset.from_dict(columns, features=None if columns["text"] else Features(text=Value("string"))).to_parquet(
+            str(tmp_path / f"{name}.parquet")
+        )
+    assert load_source(tmp_path)[:] == {"text": ["a", "c"]}
+    with pytest.raises(DataError, match="holds 0 samples"):
+        load_source(tmp_path / "b.parquet")
+    (tmp_path / "d.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match=r"d.parquet: Parquet file size is 0 bytes"):
+        load_source(tmp_path)
+    Dataset.from_dict({"body": ["d"]}).to_parquet(str(tmp_path / "d.parquet"))
+    with pytest.raises(DataError, match=r"d.parquet has no column 'text', which other files have"):
+        load_source(tmp_path)
+
+
+def test_a_file_that_is_still_written_is_refused(tmp_path, monkeypatch):
+    _jsonl(tmp_path / "a.jsonl", ["a"])
+    read = jsonfile.read
+
+    def and_then_more(*args):
+        dataset = read(*args)
+        with (tmp_path / "a.jsonl").open("a") as file:
+            file.write('{"text": "b"}\n')
+        return dataset
+
+    monkeypatch.setattr(jsonfile, "read", and_then_more)
+    with pytest.raises(DataError, match="changed while being read"):
+        load_source(tmp_path / "a.jsonl")
+    monkeypatch.undo()
+    assert load_source(tmp_path / "a.jsonl", cache_dir=tmp_path / ".cache")["text"][:] == ["a", "b"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    _jsonl(tmp_path / "a.jsonl", ["a"])
+    (tmp_path / "b.txt").write_text("b")
+    (tmp_path / "no").write_text("a file where a folder should be")
+    for name in ("a.jsonl", "b.txt"):
+        with pytest.raises(DataError, match=r"cache of data .*no/bigtrain cannot be written: .* Set HF_DATASETS_CACHE"):
+            load_source(tmp_path / name, cache_dir=tmp_path / "no")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(DataError, match=r"cannot be written: .*No space left"):
+        refuse_cache(full, tmp_path)
+    refuse_cache(PermissionError(errno.EACCES, "Permission denied", "/elsewhere/data.txt"), tmp_path)  # not about the cache
 
 
 def test_tables_and_compressed_files(tmp_path):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
 from bigtrain.data.pack import build_rows
 from bigtrain.data.source import load_source
 from bigtrain.data.tokenise import tokenise, tokenizer_fingerprint
+from bigtrain.data.tokens import TokenStore
 from bigtrain.errors import DataError
 
 
@@ -55,6 +58,9 @@ def test_pre_tokenised_padding_is_cut_by_mask_not_by_id():
         ({"prompt": ["a", "b"], "completion": ["c", None]}, "sample 1: prompt is 'b' and completion None; both must be"),
         ({"messages": [[{"role": "user", "content": "a"}]], "tools": ["{x"]}, "sample 0: 'tools' is no JSON"),
         ({"body": ["a"]}, "needed is one of"),
+        ({"input_ids": [[1, 2]], "completion_mask": [[0, 1]]}, r"the samples have \['completion_mask'\] beside 'input_ids'"),
+        ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1, 2]]}, "sample 0: 'attention_mask' holds 2; it must be 1"),
+        ({"input_ids": [[1, 2], [3, 4]], "position_ids": [[0, 1], [0, 0]]}, "sample 1: 'position_ids' do not run 0, 1"),
     ],
 )
 def test_bad_samples_are_named(tokenizer, columns, message):
@@ -63,9 +69,13 @@ def test_bad_samples_are_named(tokenizer, columns, message):
 
 
 def test_bytes_that_are_no_utf8_are_refused(tokenizer, tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "ok"}\n{"text": "caf\xe9"}\n')
+    with pytest.raises(DataError, match=r"a.jsonl line 2: UnicodeDecodeError"):
+        load_source(tmp_path / "a.jsonl")
+    column = pa.array([b"caf\xe9"]).cast(pa.string(), safe=False)
+    pyarrow.parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="cannot be tokenised: UnicodeDecodeError"):
-        tokenise(load_source(tmp_path / "a.jsonl"), tokenizer)
+        tokenise(load_source(tmp_path / "a.parquet"), tokenizer)
 
 
 def test_text_needs_a_tokenizer():
@@ -168,3 +178,22 @@ def test_very_long_documents_are_tokenised_in_parts_with_the_same_ids(tokenizer,
     assert parts[3].tolist() == whole[3].tolist() == [tokenizer.eos_token_id]
     assert tokenizer.decode(parts[2]) == tokenizer.decode(whole[2])  # cut inside a line: other ids, same text
     assert [row.tolist().count(tokenizer.eos_token_id) for row in parts] == [1, 1, 1, 1]
+
+
+def test_the_content_is_a_hash_of_every_token_and_label_however_divided():
+    def content(ids, labels=None, parts=1):
+        columns = {"input_ids": ids} if labels is None else {"input_ids": ids, "labels": labels}
+        whole = Dataset.from_dict(columns)
+        table = pa.concat_tables([whole.data.table.slice(i, 1) for i in range(len(ids))]) if parts > 1 else whole.data.table
+        return TokenStore(Dataset(table)).content
+
+    ids = [[1, 2, 3], [4], [5, 6]]
+    assert content(ids) == content(ids, parts=3) and len(content(ids)) == 32
+    others = [content([[1, 2, 3], [4], [5, 7]]), content([[1, 2], [3, 4], [5, 6]]), content(ids[::-1]), content(ids, ids)]
+    others.append(content(ids, [[1, 2, 3], [4], [-100, 6]]))
+    assert len({content(ids), *others}) == 6
+
+
+def test_columns_beside_the_ids_that_say_nothing_else_are_passed_over():
+    source = {"input_ids": [[1, 2]], "position_ids": [[0, 1]], "labels": [[-100, 2]], "loss_mask": [[0, 1]], "label": [3]}
+    assert tokenise(Dataset.from_dict(source), None)[0] == {"input_ids": [1, 2], "labels": [-100, 2]}
