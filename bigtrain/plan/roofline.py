@@ -65,7 +65,9 @@ def rates_from(values: Mapping[str, Any]) -> Rates:
     for key, value in values.items():
         if key not in known:
             raise UsageError(f"calibration has the unknown key '{key}': use {', '.join(sorted(known))}")
-        if key != "ranks_share_host" and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
+        if key != "ranks_share_host" and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf")
+        ):
             raise UsageError(f"calibration {key} is {value!r}: a positive number is needed")
     return replace(Rates(), **values)
 
