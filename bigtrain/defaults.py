@@ -17,7 +17,7 @@ CHECKPOINTING_POLICY: Final = "full"
 
 def seq_len(asked: int | None, limit: int | None) -> int:
     """Tokens per row: as asked, else `SEQ_LEN` or the model's `limit` if that is lower; None: not said, not known."""
-    return asked or min(SEQ_LEN, limit or SEQ_LEN)
+    return min(SEQ_LEN, limit or SEQ_LEN) if asked is None else asked
 
 
 def fused_kernels(asked: bool | None, has_gpu: bool) -> bool:

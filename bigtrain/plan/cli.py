@@ -16,6 +16,7 @@ from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
 from bigtrain.plan.families import position_limit, read_json, said_twice
 from bigtrain.plan.family_kept import attention_of
+from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.inputs import PlanInput, plan_input
 from bigtrain.plan.longest import longest
 from bigtrain.plan.machine import expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
@@ -23,6 +24,7 @@ from bigtrain.plan.predict import Plan, predict
 from bigtrain.plan.roofline import Rates, rates_from, step_time, stored_rates, told
 from bigtrain.plan.settled import buffers_are_open, settled
 from bigtrain.plan.show import assumed_text, choice_text, measured_text, plan_text
+from bigtrain.plan.sizes import refuse_wrong_types
 from bigtrain.plan.spilled import AUTO, asked_share
 from bigtrain.plan.states import LAYOUTS, layout_name
 
@@ -144,6 +146,14 @@ def model_config(name: str) -> dict[str, Any]:
     config = read_json(path / "config.json" if path.is_dir() else path, "the model config")
     if not isinstance(config, dict) or "model_type" not in config:
         raise UsageError(f"the model config of '{name}' has no 'model_type'")
+    kind = config["model_type"]
+    if not isinstance(kind, str):
+        raise UsageError(f"the model config of '{name}' has model_type = {kind!r}: the name of a family is needed")
+    refuse_wrong_types(config)
+    if kind in VISION_LANGUAGE and not config.get("text_config") and "hidden_size" not in config:
+        raise UsageError(
+            f"the model config of '{name}' (model_type '{kind}') has no text_config: the sizes of its language model are needed"
+        )
     return config
 
 
@@ -290,7 +300,7 @@ def run(args: argparse.Namespace) -> int:
     base, rates = _input(args, config, ds_config, resolved and resolved.run), _rates(args)
     gpu, host = _memories(args)
     assumed = _assumed(args, base, resolved)
-    _warn_about_config(base.seq_len, config or {})
+    _warn(base, config or {})
     if not args.auto:
         base, buffers = base.but(offload_gradients=share or 0.0), buffers_are_open(ds_config)
         settle = partial(settled, gpu=gpu, host=host, rates=rates, share=share is None, blocks=args.blocks == AUTO)
@@ -332,6 +342,8 @@ def _refuse_what_would_not_count(args: argparse.Namespace) -> None:
         raise UsageError(f"--global_batch is {args.global_batch}: a whole number of at least 1 is needed")
     if args.seq_len == MAX and args.auto:
         raise UsageError(f"--seq_len {MAX} asks how long a sequence one configuration can take: give it instead of --auto")
+    if "" in (args.optim, args.optimizers):
+        raise UsageError(f"an optimizer is '': name one of {', '.join(LAYOUTS)}, or leave the flag out")
     if args.optimizers and (args.optim or not args.auto):
         raise UsageError("--optimizers says what --auto may choose; --optim names the one to plan: give one of them")
     for name in ("stage", "offload"):
@@ -356,10 +368,14 @@ def _fastest(choice: Choice, measured: list[dict[str, Any]]) -> Candidate | None
     return choice.fitting[ran[0]["candidate"]] if ran else choice.best
 
 
-def _warn_about_config(seq_len: int, config: dict[str, Any]) -> None:
-    limit, warnings = position_limit(config), said_twice(config)
-    if limit is not None and seq_len > limit:
-        warnings.append(f"seq_len {seq_len} is above the model's max_position_embeddings {limit}: launch/train.py refuses it")
+def _warn(base: PlanInput, config: dict[str, Any]) -> None:
+    limit, warnings, world, host = position_limit(config), said_twice(config), base.world_size, base.ranks_per_node
+    if limit is not None and base.seq_len > limit:
+        warnings.append(
+            f"seq_len {base.seq_len} is above the model's max_position_embeddings {limit}: launch/train.py refuses it"
+        )
+    if world % host:
+        warnings.append(f"{world} ranks on hosts of {host}: one host has {world % host}; a full one is planned")
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
 

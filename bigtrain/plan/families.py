@@ -24,7 +24,8 @@ from bigtrain.plan.family_others import (
     values,
     vision_language,
 )
-from bigtrain.plan.parameters import Parameter, not_counted
+from bigtrain.plan.parameters import Parameter, Values, not_counted
+from bigtrain.plan.sizes import refuse_wrong_types
 
 T = TypeVar("T")
 _TIED_BY_DEFAULT = {"gemma3": True}
@@ -99,7 +100,7 @@ def is_tied(config: Mapping[str, Any]) -> bool:
     if kind in T5:  # the classes tie whatever the config says; T5Config reads the key as "scale the decoder's output"
         return True
     default = _TIED_BY_DEFAULT.get(kind, DEFAULTS.get(kind, {}).get("tie_word_embeddings", False))
-    return bool(config.get("tie_word_embeddings", default)) or (kind in VISION_LANGUAGE and text_is_tied(config))
+    return Values(config, {}).flag("tie_word_embeddings", default) or (kind in VISION_LANGUAGE and text_is_tied(config))
 
 
 def said_twice(config: Mapping[str, Any]) -> list[str]:
@@ -133,7 +134,9 @@ def model_parameters(config: Mapping[str, Any]) -> ModelParameters:
     """
     kind = str(config.get("model_type"))
     _refuse_quantised(config)
-    _refuse_other_classes(kind, config)
+    if kind in supported():
+        _refuse_wrong_types(config)
+        _refuse_other_classes(kind, config)
     if kind in DECODERS:
         items = decoder_model(DECODERS[kind], values(config))
     elif kind in VISION_LANGUAGE:
@@ -146,6 +149,12 @@ def model_parameters(config: Mapping[str, Any]) -> ModelParameters:
             f"model_type '{kind}' is not known to the planner{'; the nearest are ' + ', '.join(near) if near else ''}."
         )
     return _tie(items, kind, is_tied(config))
+
+
+def _refuse_wrong_types(config: Mapping[str, Any]) -> None:
+    refuse_wrong_types(config)
+    for part in ("text_config", "vision_config"):
+        refuse_wrong_types(config.get(part) or {})
 
 
 def _refuse_quantised(config: Mapping[str, Any]) -> None:
@@ -165,7 +174,7 @@ def _refuse_other_classes(kind: str, config: Mapping[str, Any]) -> None:
     ends = _COUNTED.get(kind, ("ForCausalLM",))
     if config.get("add_cross_attention"):
         raise not_counted(f"add_cross_attention is true: the planner counts '{kind}' without it.")
-    if isinstance(name, str) and kind in supported() and not name.endswith(ends):
+    if isinstance(name, str) and not name.endswith(ends):
         raise not_counted(f"architectures names {name}, but of '{kind}' the planner counts ...{ends[0]}.")
 
 
@@ -200,7 +209,7 @@ def parameters_from_shapes(pairs: Any) -> ModelParameters:
         if pair[0] in seen:
             raise UsageError(f"the list of shapes names '{pair[0]}' twice")
         seen.add(pair[0])
-        numbers = [int(part) for part in pair[0].split(".") if part.isdigit()]
+        numbers = [int(part) for part in pair[0].split(".") if part.isdecimal()]
         items.append(Parameter(pair[0], tuple(pair[1]), numbers[0] if numbers else None))
     return ModelParameters(tuple(items), (), "shapes")
 
@@ -215,5 +224,5 @@ def read_json(path: str | Path, what: str) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read {what} '{path}': {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of thousands of digits; nested without end
         raise UsageError(f"{what} '{path}' is not JSON: {error}") from error

@@ -10,6 +10,7 @@ from bigtrain.plan.family_decoders import is_sparse
 from bigtrain.plan.family_kept import RMS, Attention, Keeps, are_counted, keeps
 from bigtrain.plan.family_others import ROBERTA, T5, VISION_LANGUAGE, text_values, values
 from bigtrain.plan.parameters import Values
+from bigtrain.plan.sizes import refuse_impossible
 
 _LAYER_NORM = {
     "gpt2", "gptj", "gpt_neox", "opt", "falcon", "bloom", "bert", *ROBERTA, "vit", "phi", "starcoder2", "stablelm",
@@ -119,8 +120,13 @@ def _dense_layers(c: Values) -> int:
 
 
 def geometry(config: Mapping[str, Any], attention: Attention = "sdpa") -> Geometry:
-    """Sizes of the language model (of a vision-language model too: images are counted as their text tokens)."""
+    """Sizes of the language model (of a vision-language model too: images are counted as their text tokens).
+
+    Raises:
+        UsageError: heads or experts contradict each other.
+    """
     c = text_values(config) if config.get("model_type") in VISION_LANGUAGE else values(config)
+    refuse_impossible(c)
     kind = str(c.get("model_type"))
     hidden = _first(c, "hidden_size", "n_embd", "d_model")
     heads = _first(c, "num_attention_heads", "n_head", "num_heads")

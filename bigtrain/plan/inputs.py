@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -70,7 +71,7 @@ def _number(block: Mapping[str, Any], key: str, default: float, auto: float | No
     value = block.get(key, default)
     if value == "auto":
         value = default if auto is None else auto
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise UsageError(f"zero_optimization.{key} is {value!r}: a number of elements is needed")
     return int(value)
 
@@ -117,7 +118,7 @@ def settings_from_config(config: Mapping[str, Any], hidden: int) -> ZeroSettings
     """
     zero = _section(config, "zero_optimization")
     stage = zero.get("stage", 0)
-    if not isinstance(stage, int):
+    if isinstance(stage, bool) or not isinstance(stage, int):
         raise UsageError(f"zero_optimization.stage is {stage!r}: the plan needs a number")
     overlap = zero.get("overlap_comm")
     optimizer, param = _offload(zero, "offload_optimizer"), _offload(zero, "offload_param")
@@ -196,8 +197,10 @@ class PlanInput:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
                 raise UsageError(f"{name} is {value!r}: a whole number from 1 to {most:,} is needed")
-        if self.gpus_per_node is not None and self.gpus_per_node < 1:
-            raise UsageError(f"gpus_per_node is {self.gpus_per_node}: at least 1 is needed")
+        if self.gpus_per_node is not None and not 1 <= self.gpus_per_node <= self.world_size:
+            raise UsageError(
+                f"gpus_per_node is {self.gpus_per_node}: a host has at least 1, and at most all {self.world_size} of the ranks; correct one of the two"
+            )
         object.__setattr__(self, "optimizer", layout_name(self.optimizer))
         if self.settings.bf16_states and self.optimizer == "adamw":
             object.__setattr__(self, "optimizer", "adamw_bf16")
@@ -427,7 +430,7 @@ def _run_values(config: Mapping[str, Any]) -> dict[str, Any]:
     ):
         if isinstance(config.get(key), int):
             found[name] = config[key]
-    kind = (config.get("optimizer") or {}).get("type")
+    kind = _section(config, "optimizer").get("type")
     return {**found, "optimizer": kind} if isinstance(kind, str) else found
 
 

@@ -16,6 +16,13 @@ from bigtrain.errors import UsageError
 
 Shape = tuple[int, ...]
 
+# Beyond any model; without a bound a slip of the keyboard would keep the planner busy for hours.
+_MOST_LAYERS, _MOST_HEADS, _MOST = 10_000, 2**16, 2**31
+_BOUNDS = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "depth"), _MOST_LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "num_key_value_heads", "num_kv_heads"), _MOST_HEADS),
+}
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -48,6 +55,9 @@ class Values:
             raise UsageError(f"the model config (model_type '{kind}') has no '{key}': add it, it decides shapes")
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise UsageError(f"the model config has {key} = {value!r}: a positive whole number is needed")
+        most = _BOUNDS.get(key, _MOST)
+        if value > most:
+            raise UsageError(f"the model config has {key} = {value:,}: more than {most:,} is no model; correct it")
         return value
 
     def without(self, key: str) -> Values:
@@ -55,7 +65,10 @@ class Values:
         return Values({k: v for k, v in self._given.items() if k != key}, self._defaults)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        return bool(self.get(key, default))
+        value = self.get(key, default)
+        if value not in (None, 0, 1):
+            raise UsageError(f"the model config has {key} = {value!r}: true or false is needed")
+        return bool(value)
 
 
 def linear(name: str, outputs: int, inputs: int, bias: bool = False) -> list[Parameter]:

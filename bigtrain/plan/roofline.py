@@ -30,6 +30,7 @@ class Rates:
         device_bytes_s: GPU memory copied. h2d_bytes_s, d2h_bytes_s: pinned PCIe. pageable_bytes_s: unpinned.
         cpu_adam_s_per_elem: DeepSpeedCPUAdam; cpu_adam_8bit_s_per_elem: its 8-bit stand-in (assumed twice that).
         launch_s_per_block: of the host's thread, to launch one block's forward on a GPU; its backward takes twice that.
+        recompute_s_per_block: the same for a forward in backward, with the hooks around it.
         stage3_s_per_block: what stage 3 adds to each of these, hooks and copies that nothing hides.
         host_bytes_s: elementwise passes over host memory with all cores; host_copy_bytes_s: with one thread.
         link_bytes_s: collectives between the cards of one host; network_bytes_s: between hosts.
@@ -47,6 +48,7 @@ class Rates:
     cpu_adam_s_per_elem: float = 0.174e-9
     cpu_adam_8bit_s_per_elem: float = 0.348e-9
     launch_s_per_block: float = 2.0e-3
+    recompute_s_per_block: float = 3.2e-3
     stage3_s_per_block: float = 1.5e-3
     host_bytes_s: float = 95e9
     host_copy_bytes_s: float = 28e9
@@ -66,7 +68,9 @@ def rates_from(values: Mapping[str, Any]) -> Rates:
     for key, value in values.items():
         if key not in known:
             raise UsageError(f"calibration has the unknown key '{key}': use {', '.join(sorted(known))}")
-        if key != "ranks_share_host" and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
+        if key != "ranks_share_host" and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf")
+        ):
             raise UsageError(f"calibration {key} is {value!r}: a positive number is needed")
     return replace(Rates(), **values)
 
@@ -113,24 +117,33 @@ class StepTime:
         return self.tokens / self.total_s
 
 
-def active_elems(plan: PlanInput) -> int:
-    """Parameters that one token passes through: all of a dense model, the chosen experts of a sparse one."""
+def active_elems(plan: PlanInput, *, of_blocks: bool = False) -> int:
+    """Parameters that one token passes through (`of_blocks`: in the blocks): all of a dense model, the chosen experts of a sparse one."""
     g = plan.geometry
 
     def count() -> int:
         total = 0
         for p in plan.parameters.items:
             sparse = ".experts." in p.name and g.experts
-            total += p.elems * g.experts_per_token // g.experts if sparse else p.elems
+            if p.block is not None or not of_blocks:
+                total += p.elems * g.experts_per_token // g.experts if sparse else p.elems
         return total
 
-    return plan.parameters.fact(("active", g), count)
+    return plan.parameters.fact(("active", of_blocks, g), count)
 
 
 def model_flops_per_token(plan: PlanInput) -> float:
     """6 N + 6 L s d: forward and backward of the matrices, causal attention counted at half."""
     g = plan.geometry
     return 6 * active_elems(plan) + 6 * g.layers * plan.seq_len * g.query
+
+
+def _again_flops_per_token(plan: PlanInput) -> float:
+    """A forward of the blocks that are recomputed; embedding and head are not among them."""
+    if plan.checkpointing not in ("full", "offload"):
+        return 0.0
+    whole = 2 * active_elems(plan, of_blocks=True) + 2 * plan.geometry.layers * plan.seq_len * plan.geometry.query
+    return whole * plan.recomputed_blocks / max(1, plan.block_count)
 
 
 def _communication_s(plan: PlanInput, rates: Rates) -> float:
@@ -213,7 +226,7 @@ def _tiles_s(plan: PlanInput, rates: Rates) -> float:
 
 def _launch_s(plan: PlanInput, rates: Rates) -> float:
     """What the host needs for the launches of one micro step: a small one is over sooner on the card than it is launched."""
-    return _visits(plan) * rates.launch_s_per_block
+    return 3 * plan.block_count * rates.launch_s_per_block + plan.recomputed_blocks * rates.recompute_s_per_block
 
 
 def _visits(plan: PlanInput) -> int:
@@ -243,9 +256,7 @@ def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
     g = plan.geometry
     share = rates.liger_share if plan.kernels == "liger" else rates.hf_share
     model = model_flops_per_token(plan)
-    share_again = plan.recomputed_blocks / max(1, plan.block_count)
-    again = model / 3 * share_again if plan.checkpointing in ("full", "offload") else 0.0
-    compute = plan.accumulation * plan.tokens * (model + again) / (rates.matmul_flops * share)
+    compute = plan.accumulation * plan.tokens * (model + _again_flops_per_token(plan)) / (rates.matmul_flops * share)
     if plan.checkpointing == "selective":
         compute += plan.accumulation * _elementwise_s(plan, rates)
     compute += plan.accumulation * _tiles_s(plan, rates)

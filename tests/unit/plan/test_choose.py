@@ -8,7 +8,7 @@ import pytest
 
 from bigtrain import shapes
 from bigtrain.errors import UsageError
-from bigtrain.plan import ZeroSettings, choose, plan_input, predict, rates_from, step_time
+from bigtrain.plan import Rates, ZeroSettings, choose, plan_input, predict, rates_from, step_time
 from bigtrain.plan.choose import _SPARED, _families
 from bigtrain.plan.judge import judge, state_bytes
 from bigtrain.plan.settled import settled
@@ -191,6 +191,20 @@ def test_sparse_models_count_active_parameters_only():
     from bigtrain.plan.roofline import active_elems
 
     assert 12e9 < active_elems(plan) < 14e9 < plan.parameters.elems
+
+
+def test_a_recompute_is_a_forward_of_the_blocks():
+    """Of the card neither embedding nor head, which are not recomputed; of the host more than a forward, where that is what takes time."""
+    plan, rates = base("llama-1b", checkpointing="full", micro_batch=64, kernels="liger"), Rates()
+    blocks = sum(p.elems for p in plan.parameters.items if p.block is not None)
+    again = plan.tokens * (2 * blocks + 2 * 16 * plan.seq_len * 2048) / (rates.matmul_flops * rates.liger_share)
+    none = plan.but(checkpointing="none")
+    assert step_time(plan).compute_s - step_time(none).compute_s == pytest.approx(again, rel=1e-9)
+    assert step_time(plan.but(checkpoint_blocks=4)).compute_s - step_time(none).compute_s == pytest.approx(again / 4, rel=1e-9)
+    small = plan.but(micro_batch=1, seq_len=16)
+    assert step_time(small).compute_s == pytest.approx(
+        16 * (3 * rates.launch_s_per_block + rates.recompute_s_per_block), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("name", ["llama-50m", "mixtral-tiny"])
