@@ -64,8 +64,8 @@ def test_stages_rank_as_they_ran(planned):
         assert seconds[fast] < seconds[slow]
 
 
-@pytest.mark.parametrize("part, median", [(slice(None, 26), 0.075), (slice(26, None), 0.035)])
+@pytest.mark.parametrize("part, median", [(slice(None, 26), 0.075), (slice(26, 38), 0.035), (slice(38, None), 0.17)])
 def test_steps_take_about_as_long(planned, part, median):
-    """As docs/results/plan_accuracy.md has it (7.0 % and 3.1 %); the second part is what no constant of the step was fitted to."""
+    """As docs/results/plan_accuracy.md has it (7.0, 3.1 and 16.6 %); the second and third part are what no constant of the step was fitted to."""
     errors = [abs(said["step_time_s"] / row["step_time_s"]["median"] - 1) for row, said in planned[part]]
     assert statistics.median(errors) <= median
