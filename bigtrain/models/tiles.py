@@ -201,6 +201,7 @@ def _gradients(
             of_x[at : at + part.size(0)] = found[0]
         at += part.size(0)
         _add(sums, found[1:])
+        del found  # before the next tile makes its own
     return of_x.view(x.shape), _rounded(sums, trained)
 
 

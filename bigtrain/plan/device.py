@@ -290,7 +290,8 @@ class Run:
     def _tiles_backward(self, block: int, feed: list[int]) -> None:
         """models/tiles.py: tile by tile, with the gradients of its weights; then all of their sums are handed over."""
         tape, cost, trained = self.tape, self.of_tile.get(block) or self.of_tile[0], [i for i in feed if self.plan.trains[i]]
-        tape.hold("dtiles", self._cost(block).stream, "backward, feed-forward gradients")
+        # Gradients of the input, and one tile's output.
+        tape.hold("dtiles", self._cost(block).stream + cost.stream, "backward, feed-forward gradients")
 
         def deliver(i: int) -> None:
             if self.plan.trains[i]:

@@ -1,8 +1,14 @@
 """Feed-forward parts in tiles: what they hold and cost, and the longest sequence that fits."""
 
 import json
+import weakref
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from bigtrain import shapes
 from bigtrain.auto import flags, pick
@@ -11,13 +17,16 @@ from bigtrain.bench.prediction import Machine, planned
 from bigtrain.cli import main
 from bigtrain.config import RunValues
 from bigtrain.errors import UsageError
+from bigtrain.models import tile_mlp
 from bigtrain.plan import plan_input, predict, step_time
 from bigtrain.plan.activations import block_bytes
+from bigtrain.plan.device import Run, sharding
 from bigtrain.plan.gathered import calls_of
 from bigtrain.plan.inputs import ZeroSettings
 from bigtrain.plan.longest import STEP_TOKENS
 from bigtrain.plan.parameters import Parameter
 from bigtrain.plan.roofline import Rates
+from bigtrain.plan.tape import Tape
 from tests.unit.plan.test_shared import assert_same
 
 GIB = 2**30
@@ -59,6 +68,52 @@ def test_what_a_tile_holds_in_backward_by_hand():
     whole = block_bytes(plan.geometry, plan.tokens, "liger")
     assert whole.kept - cost.kept == 3 * 2 * 32768 * 14336
     assert whole.results - cost.results == 2 * 32768 * (2 * 14336 + 4096)
+
+
+class Held(TorchDispatchMode):
+    """Bytes of the storages that operators make and that are still there, and the most of them at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self.known = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()).data_ptr() not in self.known:
+                self.known.add(storage.data_ptr())
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._freed, storage.data_ptr(), storage.nbytes())
+        self.most = max(self.most, self.now)
+        return out
+
+    def _freed(self, place, size):
+        self.known.discard(place)
+        self.now -= size
+
+
+@pytest.mark.parametrize("shape", [(48, 1024), (768, 1024)])
+def test_backward_of_a_part_in_tiles_holds_what_the_plan_says(shape):
+    """On a CPU, storage by storage: once the sums are most of it, once a tile is."""
+    hidden, inner = shape
+    config = {**shapes.config_dict("llama-tiny"), "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 1}
+    plan = plan_input(config, settings=ZeroSettings(stage=0), seq_len=4096, micro_batch=1, device="cpu", mlp_tile_tokens=1024)
+    part = LlamaMLP(AutoConfig.for_model(**config)).bfloat16()
+    own = [p.untyped_storage().data_ptr() for p in part.parameters()]
+    tile_mlp(torch.nn.ModuleList([part]), 1024, LlamaMLP)
+    x = torch.randn(1, 4096, hidden, dtype=torch.bfloat16, requires_grad=True)
+    out, grad = part(x), torch.randn(1, 4096, hidden, dtype=torch.bfloat16)
+    held = Held()
+    held.known.update(own, [t.untyped_storage().data_ptr() for t in (x, out, grad)])
+    with held:
+        out.backward(grad)
+    tape = Tape()
+    run = Run(plan, tape, sharding(plan, Tape()))
+    run._grad = lambda i: None
+    tape.phase("backward")
+    run._tiles_backward(0, run.parts.of_block[0][0])
+    assert tape.ledger().peak_bytes == pytest.approx(held.most, rel=0.05)  # an elementwise temporary of the tile more or less
 
 
 def test_time_of_the_tiles_by_hand():
