@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bigtrain import shapes
+from bigtrain import foreign, shapes
 from bigtrain.config import load
 from bigtrain.errors import ConfigError
 from bigtrain.plan.spilled import share_problems
@@ -39,8 +39,10 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
     yield from share_problems(args.offload_gradients)
     if args.eval_data and args.eval_fraction is not None:
         yield "eval_data and eval_fraction are two ways to say one thing: give one of them"
-    if args.eval_steps and not (args.eval_data or args.eval_fraction):
-        yield "eval_steps without anything to evaluate on: add --eval_data PATH or --eval_fraction 0.05"
+    yield from _problems_with_strategies(args)
+    if (args.eval_steps or args.eval_strategy == "epoch") and not (args.eval_data or args.eval_fraction):
+        said = "eval_steps" if args.eval_steps else "eval_strategy epoch"
+        yield f"{said} without anything to evaluate on: add --eval_data PATH or --eval_fraction 0.05"
     if args.resume_from_checkpoint and args.overwrite_output_dir:
         yield "resume_from_checkpoint and overwrite_output_dir contradict each other: go on with that run, or start over"
     yield from _problems_with_saving(args)
@@ -106,10 +108,22 @@ def _problems_with_numbers(args: TrainArguments) -> Iterator[str]:
         yield f"num_train_epochs must be positive, got {args.num_train_epochs}"
 
 
+def _problems_with_strategies(args: TrainArguments) -> Iterator[str]:
+    for what, every in (("eval", args.eval_steps), ("save", args.save_steps), ("logging", None)):
+        name = f"{what}_strategy"
+        value = getattr(args, name)
+        if value is not None and value != "epoch":
+            yield f"{name} {value}: {foreign.instead(name)}"
+        elif value and every:
+            yield f"{name} epoch and {what}_steps {every} are two ways to say one thing: give one of them"
+
+
 def _problems_with_saving(args: TrainArguments) -> Iterator[str]:
     for name in ("save_total_limit", "save_only_model", "load_best_model_at_end", "copy_checkpoints_to"):
-        if getattr(args, name) and not args.save_steps:
-            yield f"{name} without save_steps: nothing would be saved; add --save_steps N"
+        if getattr(args, name) and not args.saves:
+            yield f"{name} without save_steps: nothing would be saved; add --save_steps N or --save_strategy epoch"
+    if args.keep_every and args.save_strategy == "epoch":
+        yield "keep_every counts steps, and with save_strategy epoch few steps that are saved are a multiple: leave one of them out"
     if args.keep_every and not args.save_total_limit:
         yield "keep_every without save_total_limit: all checkpoints are kept; add --save_total_limit K, or leave it out"
     second = args.copy_checkpoints_to and Path(args.copy_checkpoints_to).expanduser().resolve()
@@ -123,6 +137,9 @@ def _problems_with_saving(args: TrainArguments) -> Iterator[str]:
         yield "load_best_model_at_end loads a checkpoint, and save_only_model writes none: leave one of them out"
     if not (args.eval_data or args.eval_fraction):
         yield "load_best_model_at_end without anything to evaluate on: add --eval_data PATH or --eval_fraction 0.05"
+    elif args.save_strategy == "epoch" or (args.save_steps and args.eval_strategy == "epoch"):
+        if args.save_strategy != args.eval_strategy:
+            yield "load_best_model_at_end needs an evaluation where it saves: give eval_strategy and save_strategy the same value"
     elif args.save_steps and (not args.eval_steps or args.save_steps % args.eval_steps):
         yield (
             f"load_best_model_at_end needs an evaluation where it saves: save_steps ({args.save_steps}) must be a multiple of "

@@ -135,6 +135,11 @@ class TrainArguments:
     logging_steps: int = field(default=1, metadata=_say("steps between log lines; metrics.jsonl has every step"))
     eval_steps: int | None = field(default=None, metadata=_say("steps between evaluations (default: only at the end)"))
     save_steps: int | None = field(default=None, metadata=_say("steps between checkpoints (default: none)"))
+    logging_strategy: str | None = field(default=None, metadata=_say("epoch: a log line at the end of each epoch"))
+    eval_strategy: str | None = field(
+        default=None, metadata=_say("epoch: evaluate at the end of each epoch", "evaluation_strategy")
+    )
+    save_strategy: str | None = field(default=None, metadata=_say("epoch: a checkpoint at the end of each epoch"))
     save_total_limit: int | None = field(default=None, metadata=_say("newest checkpoints to keep"))
     copy_checkpoints_to: str | None = field(
         default=None, metadata=_say("second folder, on another disk: each checkpoint is copied there once it is whole")
@@ -180,6 +185,11 @@ class TrainArguments:
     def hang_limit(self) -> Any:
         """`hang_s` in the words of `bigtrain.watch`: seconds, "learned", or None for no watch."""
         return "learned" if self.hang_s is None else self.hang_s or None
+
+    @property
+    def saves(self) -> bool:
+        """True if the run saves on the way, and at its end."""
+        return bool(self.save_steps) or self.save_strategy == "epoch"
 
     @property
     def recomputes(self) -> bool | None:

@@ -171,7 +171,7 @@ def check_disk(job: Job, folder: RunFolder, reached: int) -> None:
     writes = Writes(
         checkpoint_bytes=job.model_bytes if args.save_only_model else job.checkpoint_bytes,
         model_bytes=0 if args.no_export else job.model_bytes,
-        saves=saves_to_come(reached, job.steps.steps, args.save_steps),
+        saves=_saves(job, reached),
         keep=kept,
         there=len(folder.checkpoints()) if resumes else 0,
     )
@@ -180,6 +180,14 @@ def check_disk(job: Job, folder: RunFolder, reached: int) -> None:
         raise UsageError(f"{why}\nNothing was built.")
     if why := writes.too_many(free, str(folder.root)):
         logger.warning("%s", why)
+
+
+def _saves(job: Job, reached: int) -> int:
+    """Saves of a run from step `reached` on."""
+    if job.args.save_strategy != "epoch":
+        return saves_to_come(reached, job.steps.steps, job.args.save_steps)
+    last = job.steps.steps
+    return job.steps.epochs_done(last) - job.steps.epochs_done(reached) + (last > reached and not job.steps.ends_epoch(last))
 
 
 def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:

@@ -40,7 +40,7 @@ class Foreign:
 
 _EVAL = ("eval_data", "eval_fraction")
 _EVALUATION = Foreign(
-    "evaluation comes with --eval_data PATH or --eval_fraction 0.05: every --eval_steps N steps, and at the end",
+    "evaluation comes with --eval_data PATH or --eval_fraction 0.05: every --eval_steps N steps or after each epoch (--eval_strategy epoch), and at the end",
     ("no", "steps"),
     with_={"steps": ("eval_steps",)},
     without={"no": (*_EVAL, "eval_steps")},
@@ -67,22 +67,13 @@ def _all(names: str, what: Foreign) -> dict[str, Foreign]:
 
 FOREIGN: dict[str, Foreign] = {
     # ------------------------------------------------------------ when to evaluate, save and log
-    **_all("eval_strategy evaluation_strategy", _EVALUATION),
     "do_eval": Foreign(_EVALUATION.instead, (*TRUE, *FALSE), dict.fromkeys(TRUE, _EVAL), dict.fromkeys(FALSE, _EVAL)),
     "eval_on_start": Foreign("evaluation is after steps, and at the end: leave it out", FALSE),
     "eval_accumulation_steps": Foreign("only the loss is kept of an evaluation: leave it out", (ANY,)),
     "prediction_loss_only": Foreign("evaluation is the loss alone: leave it out", TRUE),
-    "save_strategy": Foreign(
-        "checkpoints come with --save_steps N and without it there are none; the model is written at the end in any case "
-        "(--no_export: not)",
-        ("steps", "no"),
-        with_={"steps": ("save_steps",)},
-        without={"no": ("save_steps",)},
-    ),
     "metric_for_best_model": Foreign("--load_best_model_at_end takes the lowest evaluation loss: leave it out", ("loss", "eval_loss")),
     "greater_is_better": Foreign("--load_best_model_at_end takes the lowest evaluation loss: leave it out", FALSE),
     "save_safetensors": Foreign("weights are always written as safetensors: leave it out", TRUE),
-    "logging_strategy": Foreign("use --logging_steps N; metrics.jsonl has every step", ("steps",)),
     "logging_first_step": Foreign("metrics.jsonl has every step: leave it out", (ANY,)),
     "logging_dir": Foreign("TensorBoard's files are in OUT/runs: leave it out"),
     "include_num_input_tokens_seen": Foreign("metrics.jsonl has the tokens of every step: leave it out", (ANY,)),
@@ -142,6 +133,20 @@ FOREIGN: dict[str, Foreign] = {
     "nproc_per_node": Foreign(_LAUNCHER + "torchrun --nproc_per_node N launch/train.py ..."),
     "master_port": Foreign(_LAUNCHER + "deepspeed --master_port P launch/train.py ..."),
 }  # fmt: skip
+# Flags of ours ("epoch") that take other values in transformers.
+STRATEGIES: dict[str, Foreign] = {
+    **_all("eval_strategy evaluation_strategy", _EVALUATION),
+    "save_strategy": Foreign(
+        "checkpoints come with --save_steps N or --save_strategy epoch, and without them there are none (the best of them: "
+        "--load_best_model_at_end); the model is written at the end in any case "
+        "(--no_export: not)",
+        ("steps", "no"),
+        with_={"steps": ("save_steps",)},
+        without={"no": ("save_steps",)},
+    ),
+    "logging_strategy": Foreign("use --logging_steps N or --logging_strategy epoch; metrics.jsonl has every step", ("steps",)),
+}
+_KNOWN = {**FOREIGN, **STRATEGIES}
 
 
 def plain(name: str) -> str:
@@ -151,12 +156,12 @@ def plain(name: str) -> str:
 
 def instead(name: str) -> str:
     """What to write for a flag of another program; empty if it is not known."""
-    return FOREIGN[plain(name)].instead if plain(name) in FOREIGN else ""
+    return _KNOWN[plain(name)].instead if plain(name) in _KNOWN else ""
 
 
 def changes_nothing(name: str, value: Any, given: Collection[str]) -> bool:
     """True if `name` is a flag of another program that asks for what a run does anyway."""
-    return plain(name) in FOREIGN and FOREIGN[plain(name)].changes_nothing(str(value), given)
+    return plain(name) in _KNOWN and _KNOWN[plain(name)].changes_nothing(str(value), given)
 
 
 def sort_out(flags: Iterable[str], given: Collection[str]) -> tuple[list[str], list[str]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from bigtrain import ranks
 from bigtrain.checkpoint import store
+from bigtrain.data import StepPlan
 from bigtrain.diagnostics.metrics import read_rows
 
 logger = logging.getLogger("bigtrain")
@@ -19,8 +20,10 @@ class Saving:
     """The saves of one run; every rank calls it alike.
 
     Args:
-        args: `save_steps`, `save_total_limit`, `keep_every`, `load_best_model_at_end`, `save_only_model`.
+        args: `save_steps`, `save_strategy`, `save_total_limit`, `keep_every`, `load_best_model_at_end`, `save_only_model`; also when to
+            evaluate and log.
         engine: what is saved.
+        steps: when which rows are trained.
         root: the output folder.
         state: the caller's own values for each checkpoint.
 
@@ -28,20 +31,23 @@ class Saving:
         step: of the newest save; -1 if there is none.
     """
 
-    def __init__(self, args: Any, engine: Any, root: Path, state: Any):
-        self.args, self.engine, self.root, self.state = args, engine, root, state
+    def __init__(self, args: Any, engine: Any, steps: StepPlan, root: Path, state: Any):
+        self.args, self.engine, self.steps, self.root, self.state = args, engine, steps, root, state
         self.step = engine.global_step or -1
         engine.checkpoints.copy_to = args.copy_checkpoints_to and Path(args.copy_checkpoints_to).resolve()
 
     @property
     def resumable(self) -> bool:
         """True if a run can go on from what is saved."""
-        return bool(self.args.save_steps) and not self.args.save_only_model
+        return self.args.saves and not self.args.save_only_model
 
-    def due(self) -> bool:
-        """True if this step is to be saved."""
-        every = self.args.save_steps
-        return bool(every) and self.engine.global_step % every == 0
+    def due(self, what: str = "save", step: int | None = None) -> bool:
+        """True if it is time to "save", "eval" or log ("logging") after this step: a pure function of the step, so that a resumed run does alike."""
+        step = self.engine.global_step if step is None else step
+        if getattr(self.args, f"{what}_strategy") == "epoch":
+            return self.steps.ends_epoch(step)
+        every = getattr(self.args, f"{what}_steps")
+        return bool(every) and step > 0 and step % every == 0
 
     def save(self) -> str:
         """Save this step; returns a line about it. A checkpoint is written while training goes on, a model alone at once."""

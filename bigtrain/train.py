@@ -87,7 +87,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     ranks.main_decides(lambda: capacity.check_disk(job, folder, reached[0]), "looking at the disk")
     with folder.replacing(), Explained(layout, *limits, folder) as explained:
         ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
-        hosts.refuse_split_output(folder.root, saves=bool(args.save_steps))
+        hosts.refuse_split_output(folder.root, saves=args.saves)
         ranks.main_decides(lambda: announce(job, folder, places, planned), "writing run.json")
         model, isolation = jobs.build(job)
         explained.model, explained.phase = model, "starting the engine"
@@ -137,7 +137,7 @@ class Run:
             )
             self.eval_loader = data.EvalLoader(job.eval_rows, plan, num_workers=workers, **where)
         self.clock, self.memory, self.main = StepClock(), HostMemory(), ranks.is_main()
-        self.saving, self.ended = Saving(args, engine, folder.root, job.data_told), False
+        self.saving, self.ended = Saving(args, engine, steps, folder.root, job.data_told), False
         self.trackers: list[Any] = []
         if self.main:
             self.rows = RowLog(folder.root / "metrics.jsonl", keep_to_step=start)
@@ -150,7 +150,7 @@ class Run:
         self.progress = Progress(
             total_steps=job.steps.steps,
             first_step=start,
-            every=args.logging_steps,
+            due=lambda step: self.saving.due("logging", step),
             enabled=self.main,
             bar=not args.disable_tqdm,
         )
@@ -211,8 +211,8 @@ class Run:
 
     def evaluate(self, last: bool = False) -> None:
         """Loss over the evaluation data, on all ranks, where it is due after this step and not known yet."""
-        step, every = self.engine.global_step, self.args.eval_steps
-        if self.eval_loader is None or self.evaluated_step == step or not (last or (step and every and step % every == 0)):
+        step = self.engine.global_step
+        if self.eval_loader is None or self.evaluated_step == step or not (last or self.saving.due("eval")):
             return
         begin = time.perf_counter()
         with self.clock.paused("evaluation"):
@@ -234,7 +234,7 @@ class Run:
         """Asked to stop: save if this run saves, then leave."""
         why = self.stop.requested or "another rank's signal"
         if not self.saving.resumable:
-            without = "--save_only_model was given" if self.args.save_steps else "--save_steps was not given"
+            without = "--save_only_model was given" if self.args.saves else "--save_steps was not given"
             return f"stopped by {why} after step {step}; no checkpoint, because {without}"
         if self.saving.step != step:
             self.save()

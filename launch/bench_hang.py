@@ -164,7 +164,10 @@ def raise_in_loss(stage: int) -> None:
 
 
 class _Rows:
-    """Rows of numbers; one cannot be read on rank 1."""
+    """Rows of numbers; one cannot be read on rank 1, or kills its reader."""
+
+    def __init__(self, kills: bool):
+        self.kills = kills
 
     def __len__(self) -> int:
         return 64
@@ -172,15 +175,17 @@ class _Rows:
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
         if ranks.rank() == 1 and row == SampleOrder(64, 1).row(AT * 2 + 1):
             fault()
+            if self.kills:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise OSError("the file ends in the middle of this row")
         return {"x": torch.randn(32)}
 
 
-def raise_in_loader(stage: int) -> None:
-    """A row that rank 1 cannot read, in a worker process."""
+def raise_in_loader(stage: int, kills: bool = False) -> None:
+    """A row that rank 1 cannot read, in a worker process; or the process is killed there, as by the kernel when memory is full."""
     engine = make_engine(stage)
     plan = plan_steps(64, 1, 1, 2, max_steps=STEPS)
-    for batches in StepLoader(_Rows(), SampleOrder(64, 1), plan, engine.rank, 2, num_workers=1):
+    for batches in StepLoader(_Rows(kills), SampleOrder(64, 1), plan, engine.rank, 2, num_workers=1):
         engine.backward(engine(batches[0]["x"]))
         engine.step()
 
@@ -291,6 +296,11 @@ CASES = {
     "stopped": Case("SIGSTOP of rank 1", killed, _same(r"rank 1: the process is stopped"), signal=signal.SIGSTOP),
     "stopped_0": Case("SIGSTOP of rank 0", killed, _same(r"rank 0: the process is stopped"), signal=signal.SIGSTOP, to=0),
     "loss": Case("an error in the loss on rank 1", raise_in_loss, _same(r"rank 1.*failed: ValueError: the loss of this rank")),
+    "worker": Case(
+        "a data worker of rank 1 is killed",
+        lambda stage: raise_in_loader(stage, kills=True),
+        _same(r"rank 1.*failed: BigtrainError: DataLoader worker .*killed by signal: Killed: usually the kernel's out-of-memory killer"),
+    ),
     "loader": Case("an error in the data loader on rank 1", raise_in_loader, _same(r"rank 1.*failed: DataError: .*row")),
     "file": Case(
         "a file missing on rank 1 at load", missing_file, _same(r"rank 1: .*model-0000"), prepare=_folders

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from bigtrain.data.chat import IGNORE
 from bigtrain.data.order import EvalPlan, SampleOrder, StepPlan
-from bigtrain.errors import DataError
+from bigtrain.errors import BigtrainError, DataError
 from bigtrain.kernels.documents import cumulative_lengths
 
 Batch = dict[str, Any]
@@ -108,8 +111,11 @@ class _Stream:
             generator=torch.Generator(),
         )
         mine = self._running = iter(loader)
+        if self._num_workers:
+            _name_the_dead()
         try:
-            yield from mine
+            while (batch := _next(mine)) is not None:
+                yield batch
         finally:
             if self._running is mine:
                 self.close()
@@ -119,6 +125,55 @@ class _Stream:
         running, self._running = self._running, None
         if running is not None and hasattr(running, "_shutdown_workers"):
             running._shutdown_workers()
+
+
+def _next(batches: Iterator[Batch]) -> Batch | None:
+    """The next one; None after the last.
+
+    Raises:
+        BigtrainError: a worker process has died.
+    """
+    try:
+        return next(batches, None)
+    except RuntimeError as error:
+        if (named := _named(error)) is None:
+            raise
+        raise named from error
+
+
+def _name_the_dead() -> None:
+    """A worker that dies interrupts its rank wherever that is: torch raises from a signal handler, a bare RuntimeError."""
+    torchs = signal.getsignal(signal.SIGCHLD)
+    if not callable(torchs) or hasattr(torchs, "names_workers") or threading.current_thread() is not threading.main_thread():
+        return
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        try:
+            torchs(number, frame)
+        except RuntimeError as error:
+            raise _named(error) or error from error
+
+    handler.names_workers = True  # type: ignore[attr-defined]
+    signal.signal(signal.SIGCHLD, handler)
+
+
+def _named(error: BaseException | None) -> BigtrainError | None:
+    """What torch says of a dead worker, with what to do; None if the error is another."""
+    told = []
+    while error is not None:
+        if isinstance(error, BigtrainError) or "DataLoader worker" in str(error):
+            told.append(error)
+        error = error.__cause__ or error.__context__
+    if not told or isinstance(told[-1], BigtrainError):
+        return told[-1] if told else None  # type: ignore[return-value]
+    first = " ".join(str(told[-1]).split())
+    why = (
+        "usually the kernel's out-of-memory killer (`dmesg` names it): fewer --dataloader_num_workers hold less memory, and 0 reads in "
+        "the rank itself"
+        if "Killed" in first
+        else "with --dataloader_num_workers 0 the rank itself reads, and shows what fails"
+    )
+    return BigtrainError(f"{first.rstrip('. ')}: {why}. --resume_from_checkpoint auto goes on from the newest checkpoint.")
 
 
 class StepLoader:

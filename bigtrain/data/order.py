@@ -122,6 +122,14 @@ class StepPlan:
         """Rows used by all ranks before `step`."""
         return self.offset + step * self.global_batch
 
+    def ends_epoch(self, step: int) -> bool:
+        """True if an epoch's last row is among those of the step that makes `step` steps done; steps run on into the next epoch."""
+        return step > 0 and self.epochs_done(step) > self.epochs_done(step - 1)
+
+    def epochs_done(self, step: int) -> int:
+        """Whole passes over the rows before `step`."""
+        return max(0, self.position(step)) // self.n_rows  # below 0 before a run that was resumed with a larger global batch
+
     def resumed(self, step: int, position: int) -> StepPlan:
         """The same steps, of which `step` begins at `position`."""
         return replace(self, offset=position - step * self.global_batch)

@@ -28,10 +28,10 @@ def status_line(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 class Progress:
-    """A tqdm bar with ETA on a terminal; log lines every `every` steps where there is none. Silent off rank 0."""
+    """A tqdm bar with ETA on a terminal; log lines where there is none, after steps that are `due`. Silent off rank 0."""
 
-    def __init__(self, *, total_steps: int, first_step: int, every: int, enabled: bool, bar: bool = True):
-        self._every, self._total, self._enabled = every, total_steps, enabled
+    def __init__(self, *, total_steps: int, first_step: int, due: Callable[[int], bool], enabled: bool, bar: bool = True):
+        self._due, self._total, self._enabled = due, total_steps, enabled
         self._bar: Any = None
         if enabled and bar and sys.stderr.isatty():
             from tqdm import tqdm
@@ -42,7 +42,7 @@ class Progress:
         """Show one more step."""
         if self._bar is not None:
             self._bar.update(1)
-        if not self._enabled or (row["step"] % self._every and row["step"] != self._total):
+        if not self._enabled or not (self._due(row["step"]) or row["step"] == self._total):
             return
         shown = status_line(row)
         if self._bar is not None:

@@ -9,7 +9,7 @@ from tests.ranks.test_train import environment
 @pytest.mark.parametrize(
     "stage,cases",
     [
-        (2, ["stopped_0", "killed", "loader", "evaluate"]),
+        (2, ["stopped_0", "killed", "loader", "worker", "evaluate"]),
         (3, ["save_at_end", "killed_0", "loss", "uneven"]),
     ],
 )

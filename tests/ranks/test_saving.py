@@ -98,3 +98,27 @@ def test_models_alone(demo, tmp_path):
     assert weights[0] == weights[1] != weights[2] and (out / "model-4" / "tokenizer.json").exists()
     run_forked([TRAIN, *flags(demo, out, max_steps=1, overwrite_output_dir=True)], world=1)
     assert not list(out.glob("model-*"))  # they belonged to the run that was overwritten
+
+
+def test_once_an_epoch_also_after_a_resume(demo, tmp_path):
+    """Epochs end inside of steps: a step is due that takes an epoch's last row."""
+    out, train = tmp_path / "out", tmp_path / "train.jsonl"
+    train.write_text("".join(line[:400] + '"}\n' for line in (demo / "train.jsonl").read_text().splitlines()[:3]))
+    same = {"train_data": train, "max_steps": None, "num_train_epochs": 2, "per_device_train_batch_size": 4,
+            "ds_config": "ds_configs/zero1.json", "eval_data": train, "no_export": True,
+            **dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), "epoch")}  # fmt: skip
+    said = run_forked([TRAIN, *flags(demo, out, **same)], world=1)
+    epochs = [0.0] + [row["epoch"] for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())]
+    due = [step for step in range(1, len(epochs)) if int(epochs[step]) > int(epochs[step - 1])]
+    assert len(due) == 2 and due[-1] == len(epochs) - 1 and epochs[due[0]] > 1.0, epochs
+    evaluated = (out / "eval.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in evaluated.splitlines()] == checkpoints(out) == due
+    assert [step for step in range(1, len(epochs)) if f"step {step}/{len(epochs) - 1}  loss" in said] == due
+    for step in due[1:]:
+        shutil.rmtree(out / f"checkpoint-{step}")
+    said = run_forked([TRAIN, *flags(demo, out, **same, resume_from_checkpoint="auto")], world=1)
+    assert f"at step {due[0]}" in said and checkpoints(out) == due
+    again = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["eval_loss"]) for row in again] == [
+        (row["step"], row["eval_loss"]) for row in map(json.loads, evaluated.splitlines())
+    ]

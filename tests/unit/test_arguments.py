@@ -71,10 +71,11 @@ def test_B63_unknown_flags_are_refused_with_the_nearest_name(base):
 
 
 def test_flags_of_others_get_a_remedy(base):
-    text = refusal([*base, "--fp16", "--num_gpus", "2", "--evaluation_strategy", "steps"])
+    text = refusal([*base, "--fp16", "--num_gpus", "2"])
     assert "--fp16: bigtrain trains in bf16" in text
     assert "deepspeed --num_gpus N launch/train.py" in text
-    assert "--eval_data PATH or --eval_fraction 0.05: every --eval_steps N" in text
+    text = refusal([*base, "--evaluation_strategy", "steps"])
+    assert "eval_strategy steps: evaluation comes with --eval_data PATH or --eval_fraction 0.05: every --eval_steps N" in text
 
 
 PASTED = [
@@ -99,7 +100,7 @@ def test_the_same_in_a_run_file(base, tmp_path):
     )
     assert parse(["--config", str(file), *base]) == parse(base)
     file.write_text(json.dumps({"save_strategy": "no", "save_steps": 5}))
-    assert "save_strategy: checkpoints come with --save_steps N" in refusal(["--config", str(file), *base])
+    assert "save_strategy no: checkpoints come with --save_steps N" in refusal(["--config", str(file), *base])
 
 
 def test_warmup_steps_below_one_are_a_share_as_in_transformers_5(base, tmp_path):
@@ -116,9 +117,25 @@ def test_warmup_steps_below_one_are_a_share_as_in_transformers_5(base, tmp_path)
 @pytest.mark.parametrize(
     ("pasted", "remedy"),
     [
-        ("--save_strategy epoch", "checkpoints come with --save_steps N and without it there are none"),
+        ("--save_strategy best", "the best of them: --load_best_model_at_end"),
+        ("--save_strategy epoch --save_steps 5", "save_strategy epoch and save_steps 5 are two ways to say one thing"),
+        ("--save_strategy epoch --save_total_limit 1 --keep_every 2", "keep_every counts steps"),
+        ("--eval_strategy epoch", "eval_strategy epoch without anything to evaluate on"),
+        ("--evaluation_strategy epoch --eval_fraction 0.1 --eval_steps 2", "eval_strategy epoch and eval_steps 2 are two ways"),
+        (
+            "--save_steps 4 --eval_strategy epoch --eval_fraction 0.1 --load_best_model_at_end",
+            "give eval_strategy and save_strategy the same value",
+        ),
+        (
+            "--save_strategy epoch --eval_steps 4 --eval_fraction 0.1 --load_best_model_at_end",
+            "give eval_strategy and save_strategy the same value",
+        ),
+        ("--logging_strategy no", "use --logging_steps N or --logging_strategy epoch"),
         ("--save_strategy steps", "checkpoints come with --save_steps N"),  # but when?
-        ("--save_strategy no --save_steps 5", "checkpoints come with --save_steps N and without it there are none"),
+        (
+            "--save_strategy no --save_steps 5",
+            "checkpoints come with --save_steps N or --save_strategy epoch, and without them there are none",
+        ),
         ("--eval_strategy no --eval_fraction 0.1", "evaluation comes with --eval_data PATH or --eval_fraction 0.05"),
         ("--do_eval", "evaluation comes with --eval_data PATH or --eval_fraction 0.05"),
         ("--do_train False", "launch/train.py always trains"),
@@ -377,3 +394,10 @@ def test_lr_scheduler_kwargs_are_json(base, tmp_path):
 def test_patterns_of_allowed_names(base):
     args = parse([*base, "--allow_missing", "lm_head.*", "score.*", "--allow_unexpected", "*.inv_freq"])
     assert (args.allow_missing, args.allow_unexpected) == (["lm_head.*", "score.*"], ["*.inv_freq"])
+
+
+def test_once_an_epoch_is_said_in_the_words_of_transformers(base):
+    strategies = [f"--{what}_strategy=epoch" for what in ("eval", "save", "logging")]
+    args = parse([*base, *strategies, "--eval_fraction", "0.1", "--load_best_model_at_end"])
+    assert (args.eval_strategy, args.save_strategy, args.logging_strategy, args.saves) == ("epoch", "epoch", "epoch", True)
+    assert not parse(base).saves

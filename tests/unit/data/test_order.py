@@ -173,3 +173,12 @@ def test_order_imports_no_torch():
 
 def test_a_plan_is_plain_data():
     assert plan_steps(4, 1, 2, 2) == StepPlan(4, 1, 2, 2, 1)
+
+
+def test_an_epoch_ends_in_the_step_that_takes_its_last_row():
+    plan = plan_steps(10, 4, 1, 1, epochs=3)  # positions 0 4 8 12 16 20 24 28 32
+    assert [step for step in range(plan.steps + 1) if plan.ends_epoch(step)] == [3, 5, 8]
+    later = plan.resumed(3, 12)
+    assert [step for step in range(3, plan.steps + 1) if later.ends_epoch(step)] == [3, 5, 8]
+    larger = plan_steps(10, 8, 1, 1, epochs=3, done=(1, 4))  # positions 4 12 20 28 36
+    assert [step for step in range(1, larger.steps + 1) if larger.ends_epoch(step)] == [2, 3, 5]

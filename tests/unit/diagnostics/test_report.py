@@ -129,7 +129,7 @@ def test_tracker_that_is_not_installed(name, tmp_path, monkeypatch):
 
 def test_progress_lines_without_a_terminal(caplog):
     with caplog.at_level("INFO"):
-        progress = Progress(total_steps=4, first_step=0, every=2, enabled=True)
+        progress = Progress(total_steps=4, first_step=0, due=lambda step: step % 2 == 0, enabled=True)
         for step in range(1, 5):
             progress.step(row(step))
         progress.close()
@@ -139,7 +139,7 @@ def test_progress_lines_without_a_terminal(caplog):
 
 def test_progress_is_silent_off_rank_0(caplog):
     with caplog.at_level("INFO"):
-        Progress(total_steps=1, first_step=0, every=1, enabled=False).step(row(1))
+        Progress(total_steps=1, first_step=0, due=lambda step: True, enabled=False).step(row(1))
     assert caplog.messages == []
 
 
