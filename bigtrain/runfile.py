@@ -39,11 +39,11 @@ def once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     Raises:
         ValueError: a key stands twice.
     """
-    values: dict[Any, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise ValueError(f"key {key!r} stands twice; keep one")
-        values[key] = value
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {twice!r} stands twice; keep one")
     return values
 
 

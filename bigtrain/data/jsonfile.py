@@ -17,7 +17,6 @@ import io
 import json
 import lzma
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -33,6 +32,9 @@ PLACE = "_place"  # column: file and line of each sample, for messages
 # Columns that mean something here: never left out, wherever they first appear.
 KNOWN = ("text", "messages", "tools", "prompt", "completion", "input_ids", "labels", "attention_mask")
 BATCH_BYTES = 16 << 20
+# Made once: a decoder with a hook and an encoder that leaves characters as they are would be made anew for each row.
+_DECODE = json.JSONDecoder(object_pairs_hook=once).decode
+_ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 _MAGIC: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
@@ -78,9 +80,10 @@ def decoded(batch: dict[str, list[Any]], coded: Iterable[str]) -> dict[str, list
 
 
 def _convert(files: Sequence[Path], path: Path) -> None:
-    """Writes the Arrow file under another name first: what has this name is whole."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    os.close(handle)
+    """Writes the Arrow file under another name first: what has this name is whole. Called with the lock of `path`."""
+    for left in path.parent.glob(f".{path.name}-*"):  # of a run that was killed while it wrote
+        left.unlink(missing_ok=True)
+    name = str(path.with_name(f".{path.name}-{os.getpid()}"))  # with the rights that the user's files have: caches are shared
     try:
         columns: tuple[str, ...] = ()
         coded: frozenset[str] = frozenset()
@@ -135,7 +138,7 @@ def _arrays(batch: list[Row], columns: Sequence[str], coded: frozenset[str]) -> 
     def column(rows: list[Row], name: str) -> Any:
         values = [values.get(name) for _, _, values in rows]
         if name in coded:
-            values = [None if v is None else json.dumps(v, ensure_ascii=False) for v in values]
+            values = [None if v is None else _ENCODE(v) for v in values]
         return pa.array(values, pa.string())
 
     try:
@@ -233,7 +236,7 @@ def _of_lines(file: Path, stream: BinaryIO) -> Iterator[Row]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line.decode(), object_pairs_hook=once)
+            value = _DECODE(line.decode())
             problem = None if isinstance(value, dict) else f"a {type(value).__name__}, not an object"
         except (ValueError, RecursionError) as error:
             problem = f"{type(error).__name__}: {error}"
@@ -246,7 +249,7 @@ def _of_whole(file: Path, stream: BinaryIO) -> Iterator[Row]:
     """One list of objects or strings, or one object, which is one row."""
     text = stream.read()
     try:
-        value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=once)
+        value = _DECODE(text.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         lines = f"; its first line is {_first_of(text)!r:.80}: where each line is to be a row, each must be a whole object"
         raise DataError(f"{file}: {type(error).__name__}: {error}{lines}") from error

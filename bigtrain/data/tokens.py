@@ -148,7 +148,7 @@ class TokenStore:
                         f"sample {sample}: {name} holds {int(values[place])} at token "
                         f"{place - int(offsets[sample - first])}, but the model's vocab_size is {vocab_size} (ids 0 to "
                         f"{vocab_size - 1}). The tokenizer is not this model's, or its embedding must be resized "
-                        "(resize_vocab_to)"
+                        "(--resize_vocab; from Python resize_vocab_to)"
                     )
 
 

@@ -135,6 +135,15 @@ def test_what_is_damaged_is_named(tmp_path, name, text, message):
     assert all(file.suffix == ".lock" for file in left)  # no half copy
 
 
+def test_what_a_killed_run_left_is_cleared_away(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines({"text": "a"}))
+    target = tmp_path / ".cache" / "b.arrow"
+    target.parent.mkdir()
+    (target.parent / ".b.arrow-x1y2z3").write_text("half")
+    assert jsonfile.read([tmp_path / "a.jsonl"], target, "f")["text"][:] == ["a"]
+    assert sorted(file.name for file in target.parent.iterdir()) == ["b.arrow", "b.arrow.lock"]
+
+
 def test_a_sample_that_cannot_be_encoded_is_named_by_its_line_also_of_a_part(tokenizer, tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(lines("", *({"text": f"row {i}"} for i in range(9))))
