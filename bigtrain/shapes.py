@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
+from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import UsageError
@@ -257,3 +259,31 @@ def config_dict(name: str) -> dict[str, Any]:
     near = difflib.get_close_matches(key, _SHAPES, n=3, cutoff=0.5)
     hint = f"the nearest are {', '.join(near)}" if near else f"there are {', '.join(_SHAPES)}"
     raise UsageError(f"there is no model shape called '{name}': {hint}. A directory with a config.json works as well.")
+
+
+def read_config(source: str | Path) -> dict[str, Any]:
+    """A model's config by `preset:NAME`, a folder with config.json, or that file.
+
+    Raises:
+        UsageError: there is no such shape or file, or it is no JSON object.
+    """
+    if str(source).startswith(PREFIX):
+        return config_dict(str(source))
+    path = Path(source)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UsageError(f"{path}: no config.json there; give a model folder, a config.json or {PREFIX}NAME")
+    config = read_json(file, "the model config")
+    if not isinstance(config, dict):
+        raise UsageError(f"the model config '{file}' is no JSON object, {{...}}, but {type(config).__name__}")
+    return config
+
+
+def read_json(path: str | Path, what: str) -> Any:
+    """A JSON file, or a UsageError that says which file is wrong and where."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {what} '{path}': {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of thousands of digits; nested without end
+        raise UsageError(f"{what} '{path}' is not JSON: {error}") from error

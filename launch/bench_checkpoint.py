@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from bigtrain import ranks
+from bigtrain.diagnostics.pages import put_table
 from bigtrain.engine import Engine
 from bigtrain.models import build_model
 
@@ -190,7 +191,7 @@ def show(text: list[str], table: Path | None) -> None:
     """Print the table, and write it if asked for."""
     print("\n".join(text), flush=True)
     if table:
-        table.write_text("\n".join(text) + "\n")
+        put_table(table, "\n".join(text))
 
 
 def _folder(above: str | None) -> str:

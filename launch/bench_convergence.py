@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.bench.processes import python_path, rank_environment
+from bigtrain.diagnostics.pages import put_table
 from bigtrain.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -312,7 +313,7 @@ def report(args: argparse.Namespace) -> None:
         except ImportError:
             print("no matplotlib here: draw the picture elsewhere with --report_only", file=sys.stderr)
     if args.table:
-        args.table.write_text(page, encoding="utf-8")
+        put_table(args.table, page)
     print(page)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.bench.processes import python_path
+from bigtrain.diagnostics.pages import put_table
 
 ROOT = Path(__file__).resolve().parents[1]
 BROKEN = "tests/unit/diagnostics/test_doctor_broken.py"
@@ -102,8 +103,7 @@ def main(argv: list[str] | None = None) -> int:
         found, code = broken_environments(Path(folder, "record"))
     text = table(cold, warm, found, code)
     if args.table:
-        args.table.parent.mkdir(parents=True, exist_ok=True)
-        args.table.write_text(text)
+        put_table(args.table, text)
     else:
         print(text)
     return 0 if code == 0 and cold["wall_s"] < 90 and warm["wall_s"] < 20 else 1

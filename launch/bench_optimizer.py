@@ -50,7 +50,9 @@ def main() -> None:
     text = report(rows, args)
     print(text)
     if args.table:
-        args.table.write_text(text)
+        from bigtrain.diagnostics.pages import put_table
+
+        put_table(args.table, text)
 
 
 def run(part: str, kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bigtrain.bench.processes import python_path
+from bigtrain.diagnostics.pages import put_table
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPARED = ("step", "epoch", "loss", "lr", "grad_norm", "tokens", "target_tokens", "skipped")
@@ -224,8 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     wrong += [f"leg {i} ended with {g.code}" for i, g in enumerate(legs, 1) if g.code != 75]
     print("equal" if not wrong else "\n".join(wrong))
     if args.table:
-        args.table.parent.mkdir(parents=True, exist_ok=True)
-        args.table.write_text(table(scenario, legs, wrong))
+        put_table(args.table, table(scenario, legs, wrong))
     return 1 if wrong else 0
 
 

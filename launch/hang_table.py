@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from bigtrain.diagnostics.pages import put_table
+
 HEAD = """# What ends a run in which one rank goes wrong
 
 Written by `launch/bench_hang.py`: two CPU ranks (gloo) without a launcher, hang_s {hang_s:g}, {machine}.
@@ -38,5 +40,4 @@ def write_table(table: Path, rows: dict[tuple[str, str], str], titles: Sequence[
     """The page; after each case, so that a run that is cut off has not been for nothing."""
     machine = f"{os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
     known = sorted((key for key in rows if key[0] in titles), key=lambda key: (titles.index(key[0]), key[1]))
-    table.parent.mkdir(parents=True, exist_ok=True)
-    table.write_text(HEAD.format(hang_s=hang_s, machine=machine) + "\n".join(rows[key] for key in known) + "\n")
+    put_table(table, HEAD.format(hang_s=hang_s, machine=machine) + "\n".join(rows[key] for key in known))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.bench import pareto
+from bigtrain.bench.accuracy import broken_promises
 from bigtrain.diagnostics import pages
 
 GIB = 2**30
@@ -60,11 +61,6 @@ def accuracy(rows: Sequence[Row]) -> list[dict[str, Any]]:
         mean = sum(size for size, _ in found) / len(found)
         out.append({"name": name, "cells": len(found), "mean": mean, "worst": worst, "where": where["label"]})
     return out
-
-
-def broken_promises(rows: Sequence[Row]) -> list[Row]:
-    """Cells that the planner said would fit and that ran out of memory."""
-    return [row for row in rows if row["status"] in ("oom", "killed") and row["predicted"].get("fits")]
 
 
 def page(rows: Sequence[Row], title: str, svg: str) -> str:

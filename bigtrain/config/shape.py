@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigtrain.errors import UsageError
-
-PRESET = "preset:"
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 
 
@@ -57,25 +53,13 @@ class ModelShape:
 def _as_dict(config: Any) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
-    if isinstance(config, str) and config.startswith(PRESET):
-        from bigtrain.shapes import config_dict
-
-        return config_dict(config.removeprefix(PRESET))
     if isinstance(config, str | Path):
-        return _read(Path(config))
+        from bigtrain.shapes import read_config
+
+        return read_config(config)
     if hasattr(config, "to_dict"):
         return config.to_dict()
     return vars(config)
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise UsageError(f"{path}: no config.json there; give a model folder, a config.json or preset:NAME")
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{file}: not JSON: {error}") from None
 
 
 def _sub_config(data: Mapping[str, Any]) -> Mapping[str, Any]:

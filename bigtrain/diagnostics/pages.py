@@ -9,6 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from bigtrain.errors import UsageError
+
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e6eaee"
 _STYLE: Any = {
     "font.size": 9, "axes.edgecolor": GRID, "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED,
@@ -46,3 +48,27 @@ def fill(package: str, **values: Any) -> str:
 
     text = resources.files(package).joinpath("report.html.jinja").read_text(encoding="utf-8")
     return jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text).render(**values)
+
+
+# What a script has written into a page of docs/results stands between these.
+TABLE_BEGINS, TABLE_ENDS = "<!-- a script writes from here -->", "<!-- to here -->"
+
+
+def put_table(page: Path, text: str) -> None:
+    """Write a script's text into a page: between the two marks, at the end of a page without them. All else there stays.
+
+    Raises:
+        UsageError: the page has one of the marks without the other.
+    """
+    old = page.read_text(encoding="utf-8") if page.exists() else ""
+    before, begins, rest = old.partition(TABLE_BEGINS)
+    _, ends, after = rest.partition(TABLE_ENDS)
+    if bool(begins) != bool(ends) or TABLE_ENDS in before:
+        raise UsageError(
+            f"{page} has '{TABLE_BEGINS}' without '{TABLE_ENDS}' behind it, or the other way: put it back, or remove both"
+        )
+    if before.strip() and not begins:
+        before = before.rstrip("\n") + "\n\n"
+    after = after if ends else "\n"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(f"{before}{TABLE_BEGINS}\n{text.strip()}\n{TABLE_ENDS}{after}", encoding="utf-8")

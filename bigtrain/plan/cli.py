@@ -14,7 +14,7 @@ from typing import Any
 from bigtrain import defaults, shapes
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
-from bigtrain.plan.families import position_limit, read_json, said_twice
+from bigtrain.plan.families import position_limit, said_twice
 from bigtrain.plan.family_kept import attention_of
 from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.inputs import PlanInput, plan_input
@@ -143,10 +143,8 @@ def model_config(name: str) -> dict[str, Any]:
         raise UsageError(
             f"there is no folder or file '{name}': give a folder with its config.json (no hub is asked), or a named shape, {known}"
         )
-    config = read_json(path / "config.json" if path.is_dir() else path, "the model config")
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise UsageError(f"the model config of '{name}' has no 'model_type'")
-    kind = config["model_type"]
+    config = shapes.read_config(path)
+    kind = config.get("model_type")
     if not isinstance(kind, str):
         raise UsageError(f"the model config of '{name}' has model_type = {kind!r}: the name of a family is needed")
     refuse_wrong_types(config)
@@ -204,7 +202,7 @@ def _input(args: argparse.Namespace, config: dict[str, Any] | None, ds_config: d
         "drawn": bool(args.model) and args.model.startswith(shapes.PREFIX),
     }  # fmt: skip
     values = {k: v for k, v in values.items() if v is not None}
-    pairs = read_json(args.shapes, "the list of shapes") if args.shapes else None
+    pairs = shapes.read_json(args.shapes, "the list of shapes") if args.shapes else None
     base = plan_input(config, shapes=pairs, ds_config=ds_config, **values)
     return _with_global_batch(base, args) if args.global_batch and not args.auto else base
 
@@ -270,7 +268,7 @@ def _rates(args: argparse.Namespace) -> Rates:
         return stored_rates(args.device) or Rates()
     if args.calibration == "none":
         return Rates()
-    values = read_json(args.calibration, "the calibration")
+    values = shapes.read_json(args.calibration, "the calibration")
     if not isinstance(values, dict):
         raise UsageError(f"the calibration '{args.calibration}' is not a JSON object")
     return rates_from(values)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 from bigtrain.errors import UsageError
@@ -216,13 +214,3 @@ def parameters_from_shapes(pairs: Any) -> ModelParameters:
 
 def _is_shape(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(n, int) and n >= 1 for n in value)
-
-
-def read_json(path: str | Path, what: str) -> Any:
-    """A JSON file, or a UsageError that says which file is wrong and where."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {what} '{path}': {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of thousands of digits; nested without end
-        raise UsageError(f"{what} '{path}' is not JSON: {error}") from error

@@ -10,7 +10,6 @@ from __future__ import annotations
 _S2 = "deepspeed 0.19.8 runtime/zero/stage_1_and_2.py"
 _S3 = "deepspeed 0.19.8 runtime/zero/stage3.py"
 _PP = "deepspeed 0.19.8 runtime/zero/partition_parameters.py"
-_B16 = "deepspeed 0.19.8 runtime/bf16_optimizer.py"
 _HF = "transformers 5.24 modeling_*.py"
 _LOSS = "transformers 5.24 loss/loss_utils.py ForCausalLMLoss"
 

@@ -6,7 +6,9 @@ comments are its functions and attributes.
 
 from __future__ import annotations
 
-from bigtrain.plan.flat import flat_group, heaviest_rank, split_groups
+from collections.abc import Iterable
+
+from bigtrain.plan.flat import FlatGroup, flat_group, heaviest_rank, split_groups
 from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
@@ -61,6 +63,13 @@ def update_temporaries(plan: PlanInput, tape: Tape, elems: int) -> None:
     """
     if plan.device == "cpu" and plan.optimizer == "adamw":
         tape.touch(8 * elems, "update in passing")
+
+
+def gather_groups(plan: PlanInput, tape: Tape, groups: Iterable[FlatGroup]) -> None:
+    """What gloo holds on CPUs for the weights after a step (all_gather_into_tensor_dp_groups), a group at once."""
+    if plan.device == "cpu" and plan.world_size > 1:
+        for group in groups:
+            tape.touch(2 * group.padded, "collective's own copy")
 
 
 def hold_moments(tape: Tape, group: int, size: float) -> None:
@@ -360,9 +369,7 @@ class FlatSharding:
         return layout.matrix_moments * matrix + layout.moments * (partition - matrix)
 
     def all_gather(self) -> None:
-        if self.plan.device == "cpu" and self.plan.world_size > 1:
-            for group in self.groups:
-                self.tape.touch(2 * group.padded, "collective's own copy")  # all_gather_into_tensor_dp_groups, a group at once
+        gather_groups(self.plan, self.tape, self.groups)
 
     def export(self) -> None:
         pass

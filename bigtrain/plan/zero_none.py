@@ -6,7 +6,7 @@ from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
-from bigtrain.plan.zero_flat import build_whole, hold_moments, owners, update_temporaries
+from bigtrain.plan.zero_flat import build_whole, gather_groups, hold_moments, owners, update_temporaries
 
 # 'allreduce_no_retain' flattens gradients until it has more than so many (runtime/engine.py MEMORY_OPT_ALLREDUCE_SIZE).
 REDUCED_AT_ONCE_ELEMS = 500_000_000
@@ -105,6 +105,4 @@ class Bf16Sharding(WholeSharding):
         self.tape.drop(*(("fresh", i) for i in range(len(self.items))))
 
     def all_gather(self) -> None:
-        if self.plan.device == "cpu" and self.plan.world_size > 1:
-            for group in self.groups:
-                self.tape.touch(2 * group.padded, "collective's own copy")
+        gather_groups(self.plan, self.tape, self.groups)

@@ -37,6 +37,7 @@ from bigtrain.checkpoint import live, load, store
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.save import Saver
 from bigtrain.checkpoint.verify import verify
+from bigtrain.diagnostics.pages import put_table
 from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError
 from bigtrain.models import build_model
@@ -448,5 +449,5 @@ if __name__ == "__main__":
     args = parser.parse_args()
     results, planned = main(args.base, args.full, args.moments, args.seed, args.limit_s, args.workers)
     if args.table:
-        args.table.write_text(table(results, planned) + "\n")
+        put_table(args.table, table(results, planned))
     sys.exit(any(a["wrong"] for a in results))

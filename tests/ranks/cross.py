@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bigtrain.diagnostics.pages import put_table
 from tests.ranks import families
 
 STAGES = (0, 1, 2, 3)
@@ -180,7 +181,7 @@ def main() -> None:
             file.write_text(json.dumps(_run(world, Path(scratch), known)))
     kept = sorted(arguments.results.glob("*.json"), key=lambda file: int(file.stem))
     table = _table({int(file.stem): json.loads(file.read_text()) for file in kept})
-    (arguments.out.write_text(table + "\n") if arguments.out else print(table))
+    (put_table(arguments.out, table) if arguments.out else print(table))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import torch
 from bigtrain import ranks
 from bigtrain.checkpoint import live
 from bigtrain.checkpoint.blocks import MOMENTS
+from bigtrain.diagnostics.pages import put_table
 from bigtrain.optim import OPTIMIZERS, arithmetic
 from bigtrain.optim.table import BLOCK_ELEMS
 from tests.ranks.test_checkpoint_engine import _engine, _state, _step
@@ -203,7 +204,7 @@ def main() -> int:
     pools.stop()
     told = [a for file in sorted(args.work.glob("*.json")) for a in json.loads(file.read_text())]
     if args.table:
-        args.table.write_text(table(told) + "\n")
+        put_table(args.table, table(told))
     return int(any(a["wrong"] for a in told))
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bigtrain.diagnostics.pages import put_table
 from tests import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,7 +152,7 @@ def main() -> int:
     tuned = tune(args.model.resolve(), args.work / "data", args.work / "out", env, steps=args.steps, seq_len=args.seq_len)
     text = page(tuned, args.steps, args.seq_len)
     if args.results:
-        args.results.write_text(text, encoding="utf-8")
+        put_table(args.results, text)
     print(text)
     return 0
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bigtrain.diagnostics.pages import put_table
 from tests import ROOT, python_path
 
 SCRIPT = ROOT / "launch" / "two_hosts.sh"
@@ -650,7 +651,7 @@ def main() -> int:
         kept.write_text(json.dumps(done))
     rows = [Row(**row) for name in SCENARIOS for row in done.get(name, [])]  # type: ignore[arg-type]
     if told.results:
-        told.results.write_text(table(rows, [name for name in SCENARIOS if name not in done]))
+        put_table(told.results, table(rows, [name for name in SCENARIOS if name not in done]))
     return 0 if all(row.good for row in rows) else 1
 
 

@@ -71,7 +71,7 @@ def test_a_model_that_cannot_be(config, said, tmp_path, capsys):
 def test_a_damaged_config(text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(text)
     err = said_of(capsys, "--model", tmp_path, *LIMITS)
-    assert str(tmp_path) in err and ("is not JSON" in err or "has no 'model_type'" in err)
+    assert str(tmp_path) in err and ("is not JSON" in err or "is no JSON object" in err)
 
 
 @pytest.mark.parametrize(
