@@ -166,6 +166,17 @@ def _is_there(path: str) -> bool:
     return Path(full).exists() or bool(glob.glob(full, recursive=True))
 
 
+def _instead_of_data(value: str) -> str:
+    """What to write where data that is not there looks like something else."""
+    if "://" in value:
+        return ": data is read from disk; download it first"
+    if any(_is_there(part.strip()) for part in value.split(",")[1:]) or any(_is_there(part) for part in value.split()[1:]):
+        return ": it is one path; for several files give their folder, or a pattern in quotes"
+    folder = next((parent for parent in Path(value).expanduser().parents if parent.is_dir()), Path())
+    near = difflib.get_close_matches(Path(value).name, sorted(p.name for p in folder.iterdir()), n=3)
+    return f"; did you mean {', '.join(str(folder / name) for name in near)}?" if near else ""
+
+
 def _impossible(path: str | None) -> str | None:
     """Why no file can ever have this name."""
     try:
@@ -192,7 +203,7 @@ def _problems_with_files(args: TrainArguments) -> Iterator[str]:
     for name in ("train_data", "eval_data"):
         value = getattr(args, name)
         if value and not _is_there(value):
-            yield f"{name}: {value} does not exist"
+            yield f"{name}: {value} does not exist{_instead_of_data(value)}"
     model = args.model_name_or_path
     if model.startswith("preset:"):
         if model.removeprefix(shapes.PREFIX) not in shapes.names():

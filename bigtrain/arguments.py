@@ -249,6 +249,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     class Parser(HfArgumentParser):
         def error(self, message: str) -> Any:  # argparse would print and exit on every rank
+            if message.startswith("unrecognized arguments: "):  # an unquoted pattern, or a list in a run file
+                message += ": a flag takes one value; write a pattern in quotes ('data/*.jsonl'), or name the folder"
             raise UsageError(re.sub(r"/--[\w-]+", "", message))  # of each flag the first spelling
 
     parser = Parser(

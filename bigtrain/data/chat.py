@@ -86,6 +86,7 @@ class ChatEncoder:
                 "tokenizer, set tokenizer.chat_template, or render the text yourself into a 'text' column"
             )
         self.tokenizer = tokenizer
+        self._spoken: set[str] = set()  # roles, and "tools", that the template is known to write
         self.marks_answers = bool(_GENERATION.search(tokenizer.get_chat_template()))
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
@@ -143,6 +144,7 @@ class ChatEncoder:
                 f"sample {sample}: the chat template refuses this conversation (roles {roles}): {type(error).__name__}: {error}"
             ) from error
         self._refuse_unspeakable(messages, tools, sample)
+        self._refuse_unspoken(messages, tools, sample)
         if answers and answers[-1] == len(messages) - 1:
             self._end(ids, labels)
         return ids, labels
@@ -167,13 +169,42 @@ class ChatEncoder:
                 "an empty one. Use a tokenizer whose template has them, or write them into the content"
             )
 
-    def _without_calls(self, messages: list[Message], tools: Any) -> str | None:
-        """The conversation without its tool calls; None where the template refuses that, so that it looks at them."""
-        bare = [{"content": "", **{k: v for k, v in m.items() if k != "tool_calls"}} for m in messages]
+    def _refuse_unspoken(self, messages: list[Message], tools: Any, sample: int) -> None:
+        """Templates write the roles that they know, and many pass over any other without a word. Each role is tried once.
+
+        Raises:
+            DataError: with the role whose messages would be left out, or that the tools would be.
+        """
+        for place, message in enumerate(messages):
+            role, content = message["role"], message.get("content")
+            if role in self._spoken or not isinstance(content, str) or not content.strip():
+                continue
+            marked = [*messages]
+            marked[place] = message | {"content": _PROBE}
+            if (text := self._tried(marked, tools)) is not None and _PROBE not in text:
+                raise DataError(
+                    f"sample {sample}: the chat template leaves out message {place}, whose role is {role!r}: rename the role in the "
+                    "data, remove such messages, or use a tokenizer whose template has it"
+                )
+            self._spoken.add(role)
+        if tools and "tools" not in self._spoken:
+            if self._tried(messages, tools) == self._tried(messages, None):
+                raise DataError(
+                    f"sample {sample}: the chat template leaves out the tools: remove the column 'tools', or use a tokenizer whose "
+                    "template has them"
+                )
+            self._spoken.add("tools")
+
+    def _tried(self, messages: list[Message], tools: Any) -> str | None:
+        """The rendering; None where the template refuses it."""
         try:
-            return self._render(bare, tools)
+            return self._render(messages, tools)
         except Exception:
             return None
+
+    def _without_calls(self, messages: list[Message], tools: Any) -> str | None:
+        """The conversation without its tool calls; None where the template refuses that, so that it looks at them."""
+        return self._tried([{"content": "", **{k: v for k, v in m.items() if k != "tool_calls"}} for m in messages], tools)
 
     def _by_template(self, messages: list[Message], tools: Any, has_answer: bool, sample: int) -> Encoded:
         out = self.tokenizer.apply_chat_template(

@@ -161,12 +161,18 @@ def shared(train_data: str, eval_data: str) -> list[str]:
 
 
 def _tell_doubles(files: Sequence[Path]) -> None:
-    """Warn of one file that is reached by two names: its samples are there twice."""
+    """Warn of one file that is reached by two names, and of one that lies beside its compressed copy: its samples are there twice."""
     names: dict[str, Path] = {}
+    plain: dict[Path, Path] = {}
     for file in files:
         first = names.setdefault(os.path.realpath(file), file)
         if first is not file:
             logger.warning("data: %s and %s are one file, whose samples are therefore there twice", first, file)
+        unpacked = file.with_suffix("") if file.suffix.lower() in _COMPRESSED else file
+        if (other := plain.setdefault(unpacked, file)) is not file and other != file:
+            logger.warning(
+                "data: %s and %s are both read: if one is the other compressed, all its samples are there twice", other, file
+            )
 
 
 def _refuse_tables(files: Iterable[Path]) -> None:

@@ -127,9 +127,10 @@ def _columns_of(batch: list[Row], columns: tuple[str, ...], coded: frozenset[str
     wanted = dict.fromkeys(columns)
     for _, _, values in batch:
         wanted |= dict.fromkeys(values if not columns else (key for key in values if key in KNOWN))
+    wanted.pop(PLACE, None)  # of a file that was written from here
     plain = [c for c in wanted if c not in coded]
     more = {c for c in plain if any(not isinstance(values.get(c), str | None) for _, _, values in batch)}
-    return tuple(c for c in wanted if c != PLACE), coded | more
+    return tuple(wanted), coded | more
 
 
 def _arrays(batch: list[Row], columns: Sequence[str], coded: frozenset[str]) -> list[Any]:
@@ -215,7 +216,7 @@ def _is_whole(stream: BinaryIO) -> bool:
     if begin.startswith(b"{"):
         try:
             json.loads(begin)
-        except ValueError:
+        except (ValueError, RecursionError):
             return begin.rstrip().endswith((b",", b"[", b":", b"{"))
         return False
     return begin.startswith(b"[")

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from bigtrain.data.chat import IGNORE
-from bigtrain.data.tokenise import tokenise
+from bigtrain.data.tokenise import placed, tokenise
 from bigtrain.data.tokens import TokenStore, model_limits
 from bigtrain.errors import DataError
 
@@ -66,9 +66,10 @@ class PackStats:
             f"({fill:.1%} full), {self.target_tokens} tokens in the loss, {self.documents_cut} documents cut in pieces"
         )
         if self.documents_without_targets:
+            where = f" within their first {seq_len} tokens" if packing == "none" else ""
             text += (
                 f", {self.documents_without_targets} documents left out ({self.tokens_left_out} tokens): nothing in them is "
-                "a target"
+                f"a target{where}"
             )
         if self.documents_truncated:
             text += f", {self.documents_truncated} documents truncated ({self.tokens_truncated} tokens dropped)"
@@ -184,6 +185,11 @@ class Rows:
         pack, self._restarts = PACKINGS[packing]
         targets = store.target_counts(seq_len if packing == "none" else None)
         useful = np.flatnonzero(targets > 0) if self._restarts else np.flatnonzero(store.lengths > 0)
+        if not targets.sum() and packing == "none" and store.target_counts().any():
+            raise DataError(
+                f"none of the {len(store)} samples has a token to learn from within its first seq_len={seq_len} tokens, at which "
+                "packing none cuts: raise seq_len, or use packing isolated, which cuts in pieces"
+            )
         if not len(useful) or not targets.sum():
             raise DataError(
                 f"none of the {len(store)} samples has a token to learn from: they are empty, one token long, or have no "
@@ -303,7 +309,8 @@ def build_rows(
         main_first=main_first,
     )
     store = TokenStore(tokens)
-    store.check_model(vocab_size, max_positions, seq_len)
+    with placed(source):
+        store.check_model(vocab_size, max_positions, seq_len)
     rows = Rows(store, seq_len, packing, _pad_id(tokenizer, pad_token_id))
     if vocab_size is not None and rows.pad_token_id >= vocab_size:
         raise DataError(f"pad_token_id={rows.pad_token_id} is outside the model's vocabulary of {vocab_size}")

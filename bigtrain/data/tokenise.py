@@ -271,11 +271,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 @contextmanager
-def _as_data_error(source: Dataset, cache: Path) -> Iterator[None]:
-    """What Arrow and tokenizers raise about values, in the words of this package: bytes that are no UTF-8, for one.
-
-    A sample that is named by its number gets the place in the files where it stands, as far as that is known.
-    """
+def placed(source: Dataset) -> Iterator[None]:
+    """A DataError that names a sample by its number gets the place in the files where it stands, as far as that is known."""
     try:
         yield
     except DataError as error:
@@ -284,6 +281,13 @@ def _as_data_error(source: Dataset, cache: Path) -> Iterator[None]:
         if place is None:
             raise
         raise DataError(f"{place}: {error}") from error
+
+
+@contextmanager
+def _as_data_error(cache: Path) -> Iterator[None]:
+    """What Arrow and tokenizers raise about values, in the words of this package: bytes that are no UTF-8, for one."""
+    try:
+        yield
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"the samples cannot be tokenised: {type(error).__name__}: {error}") from error
     except OSError as error:
@@ -336,7 +340,7 @@ def tokenise(
     folder = Path(cache_dir) if cache_dir is not None else Path(datasets.config.HF_DATASETS_CACHE) / "bigtrain"
     integers = datasets.Sequence(datasets.Value("int32"))
     features = {"input_ids": integers} | ({"labels": integers} if has_labels else {})
-    with main_first or nullcontext(), _as_data_error(source, folder):
+    with main_first or nullcontext(), placed(source), _as_data_error(folder):
         folder.mkdir(parents=True, exist_ok=True)
         return source.map(
             encoder,

@@ -240,6 +240,23 @@ def test_missing_files_are_named(base, tmp_path):
     assert "no.jsonl does not exist" in text and "checkpoint-9 is no directory" in text
 
 
+def test_data_that_is_not_there_says_what_to_write_instead(base, tmp_path):
+    for name in ("train.jsonl", "validation.jsonl"):
+        (tmp_path / name).write_text("{}")
+    two = [str(tmp_path / "train.jsonl"), str(tmp_path / "validation.jsonl")]
+    for path, hint in {
+        "s3://bucket/a.jsonl": "data is read from disk; download it first",
+        ",".join(two): "it is one path; for several files give their folder, or a pattern in quotes",
+        str(tmp_path / "trian.jsonl"): f"did you mean {two[0]}?",
+    }.items():
+        assert f"{path} does not exist" in refusal([*base, "--eval_data", path]) and hint in refusal(
+            [*base, "--eval_data", path]
+        )
+    said = refusal([*base, "--eval_data", *two])  # a pattern that the shell has written out
+    assert two[1] in said and "write a pattern in quotes ('data/*.jsonl')" in said
+    assert "text by every token" in refusal([*base, "--assistant_only_loss", "True"])
+
+
 def test_a_ds_config_is_a_file_or_a_preset(base, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert parse(["--ds_config=~/ds.json", *base[2:]]).ds_config == str(tmp_path / "ds.json")

@@ -243,3 +243,21 @@ def test_keys_that_a_typed_table_adds_to_tool_calls_are_not_learned(tokenizer, t
     assert '"arguments": {"city": null}}' in tokenizer.decode(
         tokenise(load_source(tmp_path / "a.jsonl"), tokenizer)[0]["input_ids"]
     )
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_roles_and_tools_that_the_template_passes_over_are_refused(tokenizer, marks):
+    known = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|turn|>' + m['content'] }}{% elif m['role'] == 'assistant' %}"
+        "{{ '<|turn|>' }}{% generation %}{{ m['content'] + '<|turn_end|>' }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    tokenizer.chat_template = known if marks else _cut_marks(known)
+    chat = ChatEncoder(tokenizer)
+    chat.encode(TALK, 0)
+    with pytest.raises(DataError, match="sample 4: the chat template leaves out message 0, whose role is 'system'"):
+        chat.encode([{"role": "system", "content": "be brief"}, *TALK], 4)
+    chat.encode([{"role": "system", "content": " "}, *TALK], 5)  # nothing is lost
+    with pytest.raises(DataError, match="sample 6: the chat template leaves out the tools"):
+        chat.encode(TALK, 6, tools=[{"name": "f"}])
+    tokenizer.chat_template = "{{ tools | tojson if tools }}" + tokenizer.chat_template
+    ChatEncoder(tokenizer).encode(TALK, 7, tools=[{"name": "f"}])

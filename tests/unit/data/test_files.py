@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import zipfile
@@ -52,7 +53,10 @@ def test_one_file_of_two_names_is_told(tmp_path, caplog):
     put(tmp_path, "a.jsonl")
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "a.jsonl")
     assert load_source(tmp_path)["text"][:] == ["a.jsonl", "a.jsonl"]
-    assert "are one file, whose samples are therefore there twice" in caplog.text
+    assert "are one file, whose samples are therefore there twice" in caplog.text and "both read" not in caplog.text
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "z"}'))
+    load_source(tmp_path)
+    assert "a.jsonl.gz are both read: if one is the other compressed" in caplog.text
 
 
 def test_files_whose_names_say_no_split_are_told(tmp_path, caplog):

@@ -6,11 +6,13 @@ import bz2
 import gzip
 import json
 import lzma
+from types import SimpleNamespace
 
 import pytest
 
 from bigtrain.data import jsonfile
 from bigtrain.data.jsonfile import PLACE, coded_columns, decoded
+from bigtrain.data.pack import build_rows
 from bigtrain.data.source import load_source, split_validation
 from bigtrain.data.tokenise import tokenise
 from bigtrain.errors import DataError
@@ -75,6 +77,11 @@ def test_one_list_or_one_object(tmp_path, name, indent):
     assert rows_of(load_source(tmp_path)) == [{"text": "a"}, {"text": "2020-01-01"}]
 
 
+def test_a_column_of_the_name_that_is_used_here_is_no_harm(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines({"text": "a", PLACE: 5}, {PLACE: "x", "text": "b"}))
+    assert rows_of(load_source(tmp_path)) == [{"text": "a"}, {"text": "b"}]
+
+
 def test_line_ends_marks_blank_lines_and_empty_files(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines({"text": "a"}, "", " ", {"text": "b"}, end="\r\n").encode())
     (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + lines({"text": "c"}).encode().rstrip())
@@ -123,6 +130,7 @@ def test_zstd_without_its_package_says_what_to_install(tmp_path, monkeypatch):
         ("a.jsonl", lines({"text": "a"}, "null"), "line 2: a NoneType, not an object"),
         ("a.jsonl", '["a"]\n["b"]\n', "each line is to be a row"),
         ("a.json", '[{"text": "a"}, "b"]', "element 1 of its list is a str"),
+        ("a.jsonl", '{"text": "a", "x": ' + "[" * 99999 + "]" * 99999 + "}\n", "a.jsonl line 1: RecursionError"),
         ("a.jsonl", lines({"text": "a"}) + "\0" * 9, "line 2: JSONDecodeError"),
         ("a.jsonl", lines({"text": "a"}) + '{"text": "b', "line 2: JSONDecodeError: Unterminated"),
     ],
@@ -159,3 +167,10 @@ def test_a_sample_that_cannot_be_encoded_is_named_by_its_line_also_of_a_part(tok
 
 def rows_texts(dataset):
     return [row["text"] for row in rows_of(dataset)]
+
+
+def test_an_id_outside_the_vocabulary_is_named_by_its_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines("", {"input_ids": [1, 2]}, {"input_ids": [1, 9]}))
+    config = SimpleNamespace(vocab_size=9, max_position_embeddings=64)
+    with pytest.raises(DataError, match=r"a.jsonl line 3: sample 1: input_ids holds 9 at token 1"):
+        build_rows(load_source(tmp_path), None, 8, model_config=config)

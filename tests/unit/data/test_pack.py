@@ -107,6 +107,9 @@ def test_documents_without_a_target_are_left_out_and_counted(make_rows, caplog):
 def test_truncation_that_removes_every_target_leaves_the_document_out(make_rows):
     rows = make_rows([[1, 2, 3, 4], [5, 6]], 2, "none", labels=[[-100, -100, -100, 4], [-100, 6]])
     assert len(rows) == 1 and rows.stats.documents_without_targets == 1
+    assert "nothing in them is a target within their first 2 tokens" in rows.stats.describe("none", 2)
+    with pytest.raises(DataError, match="within its first seq_len=2 tokens, at which packing none cuts: raise seq_len"):
+        make_rows([[1, 2, 3, 4]], 2, "none", labels=[[-100, -100, -100, 4]])
 
 
 @pytest.mark.parametrize("packing", ["isolated", "concatenate", "none"])
