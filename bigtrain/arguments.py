@@ -122,6 +122,9 @@ class TrainArguments:
             "of a recomputed block keep its input (full), matrix products too (selective), or the input in host memory (offload)"
         ),
     )
+    torch_compile: bool = field(
+        default=False, metadata=_say("compile each decoder block (stages 0 to 2); measure whether it gains anything")
+    )
     offload_gradients: str = field(
         default="auto", metadata=_say("share of the gradients that leaves the GPU in backward; auto: the least that fits")
     )
