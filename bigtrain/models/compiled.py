@@ -114,6 +114,12 @@ def _naming(name: str, kind: str, run: Callable[..., Any]) -> Callable[..., Any]
             output = run(*args, **kwargs)
             _tell_breaks(name)
             return output
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise ModelError(
+                f"torch_compile: block {name} ({kind}) has met more than {torch._dynamo.config.recompile_limit} shapes, modes or kinds of "
+                "layers, each of which is compiled anew. Give it rows of one length (--packing isolated), or leave torch_compile out.",
+                [name],
+            ) from error
         except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             raise ModelError(

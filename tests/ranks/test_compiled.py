@@ -80,15 +80,23 @@ def _refused(kind):
         layer = model.model.layers[1].mlp
         layer.forward = lambda x: (torch._dynamo.graph_break(), type(layer).forward(layer, x))[1]
     torch._dynamo.reset()
+    settings = torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit
     try:
         compile_blocks(model, backend="aot_eager")
-        model(**_batches(0, 0)[0])
+        if kind == "many lengths":
+            torch._dynamo.config.recompile_limit = 1
+        for length in (16, 15):
+            model(**{name: value[:, :length] for name, value in _batches(0, 0)[0].items()})
         return "nothing"
     except ModelError as error:
         return str(error)
+    finally:
+        torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = settings
 
 
 def test_what_cannot_be_compiled_is_named(rank_pool):
     assert "at ZeRO stage 3" in rank_pool(1).run(_refused, "stage 3")[0]
     said = rank_pool(1).run(_refused, "untraceable")[0]
     assert "block model.layers.1 (LlamaDecoderLayer) cannot be compiled" in said
+    said = rank_pool(1).run(_refused, "many lengths")[0]
+    assert "block model.layers.0 (LlamaDecoderLayer) has met more than 1 shapes" in said
