@@ -36,6 +36,8 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
     yield from _problems_with_numbers(args)
     yield from _problems_with_recomputing(args)
     yield from _problems_with_files(args)
+    if args.torch_compile:
+        yield from _problems_with_compiling(args)
     yield from share_problems(args.offload_gradients)
     if args.eval_data and args.eval_fraction is not None:
         yield "eval_data and eval_fraction are two ways to say one thing: give one of them"
@@ -158,6 +160,35 @@ def _problems_with_recomputing(args: TrainArguments) -> Iterator[str]:
         ):
             if said:
                 yield f"{name} {getattr(args, name)} goes with gradient_checkpointing, which is false: leave one of them out"
+
+
+def _problems_with_compiling(args: TrainArguments) -> Iterator[str]:
+    """What cannot stand beside torch_compile, and why; what else is found goes into this table."""
+    apart = (
+        (
+            args.ds_config == "auto",
+            "ds_config auto",
+            "its search knows no compiled blocks: name a ds_config of stage 0, 1 or 2",
+        ),
+        (_stage(args.ds_config) == 3, "ZeRO stage 3", "weights are gathered by hooks inside of a block: use stage 0, 1 or 2"),
+        (args.checkpointing_policy == "selective", "checkpointing_policy selective", "it looks at single operators: take full"),
+        (args.checkpointing_policy == "offload", "checkpointing_policy offload", "it has not been shown right: take full"),
+        (
+            bool(args.mlp_tile_tokens),
+            "mlp_tile_tokens",
+            "a compiled block would take a part in tiles apart again: give one of them",
+        ),
+    )
+    for found, what, why in apart:
+        if found:
+            yield f"torch_compile does not go with {what}: {why}, or leave torch_compile out"
+
+
+def _stage(ds_config: str) -> int:
+    try:
+        return int((load(ds_config).get("zero_optimization") or {}).get("stage", 0))
+    except (ConfigError, TypeError, ValueError, AttributeError):
+        return 0  # told elsewhere
 
 
 def _is_there(path: str) -> bool:

@@ -126,6 +126,9 @@ class TrainArguments:
         default=None,
         metadata=_say("run each block's feed-forward part over tiles of N tokens, for long sequences (default: 0, as a whole)"),
     )
+    torch_compile: bool = field(
+        default=False, metadata=_say("compile each decoder block (stages 0 to 2); measure whether it gains anything")
+    )
     offload_gradients: str = field(
         default="auto", metadata=_say("share of the gradients that leaves the GPU in backward; auto: the least that fits")
     )

@@ -84,7 +84,7 @@ FOREIGN: dict[str, Foreign] = {
     "tf32": Foreign("matrix products are bf16: leave it out", (ANY,)),
     "half_precision_backend": Foreign("bf16 needs none: leave it out", ("auto", "cuda_amp")),
     **_all("torch_dtype dtype", _DTYPE),
-    "torch_compile": Foreign("bigtrain does not use torch.compile; fused kernels are on by default on a GPU (--use_liger_kernel)", FALSE),
+    **_all("torch_compile_backend torch_compile_mode", Foreign("--torch_compile compiles each block with torch's defaults: leave it out")),
     "gradient_checkpointing_kwargs": Foreign(
         "what is recomputed is chosen with --checkpointing_policy and --checkpoint_blocks, always without reentrance",
         ('{"use_reentrant":false}', "{}"),

@@ -409,6 +409,8 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
         blocks = models.enable_activation_checkpointing(model, None, args.recomputed_blocks, args.checkpointing_policy)
         logger.info("activation checkpointing, %s: %d blocks are recomputed in backward", args.checkpointing_policy, blocks)
     models.set_moe_leaf_modules(model)
+    if args.torch_compile:
+        models.compile_blocks(model)
     return model, isolation
 
 

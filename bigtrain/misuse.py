@@ -54,7 +54,7 @@ def refuse_wrapped(model: Any) -> None:
     if "OptimizedModule" in kinds:
         raise UsageError(
             "torch.compile(model) names every weight `_orig_mod.*`, in checkpoints and exports too: hand in the model itself, and compile "
-            "its blocks in place (block.compile()) at stages 0 to 2."
+            "its blocks with bigtrain.models.compile_blocks(model), at stages 0 to 2."
         )
 
 
@@ -64,12 +64,17 @@ def refuse_compiled(model: torch.nn.Module, stage: int) -> None:
     Raises:
         UsageError: naming the first module that is.
     """
-    compiled = [name or "the model" for name, m in model.named_modules() if getattr(m, "_compiled_call_impl", None) is not None]
+    compiled = [name or "the model" for name, m in model.named_modules() if _is_compiled(m)]
     if stage == 3 and compiled:
         raise UsageError(
             f"{compiled[0]} is compiled, and at stage 3 weights are gathered by hooks between and inside of modules, which a compiled "
             "graph does not wait for: use stage 0, 1 or 2, or leave compile() out."
         )
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    """By torch's `compile()`, or `bigtrain.models.compile_blocks`."""
+    return any(getattr(module, name, None) is not None for name in ("_compiled_call_impl", "_bigtrain_compiled"))
 
 
 class NotCopied:

@@ -251,6 +251,7 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 _WORDS = {
     "per_device_train_batch_size": "mb", "gradient_accumulation_steps": "ga", "seq_len": "seq", "num_gpus": "gpus",
     "gradient_checkpointing": "ckpt", "checkpoint_blocks": "blocks", "checkpointing_policy": "keep", "mlp_tile_tokens": "tile", "use_liger_kernel": "liger", "gpu_memory_cap": "cap",
+    "torch_compile": "compile",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from bigtrain.models.batchnorm import refuse_batchnorm_micro_batch_1
 from bigtrain.models.build import build_model, edit_model
 from bigtrain.models.checkpointing import disable_cache, enable_activation_checkpointing
+from bigtrain.models.compiled import compile_blocks
 from bigtrain.models.feedforward import feed_forwards, tile_mlp
 from bigtrain.models.frozen import freeze, frozen_module
 from bigtrain.models.info import BuildInfo, tied_groups
@@ -12,6 +13,7 @@ from bigtrain.models.skeleton import skeleton
 __all__ = [
     "BuildInfo",
     "build_model",
+    "compile_blocks",
     "disable_cache",
     "edit_model",
     "enable_activation_checkpointing",

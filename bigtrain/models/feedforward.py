@@ -12,6 +12,7 @@ from bigtrain import zero
 from bigtrain.errors import ModelError
 from bigtrain.models import tiles
 from bigtrain.models.checkpointing import blocks_of, declared_blocks
+from bigtrain.models.compiled import is_compiled
 from bigtrain.models.moe import routes_inside
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ def tile_mlp(model: torch.nn.Module, tokens: int, classes: Sequence[type | str] 
     """
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise ModelError(f"mlp_tile_tokens is {tokens!r}: a whole number of at least 1 is needed")
+    if whole := [name for name, module in model.named_modules() if is_compiled(module)]:
+        raise ModelError(f"mlp_tile_tokens: block {whole[0]} is compiled (torch_compile): leave one of the two out", whole)
     parts = feed_forwards(model, classes)
     for part in parts.values():
         tiles.install(part, tokens)

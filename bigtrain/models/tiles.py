@@ -40,6 +40,11 @@ def install(module: torch.nn.Module, tokens: int) -> None:
         module.register_forward_pre_hook(_with_gradient)
 
 
+def is_installed(module: torch.nn.Module) -> bool:
+    """Whether the module runs over tiles."""
+    return "_bigtrain_tile_tokens" in module.__dict__
+
+
 def inside_tile() -> bool:
     """Whether a tile is being computed: nothing of it is worth keeping, backward makes it again."""
     return getattr(_running, "tiles", 0) > 0

@@ -13,7 +13,7 @@ FLAGS = set(
     lr_scheduler_type max_grad_norm max_steps mlp_tile_tokens model_name_or_path no_export no_plan no_preflight
     nonfinite_limit num_train_epochs offload_gradients optim output_dir overwrite_output_dir packing per_device_eval_batch_size
     per_device_train_batch_size report_to resize_vocab resume_from_checkpoint run_name save_only_model save_steps save_strategy save_total_limit seed seq_len
-    tokenizer_name_or_path train_data trust_remote_code use_liger_kernel verify_load warmup_ratio warmup_steps
+    tokenizer_name_or_path torch_compile train_data trust_remote_code use_liger_kernel verify_load warmup_ratio warmup_steps
     weight_decay""".split()  # noqa: SIM905
 )
 # Ours alone; every other flag is one of transformers' TrainingArguments or of its example scripts.

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bigtrain.errors import ModelError
-from bigtrain.models import enable_activation_checkpointing, feed_forwards, skeleton, tile_mlp
+from bigtrain.models import compile_blocks, enable_activation_checkpointing, feed_forwards, skeleton, tile_mlp
 from tests.ranks import families, zoo
 
 
@@ -173,6 +173,18 @@ def test_families_whose_parts_are_found(family):
     model = families.make(family)
     found = feed_forwards(model)
     assert len(found) == (4 if family == "llava" else 2) and all(name.endswith(".mlp") for name in found)
+
+
+def test_compiled_and_in_tiles_do_not_go_together():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = [AutoModelForCausalLM.from_config(AutoConfig.for_model(**zoo.source("llama"))) for _ in range(2)]
+    compile_blocks(made[0])
+    with pytest.raises(ModelError, match=r"model\.layers\.0 is compiled"):
+        tile_mlp(made[0], 4)
+    tile_mlp(made[1], 4)
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp runs in tiles"):
+        compile_blocks(made[1])
 
 
 def test_a_model_without_values_tells_as_well():

@@ -1,0 +1,102 @@
+"""Blocks compiled by torch: the same loss and weights, whatever is recomputed; what cannot be compiled is named.
+
+The backend is aot_eager: everything but the last stage, which writes code that only a card or minutes of g++ would run.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from bigtrain.engine import Engine
+from bigtrain.errors import ModelError
+from bigtrain.models import build_model, compile_blocks, enable_activation_checkpointing
+from tests.ranks.tiny import config, whole_weights
+
+PACKED = torch.cat([torch.arange(9), torch.arange(7)])
+
+
+def _model(ds_config):
+    from transformers import LlamaConfig
+
+    shape = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        use_cache=False,
+    )
+    return build_model(shape, ds_config=ds_config, seed=1, dtype=torch.float32, attn_implementation="sdpa")
+
+
+def _batches(step, rank):
+    g = torch.Generator().manual_seed(10 * step + rank)
+    ids = [torch.randint(0, 64, (2, 16), generator=g) for _ in range(2)]
+    return [{"input_ids": x, "labels": x, "position_ids": PACKED.expand(2, -1)} for x in ids]
+
+
+def _trained(stage, compiles, recomputes):
+    ds_config = config(stage, bf16=False, micro=2, accumulation=2)
+    model = _model(ds_config)
+    if recomputes:
+        enable_activation_checkpointing(model, None, 2)  # of three, so that both kinds are there
+    torch._dynamo.reset()  # an earlier test of this process may have left graphs
+    torch._dynamo.utils.counters.clear()
+    if compiles:
+        assert compile_blocks(model, backend="aot_eager") == 3
+    engine = Engine(model, ds_config=ds_config, learning_rate=1e-2, total_steps=10)
+    losses = [engine.train_step(_batches(step, engine.rank)).loss for step in range(2)]
+    losses.append(engine.evaluate(_batches(9, engine.rank)).loss)
+    weights = whole_weights(engine.module)
+    counters = torch._dynamo.utils.counters
+    seen = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+    alone = copy.deepcopy(engine.module)
+    with torch.no_grad():
+        for param in alone.parameters():
+            param.zero_()
+        zeroed = float(alone(**_batches(0, 0)[0]).loss)
+    engine.close()
+    return losses, weights, seen, zeroed
+
+
+@pytest.mark.parametrize(("stage", "recomputes"), [(0, False), (2, True)])
+def test_the_same_training_as_without(rank_pool, stage, recomputes):
+    plain = rank_pool(2).run(_trained, stage, False, recomputes)
+    for (losses, weights, *_), (ours, moved, (graphs, breaks), zeroed) in zip(
+        plain, rank_pool(2).run(_trained, stage, True, recomputes)
+    ):
+        assert breaks == {} and 0 < graphs <= 4  # in training with and without recomputing, in evaluation; not one a block
+        assert ours == pytest.approx(losses, rel=1e-6)  # fp32; torch's decompositions round in another order
+        assert max(float((moved[n] - w).abs().max()) for n, w in weights.items()) <= 1e-5  # a hundredth of a step or less
+        assert zeroed == pytest.approx(4.158883, abs=1e-5)  # log(64): the copy computes with its own weights
+
+
+def _refused(kind):
+    ds_config = config(3 if kind == "stage 3" else 2, bf16=False, micro=2, accumulation=2)
+    model = _model(ds_config)
+    if kind == "untraceable":
+        layer = model.model.layers[1].mlp
+        layer.forward = lambda x: (torch._dynamo.graph_break(), type(layer).forward(layer, x))[1]
+    torch._dynamo.reset()
+    settings = torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit
+    try:
+        compile_blocks(model, backend="aot_eager")
+        if kind == "many lengths":
+            torch._dynamo.config.recompile_limit = 1
+        for length in (16, 15):
+            model(**{name: value[:, :length] for name, value in _batches(0, 0)[0].items()})
+        return "nothing"
+    except ModelError as error:
+        return str(error)
+    finally:
+        torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = settings
+
+
+def test_what_cannot_be_compiled_is_named(rank_pool):
+    assert "at ZeRO stage 3" in rank_pool(1).run(_refused, "stage 3")[0]
+    said = rank_pool(1).run(_refused, "untraceable")[0]
+    assert "block model.layers.1 (LlamaDecoderLayer) cannot be compiled" in said
+    said = rank_pool(1).run(_refused, "many lengths")[0]
+    assert "block model.layers.0 (LlamaDecoderLayer) has met more than 1 shapes" in said
