@@ -15,30 +15,61 @@ from typing import Any
 from torch.utils.cpp_extension import _get_build_directory
 
 log = logging.getLogger(__name__)
+TELL_S = 30.0  # between two words to somebody who waits
 
 
-def clear_stale_lock(op: str, idle_s: float = 300.0) -> bool:
-    """Remove the lock that a killed build of native op `op` left behind: every later run would wait for it without end.
+def wait_for_build(op: str, idle_s: float = 300.0, poll_s: float = 0.5) -> bool:
+    """Wait while another process builds native op `op`; torch would wait for the lock of a killed one without end or word.
 
-    A build is taken for dead when nothing in its folder changed for `idle_s` seconds (it takes about a minute).
+    A build is taken for dead when nothing in its folder changed for `idle_s` seconds (it takes about a minute), and nothing on this
+    host runs in there. Its lock is removed.
+
+    Returns:
+        Whether there was one.
     """
     base = _get_build_directory(op, verbose=False)
-    lock = os.path.join(base, "lock")
-    if not os.path.exists(lock):
-        return False
-    idle = time.time() - max(entry.stat().st_mtime for entry in os.scandir(base))
-    if idle < idle_s:
-        log.info("waiting for another process that builds %s (%s)", op, lock)
-        return False
-    log.warning("removing %s: the build it belongs to has done nothing for %.0f s", lock, idle)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(lock)
-    return True
+    lock, told_at = os.path.join(base, "lock"), time.monotonic()
+    while os.path.exists(lock):
+        idle = time.time() - _last_change(base)
+        if idle >= idle_s and not _is_worked_in(base):
+            log.warning("removing %s: the build it belongs to has done nothing for %.0f s", lock, idle)
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(lock)
+            return True
+        if time.monotonic() >= told_at:
+            log.warning(
+                "waiting for another process that builds %s. If there is none, a killed one has left %s: it is removed %.0f s from now, "
+                "or remove it yourself",
+                op,
+                lock,
+                max(0.0, idle_s - idle),
+            )
+            told_at = time.monotonic() + TELL_S
+        time.sleep(poll_s)
+    return False
+
+
+def _last_change(folder: str) -> float:
+    times = [os.stat(folder).st_mtime]
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # the build goes on
+            times.append(entry.stat().st_mtime)
+    return max(times)
+
+
+def _is_worked_in(folder: str) -> bool:
+    """Whether a process of this host is there, as a compiler that writes nothing for minutes is."""
+    here = os.path.realpath(folder)
+    for process in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if os.readlink(process) == here:
+                return True
+    return False
 
 
 def load_op(builder: Any) -> Any:
     """The native op of DeepSpeed's `builder`, compiled if it is not there; whoever loads one by other flags compiles it anew for all."""
-    clear_stale_lock(builder.name)
+    wait_for_build(builder.name)
     return without_symbols(builder).load(verbose=False)
 
 

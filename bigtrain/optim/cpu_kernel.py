@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from bigtrain import ranks
-from bigtrain.builds import clear_stale_lock, first_cause
+from bigtrain.builds import first_cause, wait_for_build
 from bigtrain.optim import arithmetic
 from bigtrain.optim.arithmetic import Scalars, code_tables
 
@@ -59,7 +59,7 @@ def why_not() -> str | None:
     if shutil.which("ninja") is None:
         return "no ninja on PATH; `pip install ninja`"
     name = f"bigtrain_adamw_split_{_cpu_kind()}"
-    clear_stale_lock(name)
+    wait_for_build(name)
     try:
         from torch.utils.cpp_extension import load
 

@@ -1,6 +1,8 @@
 """What a machine that cannot compile DeepSpeed's CPU Adam is told."""
 
 import os
+import subprocess
+import threading
 import time
 
 import pytest
@@ -58,11 +60,24 @@ def test_it_is_compiled_without_debug_information_unless_another_program_did_wit
     assert builds.without_symbols(Builder()).cxx_args() == ["-O3", "-g", "-Wall"]
 
 
-def test_the_lock_of_a_killed_build_is_removed_and_a_live_one_is_not(monkeypatch, tmp_path):
+def test_the_lock_of_a_killed_build_is_removed_and_a_live_one_is_waited_for(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert builds.clear_stale_lock("cpu_adam") is False
-    lock = tmp_path / "cpu_adam" / "lock"
-    lock.touch()
-    assert builds.clear_stale_lock("cpu_adam") is False and lock.exists()
-    os.utime(lock, (time.time() - 400, time.time() - 400))
-    assert builds.clear_stale_lock("cpu_adam") is True and not lock.exists()
+    folder, now = tmp_path / "cpu_adam", time.time()
+    lock = folder / "lock"
+
+    def leave(age_s):
+        lock.touch()
+        for path in (lock, folder):
+            os.utime(path, (time.time() - age_s,) * 2)
+
+    assert builds.wait_for_build("cpu_adam") is False
+    leave(400)
+    compiler = subprocess.Popen(["sleep", "0.6"], cwd=folder)  # writes nothing, and is there
+    assert builds.wait_for_build("cpu_adam", poll_s=0.05) is True and not lock.exists()
+    assert compiler.wait() == 0 and time.time() - now >= 0.5
+    leave(0)
+    threading.Timer(0.5, lock.unlink).start()  # its owner is done
+    assert builds.wait_for_build("cpu_adam", poll_s=0.05) is False
+    leave(299.6)  # killed, and started again at once: torch alone would wait without end
+    assert builds.wait_for_build("cpu_adam", poll_s=0.05) is True and not lock.exists()
+    assert caplog.text.count("waiting for another process that builds cpu_adam") == 3
