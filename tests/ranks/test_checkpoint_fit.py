@@ -54,7 +54,7 @@ def test_the_size_said_before_the_first_step_is_what_is_written(rank_pool, world
 
 def test_too_little_disk_is_said_before_the_model_is_built(tmp_path, monkeypatch, caplog):
     args = SimpleNamespace(
-        resume_from_checkpoint=None, no_export=True, save_steps=2, save_total_limit=2, keep_every=None,
+        resume_from_checkpoint=None, no_export=True, save_steps=2, save_strategy="steps", save_total_limit=2, keep_every=None,
         load_best_model_at_end=False, save_only_model=False,
     )  # fmt: skip
     job = SimpleNamespace(args=args, checkpoint_bytes=2**30, model_bytes=2**29, steps=SimpleNamespace(steps=10))

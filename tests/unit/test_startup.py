@@ -144,7 +144,7 @@ map_blocks()
 if sys.argv[1] == "bounded":
     assert forget_products()
 weight = torch.ones(64, 64, dtype=torch.bfloat16)
-for tokens in range(1, 600):
+for tokens in range(1, 1100):  # oneDNN keeps 1,024
     torch.ones(tokens, 64, dtype=torch.bfloat16) @ weight
 print(libc.mallinfo2().sizes[7] >> 20)
 """
@@ -160,7 +160,8 @@ def test_products_of_many_shapes_do_not_fill_the_memory():
         done = subprocess.run([sys.executable, "-c", PRODUCTS, how], env=env, capture_output=True, text=True, check=True)
         return int(done.stdout)
 
-    assert used_mib("bounded") + 30 < used_mib("as it is")
+    # 34 MiB on a processor without AMX, of which 600 shapes are 18; on another these alone were more than 30.
+    assert used_mib("bounded") + 15 < used_mib("as it is")
 
 
 def test_the_users_own_bounds_stay(monkeypatch):
