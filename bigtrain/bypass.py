@@ -3,13 +3,17 @@
 A forward through `engine.module` skips DeepSpeed's bookkeeping: at stage 0 each rank then trains its own replica, at stage 3
 the gradients of earlier micro steps are overwritten, both without an error. So every training forward marks what it returns,
 and a backward from the wrong mark, from one of an earlier step, or outside of `engine.backward`, is refused as it starts.
+
+A backward that gives no trained parameter a gradient passes: `torch.autograd.grad` for an input, or a loss of another engine's behind
+this model while it is frozen. DeepSpeed's hooks on outputs must not see those: they would divide by the accumulation, and begin a
+reduction. Attributes of its engine that are substituted, on the instance: _backward_prologue, _backward_prologue_per_tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -44,6 +48,24 @@ def _noted(node: Any) -> dict[str, Any]:
     return noted
 
 
+def _reaches(trained: Sequence[torch.nn.Parameter]) -> bool:
+    """Whether the backward that runs now will put a gradient into one of these; call from a hook.
+
+    `torch.autograd.grad` for an input (a penalty, an adversarial sample) and a backward through frozen weights do not.
+    """
+    for param in trained:
+        if not param.requires_grad:
+            continue
+        with torch.enable_grad():
+            node = torch.autograd.graph.get_gradient_edge(param).node
+        try:
+            if torch._C._will_engine_execute_node(node):
+                return True
+        except RuntimeError:  # torch.autograd.grad for this parameter: it is returned, and put nowhere
+            return False
+    return False
+
+
 class Origin:
     """Marks the outputs of a module's training forwards and checks them at backward.
 
@@ -63,14 +85,24 @@ class Origin:
         self._in_forward = False
         self._in_backward = False
         self._module = weakref.ref(module)
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._ds = ds
+        self._begin, self._scaled, self._begun = ds._backward_prologue, ds._backward_prologue_per_tensor, False
+        ds._backward_prologue, ds._backward_prologue_per_tensor = self._prologue, self._per_tensor
         self._handles = [module.register_forward_hook(self._mark)]
         if any(zero.is_partitioned(p) for p in module.parameters()):
             self._handles.append(module.register_forward_pre_hook(self._refuse_inference))
         _taken.add(module)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
+        """A deep copy of the module has hooks that end here: it is not watched, and nothing of DeepSpeed's is copied for it."""
+        return self
+
     def release(self) -> None:
         """Mark no more: the engine is closed."""
         self.misuse.release()
+        for name in ("_backward_prologue", "_backward_prologue_per_tensor"):
+            self._ds.__dict__.pop(name, None)
         for handle in self._handles:
             handle.remove()
         if (module := self._module()) is not None:
@@ -88,7 +120,7 @@ class Origin:
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """The engine's own backward."""
-        self._in_backward, self._reached = True, False
+        self._in_backward, self._reached, self._begun = True, False, False
         try:
             yield
         finally:
@@ -137,12 +169,29 @@ class Origin:
                 "a forward under torch.inference_mode() at stage 3 would leave weights behind that cannot be trained: use torch.no_grad()."
             )
 
+    def _prologue(self) -> None:
+        if self._in_backward:
+            self._begun = True
+            self._begin()
+
+    def _per_tensor(self, grad: torch.Tensor) -> torch.Tensor:
+        if not self._in_backward:
+            return grad
+        if not self._begun:  # DeepSpeed asks once for each forward, and a torch.autograd.grad came first
+            self._prologue()
+        scaled: torch.Tensor = self._scaled(grad)
+        return scaled
+
     def check(self, at: int | None = None) -> None:
         """Called for gradients, of outputs with the number of steps done at their forward: refuse a backward that must not be."""
         if not self._in_backward:
+            if not _reaches(self._trained):
+                self._refuse_differentiated()
+                return
             self.refuse(
                 "loss.backward() was called directly: gradients would not be reduced over ranks and micro steps. "
-                "Call engine.backward(loss)."
+                "Call engine.backward(loss). Another engine's backward may pass through this model (a generator's through its critic) "
+                "while its parameters have requires_grad_(False)."
             )
         if at is not None and at != self._step():
             self.refuse(
@@ -151,7 +200,17 @@ class Origin:
             )
         self._reached = True
 
+    def _refuse_differentiated(self) -> None:
+        """At stage 3 a gradient that is differentiated again would be computed from weights that are not there any more."""
+        if torch.is_grad_enabled() and any(zero.is_partitioned(p) and not zero.is_persistent(p) for p in self._trained):
+            self.refuse(
+                "torch.autograd.grad(..., create_graph=True) at stage 3: weights are let go of after each module's backward, and the second "
+                "one would need them. Use stage 0, 1 or 2 for such a penalty."
+            )
+
     def _bypassed(self, _at: int) -> None:
+        if not _reaches(self._trained):
+            return
         self.refuse(
             "this loss came from engine.module(...): each rank would train its own replica (or overwrite the gradients of "
             "earlier micro steps). Call the engine itself: loss = engine(**batch).loss."

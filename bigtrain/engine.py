@@ -330,7 +330,7 @@ class Engine(NotCopied):
 
         Every rank calls it, between steps. Arguments and errors: `checkpoint.native.Checkpoints.save`; files: checkpoint/FORMAT.md.
         """
-        self._parts.writes.take_over()
+        self._parts.writes.before_save(self._origin.refuse)
         return self.checkpoints.save(
             Path(directory).absolute(), tag, state or {}, keep_last=keep_last, keep_every=keep_every, keep=keep, wait=wait
         )
@@ -353,7 +353,7 @@ class Engine(NotCopied):
         self, directory: str | Path, tag: str | None = None, state: dict[str, Any] | None = None
     ) -> Path:
         """Write DeepSpeed's own layout, for tools that need it; blocks, and loads at the same number of ranks only."""
-        self._parts.writes.take_over()
+        self._parts.writes.before_save(self._origin.refuse)
         return deepspeed_format.save(self, directory, tag, state or {})
 
     def export(self, directory: str | Path, dtype: str = "bfloat16", tokenizer: Any = None) -> Path:

@@ -65,6 +65,11 @@ class Job:
         told = {"seq_len": self.seq_len, "packing": self.args.packing, "data_seed": self.args.order_seed}
         return {**told, **{name: counts[name] for name in ("documents", "tokens", "rows")}, "content": self.rows.content}
 
+    def going_on(self, saved: Mapping[str, Any], step: int, position: int) -> Job:
+        """The job from a checkpoint with this `state` on, whose next step begins at row `position`."""
+        self.tell_changed_data(saved)
+        return replace(self, steps=self.steps.resumed(step, position, saved.get("global_batch")))
+
     def tell_changed_data(self, saved: Mapping[str, Any]) -> None:
         """Warn of each number of `data_told` that differs from the checkpoint's."""
         now = self.data_told

@@ -25,13 +25,13 @@ class Saving:
         engine: what is saved.
         steps: when which rows are trained.
         root: the output folder.
-        state: the caller's own values for each checkpoint.
+        state: the caller's own values for each checkpoint, beside which the global batch is kept.
 
     Attributes:
         step: of the newest save; -1 if there is none.
     """
 
-    def __init__(self, args: Any, engine: Any, steps: StepPlan, root: Path, state: Any):
+    def __init__(self, args: Any, engine: Any, steps: StepPlan, root: Path, state: dict[str, Any]):
         self.args, self.engine, self.steps, self.root, self.state = args, engine, steps, root, state
         self.step = engine.global_step or -1
         engine.checkpoints.copy_to = args.copy_checkpoints_to and Path(args.copy_checkpoints_to).resolve()
@@ -59,7 +59,7 @@ class Saving:
         best = self.best() if self.args.load_best_model_at_end else None
         path = self.engine.save_checkpoint(
             self.root,
-            state=self.state,
+            state={**self.state, "global_batch": self.steps.global_batch},
             keep_last=self.args.save_total_limit,
             keep_every=self.args.keep_every,
             keep=() if best is None else (best,),

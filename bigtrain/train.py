@@ -94,7 +94,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_settings(job))
         engine.checkpoints.tokenizer = job.tokenizer
         if resume is not None:
-            job.tell_changed_data(engine.load_checkpoint(resume))
+            job = job.going_on(engine.load_checkpoint(resume), engine.global_step, engine.data_position)
             logger.info("resumed from %s at step %d, row %d", resume, engine.global_step, engine.data_position)
         flops = flops_formula(model, job.seq_len)
         with ranks.together("opening loaders and trackers"):
@@ -128,8 +128,7 @@ class Run:
         workers = args.dataloader_num_workers
         start = engine.global_step
         order = data.SampleOrder(len(job.rows), args.order_seed)
-        steps = job.steps.resumed(start, engine.data_position)
-        self.loader = data.StepLoader(job.rows, order, steps, start_step=start, num_workers=workers, **where)
+        self.loader = data.StepLoader(job.rows, order, job.steps, start_step=start, num_workers=workers, **where)
         self.eval_loader = None
         if job.eval_rows is not None:
             plan = data.plan_eval(
@@ -137,7 +136,7 @@ class Run:
             )
             self.eval_loader = data.EvalLoader(job.eval_rows, plan, num_workers=workers, **where)
         self.clock, self.memory, self.main = StepClock(), HostMemory(), ranks.is_main()
-        self.saving, self.ended = Saving(args, engine, steps, folder.root, job.data_told), False
+        self.saving, self.ended = Saving(args, engine, job.steps, folder.root, job.data_told), False
         self.trackers: list[Any] = []
         if self.main:
             self.rows = RowLog(folder.root / "metrics.jsonl", keep_to_step=start)

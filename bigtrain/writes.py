@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -69,16 +69,19 @@ class ForeignWrites:
             self._places, self._samples = places, _Samples(self._params, self._sampled)
         self._samples.keep()
 
-    def lost(self) -> str:
-        """The message if something was written where no update finds it, else an empty string; for the end of a step."""
+    def _moved(self) -> str:
         moved = [n for n, p, was in zip(self._names, self._params, self._places) if self._unreachable(_place(p), was)]
-        if moved:
-            return (
-                f"{listing(moved)} lie elsewhere or have another dtype since the last step (p.data = x, or .to(), .half(), .float() of a part "
-                "of the model): no update would reach them. Write values in place under torch.no_grad(): p.copy_(x), p.mul_(0.5)."
-            )
-        if not self._emptied:
+        if not moved:
             return ""
+        return (
+            f"{listing(moved)} lie elsewhere or have another dtype since the last step (p.data = x, or .to(), .half(), .float() of a part "
+            "of the model): no update would reach them. Write values in place under torch.no_grad(): p.copy_(x), p.mul_(0.5)."
+        )
+
+    def lost(self) -> str:
+        """The message if something was written that the update would not use, else an empty string; for the end of a step."""
+        if (moved := self._moved()) or not self._emptied:
+            return moved
         set_ = [n for n, p in zip(self._names, self._params) if p.grad is not None]
         if not set_:
             return ""
@@ -89,6 +92,12 @@ class ForeignWrites:
 
     def _unreachable(self, now: tuple[int, torch.dtype], was: tuple[int, torch.dtype]) -> bool:
         return now[1] != was[1] or (now[0] != was[0] and not self._anywhere)
+
+    def before_save(self, refuse: Callable[[str], NoReturn]) -> None:
+        """`take_over`, unless weights lie where no update finds them: after a save that would be known, and not told any more."""
+        if why := self._moved():
+            refuse(why)
+        self.take_over()
 
     @torch.no_grad()
     def take_over(self) -> int:

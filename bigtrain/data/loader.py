@@ -151,7 +151,9 @@ def _name_the_dead() -> None:
         try:
             torchs(number, frame)
         except RuntimeError as error:
-            raise _named(error) or error from error
+            if (named := _named(error)) is None:
+                raise
+            raise named from error
 
     handler.names_workers = True  # type: ignore[attr-defined]
     signal.signal(signal.SIGCHLD, handler)

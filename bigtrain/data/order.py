@@ -99,6 +99,7 @@ class StepPlan:
         world_size: ranks.
         steps: optimizer updates of the whole run, at least 1.
         offset: added to every position; not 0 where earlier steps had another global batch.
+        resumed_at: (step, position of the step before it) where a run goes on, if known: that one may have had another global batch.
     """
 
     n_rows: int
@@ -107,6 +108,7 @@ class StepPlan:
     world_size: int
     steps: int
     offset: int = 0
+    resumed_at: tuple[int, int] | None = None
 
     @property
     def global_batch(self) -> int:
@@ -124,15 +126,21 @@ class StepPlan:
 
     def ends_epoch(self, step: int) -> bool:
         """True if an epoch's last row is among those of the step that makes `step` steps done; steps run on into the next epoch."""
-        return step > 0 and self.epochs_done(step) > self.epochs_done(step - 1)
+        if step < 1:
+            return False
+        resumed_at, before = self.resumed_at or (-1, 0)
+        if step != resumed_at:
+            before = self.position(step - 1)
+        return self.epochs_done(step) > max(0, before) // self.n_rows
 
     def epochs_done(self, step: int) -> int:
         """Whole passes over the rows before `step`."""
         return max(0, self.position(step)) // self.n_rows  # below 0 before a run that was resumed with a larger global batch
 
-    def resumed(self, step: int, position: int) -> StepPlan:
-        """The same steps, of which `step` begins at `position`."""
-        return replace(self, offset=position - step * self.global_batch)
+    def resumed(self, step: int, position: int, last_batch: int | None = None) -> StepPlan:
+        """The same steps, of which `step` begins at `position`; `last_batch`: rows of the step before, if known."""
+        at = None if last_batch is None else (step, position - last_batch)
+        return replace(self, offset=position - step * self.global_batch, resumed_at=at)
 
     def positions(self, step: int, rank: int, micro_step: int) -> range:
         """The `micro_batch` consecutive positions of one micro batch."""

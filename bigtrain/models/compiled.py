@@ -4,8 +4,9 @@ Compiled is what a block computes, its `forward` below transformers' own switch 
 class's `forward` in transformers 5.24 (the inner one is its `__wrapped__`) and in `__call__` in 5.17. All blocks of a class share their graphs: one in training, one in evaluation, one more for each shape and kind of layer.
 
 Never slower or otherwise than asked without a word: a block that torch cannot put into one graph is an error that names it, and so is
-one that meets more shapes or kinds than torch keeps graphs of. Attention that cannot be traced (bigtrain's own for packed rows) runs
-between two graphs, which the log says.
+one that meets more shapes or kinds in training than torch keeps graphs of. Attention that cannot be traced (bigtrain's own for packed
+rows) runs between two graphs, which the log says. Generating, where each token is another shape, is not compiled, and nor are more than
+a few shapes without gradients: they would take the graphs that training needs. What else a script compiles keeps torch's settings.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from bigtrain.whereabouts import HERE
 
 logger = logging.getLogger(__name__)
 GRAPHS = 16  # of one class of blocks: modes, shapes, kinds of layers; torch's own limit is 8, after which it runs uncompiled
+EVALUATED = 4  # shapes without gradients that are compiled
 _UNTRACED = ("bigtrain_varlen",)  # attention implementations that ask each batch where its documents begin
 
 
@@ -54,10 +56,9 @@ def compile_blocks(model: torch.nn.Module, backend: str = "inductor") -> int:
         raise ModelError(f"torch_compile: {tiled[0]} runs in tiles (mlp_tile_tokens): leave one of the two out", tiled)
     _ALIVE.watch()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    whole = _attention_is_traced(model)
+    whole, evaluated = _attention_is_traced(model), set[torch.Size]()
     for name, block in blocks:
-        _compile(name, block, whole, backend)
+        _compile(name, block, whole, backend, evaluated)
     parts = "as a whole" if whole else "around attention, which is not compiled"
     logger.info("torch.compile: %d blocks (%s), each %s", len(blocks), type(blocks[0][1]).__name__, parts)
     return len(blocks)
@@ -87,7 +88,7 @@ def _attention_is_traced(model: Any) -> bool:
     return False
 
 
-def _compile(name: str, block: Any, whole: bool, backend: str) -> None:
+def _compile(name: str, block: Any, whole: bool, backend: str, evaluated: set[torch.Size]) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     if "forward" in block.__dict__:
@@ -97,8 +98,9 @@ def _compile(name: str, block: Any, whole: bool, backend: str) -> None:
     forward: Any = type(block).forward
     switch = "__call__" not in vars(GradientCheckpointingLayer)
     # Not bound to this block: a deep copy of the model must compute with its own weights.
-    run = torch.compile(forward.__wrapped__ if switch else forward, dynamic=False, fullgraph=whole, backend=backend)
-    block._bigtrain_compiled = _naming(name, type(block).__name__, run)
+    plain = forward.__wrapped__ if switch else forward
+    run = _failing_at_the_limit(torch.compile(plain, dynamic=False, fullgraph=whole, backend=backend), whole)
+    block._bigtrain_compiled = _unless_generating(plain, _naming(name, type(block).__name__, run), evaluated)
     block.forward = types.MethodType(_switched if switch else _plain, block)
 
 
@@ -112,6 +114,41 @@ def _switched(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _plain(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self._bigtrain_compiled(self, *args, **kwargs)
+
+
+def _failing_at_the_limit(run: Callable[..., Any], whole: bool) -> Callable[..., Any]:
+    """A whole graph fails there in any case; parts would run uncompiled from then on. For these calls only: see the head."""
+    return run if whole else torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)(run)
+
+
+def _unless_generating(
+    plain: Callable[..., Any], compiled: Callable[..., Any], evaluated: set[torch.Size]
+) -> Callable[..., Any]:
+    """`compiled`, or `plain` where tokens are generated; `evaluated`: shapes without gradients so far, of all blocks."""
+    from transformers.cache_utils import Cache
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            given = (*args, *kwargs.values())
+            if any(isinstance(value, Cache) for value in given):
+                return plain(self, *args, **kwargs)
+            shape = next(value.shape for value in given if isinstance(value, torch.Tensor))
+            if shape not in evaluated:
+                if len(evaluated) == EVALUATED:
+                    _tell_once(
+                        "torch.compile: blocks meet more than %d shapes without gradients; further ones run as they are",
+                        EVALUATED,
+                    )
+                    return plain(self, *args, **kwargs)
+                evaluated.add(shape)
+        return compiled(self, *args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def _tell_once(text: str, *args: Any) -> None:
+    logger.warning(text, *args)
 
 
 def _naming(name: str, kind: str, run: Callable[..., Any]) -> Callable[..., Any]:

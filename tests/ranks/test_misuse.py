@@ -46,6 +46,10 @@ def _converted_in_a_step(engine):
     engine.step()
 
 
+def _gradient_of(x, output, **how):
+    return torch.autograd.grad(output, x, **how)[0]
+
+
 # What it does after one whole step, and what the error says.
 REFUSED = {
     "clip": (lambda e: (_begun(e), nn.utils.clip_grad_norm_(e.module.parameters(), 1.0)), "max_grad_norm"),
@@ -66,6 +70,7 @@ REFUSED = {
 BELOW_3 = {"a layer in another dtype": (_converted_in_a_step, "a.weight, a.bias lie elsewhere or have another dtype")}
 AT_0 = {"gradients set": (_set_gradient, "p.register_hook")}
 AT_3 = {
+    "penalty": (lambda e: _gradient_of(x := _x(0, 1, 0), e(x.requires_grad_()), create_graph=True), "Use stage 0, 1 or 2"),
     "state_dict": (lambda e: e.module.state_dict(), "engine.export(dir)"),
     "load_state_dict": (lambda e: e.module.load_state_dict(_module().state_dict()), "load_into"),
 }
@@ -87,9 +92,6 @@ def _refusals(stage):
         except BigtrainError as error:
             said[name] = str(error)
         engine.close()
-        import time
-
-        print(name, time.monotonic(), flush=True)
     return said
 
 
@@ -123,6 +125,98 @@ def _as_plain(stage):
 def test_between_steps_they_are_what_they_are_in_plain_torch(rank_pool, stage):
     for apart, left in rank_pool(2).run(_as_plain, stage):
         assert apart <= 1e-6 and left == []  # fp32, the same sums in another order
+
+
+class Critic(nn.Module):
+    def __init__(self, out=1):
+        super().__init__()
+        torch.manual_seed(out)
+        self.a, self.b = nn.Linear(12, 12), nn.Linear(12, out)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+def _generator():
+    return Critic(12)
+
+
+def _adversaries(critic, generator, critics, generators, step, ranks):
+    """One step of each: the critic on samples moved by their own gradient and on a penalty of it, the generator through the critic.
+
+    `critics(loss)` and `generators(loss)` are backwards, or None between the two for the step of the first, or of the second.
+    """
+    for k in range(MICRO):
+        for rank in ranks:
+            x = _x(rank, step, k).requires_grad_()
+            scores = critic(x)
+            gradient = _gradient_of(x, scores.mean(), retain_graph=True, create_graph=critics.penalty)
+            penalty = gradient.pow(2).mean() if critics.penalty else 0.0
+            with torch.no_grad():
+                made = generator(_x(rank, step, k))
+            critics.backward(critic((x + gradient).detach()).mean() + scores.pow(2).mean() - critic(made).mean() + penalty)
+        critics.step()
+    for k in range(MICRO):
+        for rank in ranks:
+            for param in critics.params:
+                param.requires_grad_(False)
+            generators.backward(critic(generator(_x(rank, step, k))).mean())
+            for param in critics.params:
+                param.requires_grad_(True)
+        generators.step()
+
+
+class _Plain:
+    def __init__(self, module, world, penalty):
+        self.params, self.share, self.penalty, self.backwards = list(module.parameters()), 1 / (world * MICRO), penalty, 0
+        self.optimizer = torch.optim.AdamW(self.params, lr=1e-2, weight_decay=0.0)
+
+    def backward(self, loss):
+        (loss * self.share).backward()
+
+    def step(self):
+        self.backwards += 1
+        if self.backwards % MICRO == 0:
+            nn.utils.clip_grad_norm_(self.params, 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+class _Under:
+    def __init__(self, engine, penalty):
+        self.params, self.penalty, self.backward, self.step = (
+            list(engine.module.parameters()),
+            penalty,
+            engine.backward,
+            engine.step,
+        )
+
+
+def _two_engines(stage):
+    penalty = stage < 3
+    critic, generator = (Engine(build_model(cls, ds_config=(cfg := config(stage, bf16=False, micro=4, accumulation=MICRO)), dtype=torch.float32),
+                                ds_config=cfg, learning_rate=1e-2) for cls in (Critic, _generator))  # fmt: skip
+    world = critic.world_size
+    plain = Critic(), _generator()
+    theirs = [_Plain(module, world, penalty) for module in plain]
+    for step in range(3):
+        _adversaries(critic, generator, _Under(critic, penalty), _Under(generator, penalty), step, [critic.rank])
+        _adversaries(*plain, *theirs, step, range(world))
+    apart = max(_apart(critic, plain[0]), _apart(generator, plain[1]))
+    refused = ""
+    try:
+        generator.backward(critic(generator(_x(critic.rank, 9, 0))).mean())
+    except BigtrainError as error:
+        refused = str(error)
+    critic.close()
+    generator.close()
+    return apart, refused
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_of_inputs_and_through_another_engines_frozen_model_are_plain_torchs(rank_pool, stage):
+    for apart, refused in rank_pool(2).run(_two_engines, stage):
+        assert apart <= 1e-6 and "requires_grad_(False)" in refused  # fp32, the same sums in another order
 
 
 def _wrapped(wrap, stage):
@@ -177,7 +271,7 @@ def _elsewhere(param):
     param.data = param.data * 0.5
 
 
-def _through_data(stage, bf16, write, **zero):
+def _through_data(stage, bf16, write, folder=None, **zero):
     """Every weight is halved in a way that torch does not count; then an update at a rate of 0, and another."""
     engine = _engine(stage, bf16, **zero)
     for k in range(MICRO):
@@ -187,6 +281,8 @@ def _through_data(stage, bf16, write, **zero):
     for param in engine.module.parameters():
         with gathered([param], modifier_rank=0):
             write(param)
+    if folder is not None:
+        engine.save_checkpoint(folder)
     rates, engine._parts.base_lrs[:] = list(engine._parts.base_lrs), [0.0 for _ in engine._parts.base_lrs]
     for k in range(MICRO):
         engine.backward(engine(_x(engine.rank, 1, k).to(engine.dtype)))
@@ -202,19 +298,20 @@ def _through_data(stage, bf16, write, **zero):
     return lost, [name for name, w in after.items() if torch.equal(w, moved[name])]
 
 
-def _refused_elsewhere():
+def _refused_elsewhere(folder=None):
     try:
-        return str(_through_data(1, True, _elsewhere))
+        return str(_through_data(1, True, _elsewhere, folder))
     except BigtrainError as error:
         return str(error)
 
 
 @pytest.mark.parametrize("bf16", [True, False])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_whole_parameters_written_through_data_are_trained(rank_pool, stage, bf16):
+def test_whole_parameters_written_through_data_are_trained(rank_pool, tmp_path, stage, bf16):
     assert rank_pool(2).run(_through_data, stage, bf16, _in_place) == [([], [])] * 2
     if stage == 1 and bf16:  # DeepSpeed's BF16_Optimizer does not lay them back
-        assert all("a.weight" in said and "lie elsewhere" in said for said in rank_pool(2).run(_refused_elsewhere))
+        for folder in (None, str(tmp_path)):  # a save must not make it known
+            assert all("a.weight" in said and "lie elsewhere" in said for said in rank_pool(2).run(_refused_elsewhere, folder))
     elif stage < 3:
         assert rank_pool(2).run(_through_data, stage, bf16, _elsewhere) == [([], [])] * 2
 

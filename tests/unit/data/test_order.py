@@ -182,3 +182,12 @@ def test_an_epoch_ends_in_the_step_that_takes_its_last_row():
     assert [step for step in range(3, plan.steps + 1) if later.ends_epoch(step)] == [3, 5, 8]
     larger = plan_steps(10, 8, 1, 1, epochs=3, done=(1, 4))  # positions 4 12 20 28 36
     assert [step for step in range(1, larger.steps + 1) if larger.ends_epoch(step)] == [2, 3, 5]
+    for batch, ended in (
+        (8, [3, 5, 8]),
+        (2, [5, 8]),
+        (None, [3, 5, 8]),
+    ):  # step 3 took 8 rows, of which the epoch's last; or began behind it
+        later = plan.resumed(3, 12, batch)
+        assert [step for step in range(3, plan.steps + 1) if later.ends_epoch(step)] == ended
+    smaller = plan_steps(10, 1, 1, 1, epochs=2, done=(3, 12))
+    assert not smaller.ends_epoch(3) and smaller.resumed(3, 12, 4).ends_epoch(3)
