@@ -111,17 +111,22 @@ def assemble(
             master_of,
             _with_masters(params, master_of, s),
             anywhere=zero.optimizer_kind(ds.optimizer) in ("plain", "zero12"),
-            emptied=s.stage in (0, 3),
+            emptied=zero.optimizer_kind(ds.optimizer) != "bf16"
+            and not _zenflow(s),  # DeepSpeed's BF16_Optimizer keeps them in place
         ),
     )
 
 
 def _with_masters(params: Sequence[torch.nn.Parameter], master_of: MasterOf, s: Settings) -> list[int]:
     """Indices of parameters that have a master on some rank, and move in steps only; ranks share masters at stages 1 and 2."""
-    if (s.config.get("zero_optimization") or {}).get("zenflow"):
+    if _zenflow(s):
         return []  # its updates run on beside the next steps
     mine = [i for i, p in enumerate(params) if not flat.on_nvme(p) and master_of(p) is not None]
     return sorted({i for some in ranks.all_gather_object(mine, "which parameters have masters") for i in some})
+
+
+def _zenflow(s: Settings) -> bool:
+    return bool((s.config.get("zero_optimization") or {}).get("zenflow"))
 
 
 def _fill_masters(model: torch.nn.Module, master_of: MasterOf) -> None:

@@ -82,7 +82,8 @@ class ForeignWrites:
         """The message if something was written that the update would not use, else an empty string; for the end of a step."""
         if (moved := self._moved()) or not self._emptied:
             return moved
-        set_ = [n for n, p in zip(self._names, self._params) if p.grad is not None]
+        # DeepSpeed leaves alone what has no elements; at stage 3 that is all, and such parameters are refused.
+        set_ = [n for n, p in zip(self._names, self._params) if p.grad is not None and (p.numel() or zero.is_partitioned(p))]
         if not set_:
             return ""
         return (

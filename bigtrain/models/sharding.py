@@ -66,7 +66,8 @@ def refuse_empty(shapes: Mapping[str, torch.Size]) -> None:
     if empty:
         raise ModelError(
             f"{len(empty)} parameters have no elements: {', '.join(empty[:10])}. At stage 3 DeepSpeed cannot train a model that has "
-            "such; leave them out of the model, or take stage 0, 1 or 2.",
+            "such; leave them out of the model, or take stage 0, 1 or 2. If this is a deep copy of a partitioned model, which has none of its "
+            "weights: build the model a second time.",
             empty,
         )
 
