@@ -189,13 +189,21 @@ class _Samples:
     def changed(self) -> set[int]:
         """Indices of parameters whose elements are others now; waits for the device."""
         pairs = zip(self._owners.values(), self._now(), self._kept)
-        return {owners[at] for owners, now, kept in pairs for at in (now != kept).nonzero().flatten().tolist()}
+        return {owners[at] for owners, now, kept in pairs for at in (_bits(now) != _bits(kept)).nonzero().flatten().tolist()}
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """As whole numbers: a NaN is not equal to itself, and has not been written for that."""
+    return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 
 def _held(param: Any) -> torch.Tensor:
-    """The parameter's elements that this rank holds between steps."""
-    held: torch.Tensor = param.ds_tensor if zero.is_partitioned(param) else param
-    return held.detach()
+    """The parameter's elements that this rank holds between steps; the last slice's padding, whose memory is anyone's, is none of them."""
+    if not zero.is_partitioned(param):
+        return param.detach()
+    part = param.ds_tensor.detach()
+    begin = int(param.ds_zero_partition_rank) * int(param.ds_tensor.ds_numel)
+    return part[: max(0, zero.full_numel(param) - begin)]
 
 
 def _was_lost(param: Any) -> bool:

@@ -128,3 +128,26 @@ def _one_row(stage):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_row_written_in_place_stays(rank_pool, stage):
     assert rank_pool(2).run(_one_row, stage) == [[7], [7]]
+
+
+def _padding_filled():
+    """(elements behind the parameters' ends, whether the losses are those without writing there)."""
+    engine = _engine(3, {}, bf16=True)
+    plain = _train(engine, 0, 3)
+    engine.close()
+    engine, losses, padded = _engine(3, {}, bf16=True), [], 0
+    for step, value in enumerate((float("nan"), 7.0, float("nan"))):
+        for param in engine.module.parameters():
+            part = param.ds_tensor
+            own = max(0, param.ds_numel - engine.rank * part.ds_numel)
+            padded += part[own:].numel()
+            part.data[own:] = value
+        losses += _train(engine, step, step + 1)
+    engine.close()
+    return padded, losses == plain
+
+
+def test_what_lies_behind_the_last_slice_is_nobodys(rank_pool):
+    """Its memory was never written: whatever is found there, NaN too, is no write of a script's on that rank alone."""
+    told = rank_pool(3).run(_padding_filled)
+    assert [right for _, right in told] == [True] * 3 and told[0][0] == 0 < told[2][0]
