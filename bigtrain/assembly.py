@@ -111,8 +111,8 @@ def assemble(
             master_of,
             _with_masters(params, master_of, s),
             anywhere=zero.optimizer_kind(ds.optimizer) in ("plain", "zero12"),
-            emptied=zero.optimizer_kind(ds.optimizer) != "bf16"
-            and not _zenflow(s),  # DeepSpeed's BF16_Optimizer keeps them in place
+            # DeepSpeed's BF16_Optimizer keeps gradients in place.
+            emptied=zero.optimizer_kind(ds.optimizer) != "bf16" and not _zenflow(s),
         ),
     )
 

@@ -35,9 +35,7 @@ from bigtrain.errors import CheckpointError
 BLOCK_BYTES = 16 << 20  # one request: enough to keep a disk busy, small beside any state
 PAGE_BYTES = 4096  # alignment that direct I/O needs on every disk in use
 BLOCKS = 3  # one fills, one is on its way to the disk, one waits
-READY_BYTES = (
-    1 << 30
-)  # of what lies ready, in one call: each return into Python takes the interpreter from the thread that trains
+READY_BYTES = 1 << 30  # of what lies ready, in one call: see hashing.py
 SAMPLES = 16  # places at which a file is asked whether it is in the page cache
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _Work: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]"
