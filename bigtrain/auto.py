@@ -14,11 +14,12 @@ from bigtrain import plan
 from bigtrain.config import GenerateOptions, RunValues, generate
 from bigtrain.errors import DoesNotFitError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
-from bigtrain.plan.inputs import Checkpointing, PlanInput, ZeroSettings
+from bigtrain.plan.inputs import Checkpointing, PlanInput
 from bigtrain.plan.machine import expandable_segments
 from bigtrain.plan.roofline import Rates
 from bigtrain.plan.show import choice_text
 from bigtrain.plan.states import layout_name
+from bigtrain.plan.zero_settings import ZeroSettings
 
 AUTO = "auto"
 

@@ -9,13 +9,14 @@ from heapq import heappop, heappush
 from typing import Any
 
 from bigtrain.errors import UsageError
-from bigtrain.plan.inputs import PlanInput, ZeroSettings, settings_from_config
+from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge
 from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.roofline import Rates, step_time, told
 from bigtrain.plan.settled import least_s, settled, with_all_buffers, with_fewest_blocks
 from bigtrain.plan.spilled import least_share
 from bigtrain.plan.states import LAYOUTS
+from bigtrain.plan.zero_settings import ZeroSettings, settings_from_config
 
 # Optimizers that compute the same update as AdamW with an fp32 master, or nearly (8-bit moments).
 DEFAULT_OPTIMIZERS = ("adamw", "adamw_8bit", "adamw_split", "adamw_split_8bit")

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.plan.flat import slice_elems
-from bigtrain.plan.inputs import PlanInput, ZeroSettings
+from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.predict import Plan, quick
 from bigtrain.plan.roofline import Rates, StepTime, step_time
 from bigtrain.plan.states import LAYOUTS
+from bigtrain.plan.zero_settings import ZeroSettings
 
 # Tried in place of the asked bucket only where that does not fit; smaller buckets cost more collectives.
 SMALL_BUCKET_ELEMS = 50_000_000

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, cast
 
 from bigtrain.plan.allocator import at_most_kept
 from bigtrain.plan.device import Run, Sharding, finish, sharding
-from bigtrain.plan.inputs import PlanInput, ZeroSettings
+from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.tape import ALLOC, FREE, TOUCH, Ledger, Tape
+from bigtrain.plan.zero_settings import ZeroSettings
 
 _MICRO_STEPS = "micro steps"
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]

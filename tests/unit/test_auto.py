@@ -12,7 +12,7 @@ from bigtrain.auto import config_of, pick
 from bigtrain.config import ModelShape, RunValues
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.choose import rows_per_rank
-from bigtrain.plan.inputs import settings_from_config
+from bigtrain.plan.zero_settings import settings_from_config
 
 GIB = 2**30
 LLAMA_3B = shapes.config_dict("llama-3b")

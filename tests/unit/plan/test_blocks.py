@@ -13,8 +13,8 @@ from bigtrain.cli import main
 from bigtrain.config import RunValues
 from bigtrain.errors import UsageError
 from bigtrain.plan import block_count, choose, least_blocks, plan_input, predict, step_time
-from bigtrain.plan.inputs import ZeroSettings
 from bigtrain.plan.judge import judge
+from bigtrain.plan.zero_settings import ZeroSettings
 
 GIB = 2**30
 

@@ -5,11 +5,12 @@ import pytest
 from bigtrain import shapes
 from bigtrain.errors import UsageError
 from bigtrain.plan import predict
-from bigtrain.plan.inputs import ZeroSettings, plan_input
+from bigtrain.plan.inputs import plan_input
 from bigtrain.plan.judge import judge
 from bigtrain.plan.roofline import Rates, step_time
 from bigtrain.plan.spilled import ROOM_SHARE, asked_share, least_share
 from bigtrain.plan.streamed import IN_FLIGHT_BYTES
+from bigtrain.plan.zero_settings import ZeroSettings
 
 CARD, HOST = int(79.2 * 2**30), 126 << 30
 

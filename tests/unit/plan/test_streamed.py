@@ -6,9 +6,10 @@ from bigtrain import shapes
 from bigtrain.errors import UsageError
 from bigtrain.plan import predict
 from bigtrain.plan.device import device_tape
-from bigtrain.plan.inputs import ZeroSettings, plan_input
+from bigtrain.plan.inputs import plan_input
 from bigtrain.plan.streamed import BOTH_WAYS, CHUNK_BYTES, IN_FLIGHT, buffers_that_help, early_bytes, host_bytes, seconds
 from bigtrain.plan.tape import ALLOC, FREE, PHASE, RETURN
+from bigtrain.plan.zero_settings import ZeroSettings
 
 
 def _plan(optimizer="adamw_split_8bit", device="cuda", ratio=1.0, offload=True, stage=2, buffers=4, **more):

@@ -22,11 +22,11 @@ from bigtrain.plan import plan_input, predict, step_time
 from bigtrain.plan.activations import block_bytes
 from bigtrain.plan.device import Run, sharding
 from bigtrain.plan.gathered import calls_of
-from bigtrain.plan.inputs import ZeroSettings
 from bigtrain.plan.longest import STEP_TOKENS
 from bigtrain.plan.parameters import Parameter
 from bigtrain.plan.roofline import Rates
 from bigtrain.plan.tape import Tape
+from bigtrain.plan.zero_settings import ZeroSettings
 from tests.unit.plan.test_shared import assert_same
 
 GIB = 2**30
