@@ -36,7 +36,6 @@ class Assembled:
         names, params: the trainable parameters, in the model's order.
         frozen_map: every parameter with its requires_grad at this moment.
         running: BatchNorm's statistics, which ranks must share.
-        base_lrs: peak learning rate of each parameter group.
         flags: marks of non-finite gradients.
         writes: weights that a script wrote between two steps.
     """
@@ -46,7 +45,6 @@ class Assembled:
     params: list[torch.nn.Parameter]
     frozen_map: list[tuple[str, torch.nn.Parameter, bool]]
     running: buffers.RunningStats
-    base_lrs: list[float]
     flags: GradientFlags
     writes: ForeignWrites
 
@@ -96,14 +94,12 @@ def assemble(
     restored = buffers.restore(model, saved)
     if restored:
         log.info("kept %d buffers in the dtype they were built with: %s", len(restored), guards.listing(restored))
-    base_lrs = [float(group["lr"]) for group in ds.optimizer.param_groups]
     return Assembled(
         ds,
         names,
         params,
         frozen_map,
         buffers.RunningStats(buffers.batchnorms(model)),
-        base_lrs,
         flags,
         ForeignWrites(
             names,

@@ -25,9 +25,10 @@ from bigtrain.branches import Comparison
 from bigtrain.bypass import Origin, refuse_unfit
 from bigtrain.checkpoint import deepspeed_format
 from bigtrain.checkpoint.native import Checkpoints
-from bigtrain.config import Resolved
+from bigtrain.config import Resolved, RunValues
 from bigtrain.meeting import Point, meet, naming_the_lost
 from bigtrain.misuse import NotCopied
+from bigtrain.optim.schedules import GroupRates
 from bigtrain.precision import keep_parameters_in_fp32, summary
 from bigtrain.reduction import Reduction
 from bigtrain.steps import Batch, EvalResult, StepResult
@@ -95,30 +96,33 @@ class Engine(NotCopied):
         zero.init_distributed()
         with ranks.together("reading the engine's settings"):
             refuse_unfit(model)
-            self.settings = settings.decide(
-                ds_config,
-                world_size=ranks.world_size(),
-                device=zero.rank_device().type,
-                model_config=getattr(model, "config", None),
-                lr_scheduler_kwargs=lr_scheduler_kwargs,
-                optimizer=optimizer,
+            beta1, beta2 = betas or (None, None)
+            run = RunValues(
+                optim=optimizer,
                 learning_rate=learning_rate,
-                betas=betas,
-                eps=eps,
+                adam_beta1=beta1,
+                adam_beta2=beta2,
+                adam_epsilon=eps,
                 weight_decay=weight_decay,
-                lr_scheduler=lr_scheduler,
+                lr_scheduler_type=lr_scheduler,
                 warmup_steps=warmup_steps,
                 total_steps=total_steps,
                 max_grad_norm=max_grad_norm,
                 micro_batch=micro_batch,
                 accumulation=accumulation,
-                offload_gradients=offload_gradients,
             )
-            self._factor = self.settings.schedule()
+            world, device = ranks.world_size(), zero.rank_device().type
+            config, notes = settings.read(
+                ds_config, run, world_size=world, device=device, model_config=getattr(model, "config", None)
+            )
+            self.settings = settings.settle(
+                config, run, world_size=world, scheduler_kwargs=lr_scheduler_kwargs, offload_gradients=offload_gradients
+            )
+            factor = self.settings.schedule()
             keep = keep_parameters_in_fp32(model, keep_in_fp32, self.settings.stage, self.settings.bf16)
         ranks.agree(agreement.digest((self.settings, hang_s)), "the engine's settings")
         watch.begin(hang_s)
-        for note in self.settings.notes if ranks.is_main() else ():
+        for note in [*notes, *self.settings.notes] if ranks.is_main() else ():
             log.warning(note)
         self.seed = seed
         self.global_step = self.updates = self.data_position = self.tokens = 0
@@ -128,7 +132,7 @@ class Engine(NotCopied):
         self.count_targets = count_targets or steps.target_counter(model)
         self._parts = assemble(model, self.settings, keep, leaf_modules, trace_gradients)
         self._ds, self._names = self._parts.ds, self._parts.names
-        self._rates = list(self._parts.base_lrs)  # what each parameter group should still say at the next step
+        self._rates = GroupRates(self._ds.optimizer, factor)
         self.checkpoints = Checkpoints(self)
         self._parts.writes.before = self.checkpoints.before_update
         self._register()
@@ -224,12 +228,11 @@ class Engine(NotCopied):
             self._origin.refuse("step() without engine.backward(loss) since the last step: nothing to apply.")
         if self._since.backwards < self._since.planned:
             return None
-        rates = [group["lr"] for group in self._ds.optimizer.param_groups]
-        if why := guards.changed_rates(self._rates, rates) or self._parts.writes.lost():
+        if why := self._rates.changed() or self._parts.writes.lost():
             self._origin.refuse(why)
         told = self._since.exchange(self.global_step, self._flags, self._reduction.order_hash, self._parts.writes.take_over())
         verdict = guards.judge(told, self.global_step + 1, self._names)
-        lr = self._set_lr()
+        lr = self._rates.set(self.global_step)
         self.checkpoints.before_update()
         with self._origin.misuse.ours():
             applied, norm = self._reduction.step(refuse=not verdict.apply)
@@ -254,13 +257,6 @@ class Engine(NotCopied):
         if self.agree_every and self.global_step % self.agree_every == 0:
             self.check_agreement()
         return StepResult(self.global_step, verdict.loss, lr, norm, verdict.tokens, applied, self.nonfinite.total, reason)
-
-    def _set_lr(self) -> float:
-        """The schedule is a pure function of the step, set right before the update: the rate logged is the rate used."""
-        self._rates = [peak * self._factor(self.global_step) for peak in self._parts.base_lrs]
-        for group, rate in zip(self._ds.optimizer.param_groups, self._rates):
-            group["lr"] = rate
-        return self._rates[0]
 
     def check_agreement(self) -> None:
         """Compare replicated parameters and buffers, counters, rate and data position between ranks.
@@ -346,7 +342,7 @@ class Engine(NotCopied):
         Raises:
             CheckpointError: see `checkpoint.native.Checkpoints.load`.
         """
-        self._rates = []  # a checkpoint may bring its own
+        self._rates.forget()
         return self.checkpoints.load(Path(directory).absolute(), tag, trust)
 
     def save_deepspeed_checkpoint(
@@ -443,7 +439,7 @@ class Engine(NotCopied):
     @property
     def lr(self) -> float:
         """The learning rate of the next update, of the first parameter group."""
-        return self._parts.base_lrs[0] * self._factor(self.global_step)
+        return self._rates.at(self.global_step)
 
     def summary(self) -> dict[str, Any]:
         """What runs here, for the log and the report: stage, batch, optimizer, schedule, dtypes."""

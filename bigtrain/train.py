@@ -91,7 +91,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         ranks.main_decides(lambda: announce(job, folder, places, planned), "writing run.json")
         model, isolation = jobs.build(job)
         explained.model, explained.phase = model, "starting the engine"
-        engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_settings(job))
+        engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_arguments(job))
         engine.checkpoints.tokenizer = job.tokenizer
         if resume is not None:
             job = job.going_on(engine.load_checkpoint(resume), engine.global_step, engine.data_position)

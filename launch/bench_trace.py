@@ -177,7 +177,7 @@ def main(argv: list[str]) -> None:
     jobs.check_engine(job)
     model, _ = jobs.build(job)
     flops = flops_formula(model, job.seq_len)
-    engine = Marked(model, hang_s=None, **jobs.engine_settings(job))
+    engine = Marked(model, hang_s=None, **jobs.engine_arguments(job))
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         found = run(engine, own, batches(own, job), trace)
