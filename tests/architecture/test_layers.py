@@ -25,7 +25,7 @@ ROWS: list[set[str]] = [
     {"argument_problems", "engine"},
     {"arguments", "auto", "runfolder", "shortage"},
     {"hosts", "job", "preflight", "saving"},
-    {"capacity"},
+    {"capacity", "failure"},
     {"train"},
     {"cli", "bench"},
 ]
