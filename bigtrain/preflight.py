@@ -23,7 +23,7 @@ from bigtrain import ranks, watch, zero
 from bigtrain.diagnostics.doctor.examine import preflight
 from bigtrain.diagnostics.doctor.finding import Finding
 from bigtrain.errors import RanksDisagreeError, UsageError
-from bigtrain.runfolder import versions
+from bigtrain.versions import versions
 from bigtrain.whereabouts import HERE
 
 logger = logging.getLogger(__name__)

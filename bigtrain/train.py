@@ -342,7 +342,8 @@ def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str,
     import torch
 
     from bigtrain.config import report, table
-    from bigtrain.runfolder import now, this_process, versions
+    from bigtrain.runfolder import now, this_process
+    from bigtrain.versions import versions
 
     resolved = job.resolved
     backend = torch.distributed.get_backend()

@@ -82,7 +82,7 @@ def installed() -> dict[str, str]:
 
     import torch
 
-    from bigtrain.runfolder import PACKAGES
+    from bigtrain.versions import PACKAGES
 
     found = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in (*PACKAGES, "tokenizers", "triton", "peft"):
