@@ -111,7 +111,7 @@ class Engine(NotCopied):
                 micro_batch=micro_batch,
                 accumulation=accumulation,
             )
-            world, device = ranks.world_size(), zero.rank_device().type
+            world, device = ranks.world_size(), ranks.device().type
             config, notes = settings.read(
                 ds_config, run, world_size=world, device=device, model_config=getattr(model, "config", None)
             )

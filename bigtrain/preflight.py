@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bigtrain import ranks, watch, zero
+from bigtrain import ranks, watch
 from bigtrain.diagnostics.doctor.examine import preflight
 from bigtrain.diagnostics.doctor.finding import Finding
 from bigtrain.errors import RanksDisagreeError, UsageError
@@ -131,21 +131,21 @@ def _refuse(name: str, told: Sequence[str | None], error: Exception | None) -> N
 
 
 def _all_reduce(limit_s: float) -> None:
-    device, world = zero.rank_device(), ranks.world_size()
+    device, world = ranks.device(), ranks.world_size()
     x = torch.full((ELEMS,), float(ranks.rank() + 1), device=device)
     _finish(dist.all_reduce(x, async_op=True), limit_s)
     _expect(x, torch.full_like(x, world * (world + 1) / 2))
 
 
 def _all_gather(limit_s: float) -> None:
-    device, world = zero.rank_device(), ranks.world_size()
+    device, world = ranks.device(), ranks.world_size()
     whole = [torch.empty(ELEMS, device=device) for _ in range(world)]
     _finish(dist.all_gather(whole, torch.full((ELEMS,), float(ranks.rank()), device=device), async_op=True), limit_s)
     _expect(torch.stack(whole)[:, 0], torch.arange(world, device=device).float())
 
 
 def _reduce_scatter(limit_s: float) -> None:
-    device, world, rank = zero.rank_device(), ranks.world_size(), ranks.rank()
+    device, world, rank = ranks.device(), ranks.world_size(), ranks.rank()
     part, whole = torch.empty(ELEMS, device=device), torch.arange(world * ELEMS, device=device).float()
     _finish(dist.reduce_scatter(part, list(whole.chunk(world)), async_op=True), limit_s)
     _expect(part, world * torch.arange(rank * ELEMS, (rank + 1) * ELEMS, device=device).float())

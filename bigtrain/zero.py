@@ -37,7 +37,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from bigtrain import network, startup
+from bigtrain import network, ranks, startup
 from bigtrain.builds import first_cause, load_op
 from bigtrain.errors import ModelError
 from bigtrain.ports import free_port
@@ -57,7 +57,7 @@ def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store |
     startup.map_blocks()
     startup.forget_products()
     if torch.cuda.is_available():
-        device = rank_device()
+        device = ranks.device()
         torch.cuda.set_device(device)
         startup.grow_segments()
         os.environ.setdefault("LOCAL_RANK", str(device.index))  # DeepSpeed binds NCCL to it, and takes 0 without it
@@ -72,7 +72,7 @@ def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store |
     if network.several():
         network.choose_interface()
     if store is not None and not torch.distributed.is_initialized():
-        bound_to = rank_device() if torch.cuda.is_available() else None  # NCCL is bound to it, as DeepSpeed itself does
+        bound_to = ranks.device() if torch.cuda.is_available() else None  # NCCL is bound to it, as DeepSpeed itself does
         torch.distributed.init_process_group(
             backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
             timeout=datetime.timedelta(seconds=timeout_s), device_id=bound_to,
@@ -199,7 +199,7 @@ class Partitioner:
     """
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype):
-        os.environ.setdefault("LOCAL_RANK", str(rank_device().index or 0))  # zero.Init reads it without a default
+        os.environ.setdefault("LOCAL_RANK", str(ranks.device().index or 0))  # zero.Init reads it without a default
         self._init = deepspeed.zero.Init(config_dict_or_path=_placement_config(config, dtype), dtype=None)
         self._efficient_linear = config.get("zero_optimization", {}).get("memory_efficient_linear", True) is not False
 
@@ -285,20 +285,6 @@ def _placement_config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, A
     return out
 
 
-def rank_device() -> torch.device:
-    """This rank's own device: a CUDA device, or the CPU where there is none.
-
-    Without a launcher's local rank, hosts are taken to be filled in rank order, so that two ranks never share device 0.
-    """
-    from bigtrain import ranks
-
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    known = any(name in os.environ for name in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"))
-    index = ranks.local_rank() if known else ranks.rank()
-    return torch.device("cuda", index % torch.cuda.device_count())
-
-
 def inside_zero_init() -> bool:
     """True inside a caller's own `with deepspeed.zero.Init()`."""
     return partition_parameters.zero_init_context > 0
@@ -348,7 +334,7 @@ def _odd_ones_sent_apart(model: torch.nn.Module, stage: int) -> Iterator[None]:
         p.data = p.data.contiguous()
     apart = [] if stage == 3 else list(odd.values())
     for p in apart:
-        value = p.data.to(rank_device()).reshape(-1)
+        value = p.data.to(ranks.device()).reshape(-1)
         torch.distributed.broadcast(value.view(torch.uint8), 0)
         p.data.copy_(value.view(p.shape))
         p.ds_optim_param = True  # type: ignore[attr-defined]
@@ -395,8 +381,6 @@ def cpu_adam(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, flo
 
     The compile runs once a host: local rank 0 first. All ranks take the same way, because the two round differently.
     """
-    from bigtrain import ranks
-
     why: str | None = None
     with ranks.main_first("compiling DeepSpeed's CPU Adam"):
         why = why_no_cpu_adam()

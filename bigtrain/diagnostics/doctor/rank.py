@@ -75,7 +75,7 @@ def _stages(story: Story, limit_s: float, stack: Any) -> None:
     from bigtrain import ranks, zero
     from bigtrain.placement import refuse_shared_cards, this_place
 
-    device, place = zero.rank_device(), this_place()
+    device, place = ranks.device(), this_place()
     story.tell(stage="meet", places=[place.as_dict()], backend="nccl" if device.type == "cuda" else "gloo")
     faulthandler.dump_traceback_later(0.9 * limit_s, file=stack)
     zero.init_distributed(timeout_s=limit_s)
