@@ -59,10 +59,10 @@ def main(argv: list[str] | None = None) -> int:
         try:
             _stages(story, float(limit), stack)
         except Exception as error:
-            from bigtrain import zero
+            from bigtrain.builds import first_cause
 
             traceback.print_exc(file=stack)
-            story.tell(error=zero.first_cause(error))
+            story.tell(error=first_cause(error))
             return 1
         finally:
             faulthandler.cancel_dump_traceback_later()
