@@ -68,7 +68,7 @@ def facts(output_dir: str, workers: int) -> list[Finding]:
     gpu = torch.cuda.is_available()
     folder = Path(output_dir).absolute()
     above = next(p for p in (folder, *folder.parents) if p.exists())
-    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
+    on_host = ranks.local_world_size()
     # Without workers and NCCL nothing goes through shared memory; and CUDA's own pinning is not bound by the lock limit.
     unused = {"lockable memory"} | (set() if workers or (gpu and on_host > 1) else {"/dev/shm"})
     complaints = preflight(str(above), on_host, gpu=gpu)

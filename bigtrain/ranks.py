@@ -49,6 +49,18 @@ def local_rank() -> int:
     return next((int(os.environ[name]) for name in _LOCAL_RANK if name in os.environ), 0)
 
 
+def local_world_size() -> int:
+    """Ranks on this host, as the launcher said (torchrun, deepspeed, Open MPI), else 1."""
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), 1)
+
+
+def cores() -> int:
+    """This rank's share of the cores that its host lets it use, at least 1."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, usable // max(1, local_world_size()))
+
+
 def device() -> torch.device:
     """This rank's own device: a CUDA device, or the CPU where there is none.
 
