@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import plan, ranks, shortage
+from bigtrain import plan, ranks, shapes, shortage
 from bigtrain.arguments import TrainArguments
 from bigtrain.auto import AUTO, flags, pick
 from bigtrain.checkpoint.files import free_bytes
@@ -53,7 +53,7 @@ def plan_of(job: Job, gpu: int | None) -> plan.Plan | None:
                 device=device_type(),
                 expandable=expandable_segments(),
                 frozen=tuple(args.freeze),
-                drawn=args.model_name_or_path.startswith("preset:"),
+                drawn=shapes.is_preset(args.model_name_or_path),
             ).but(offload_gradients=job.offload_gradients),
             gpu_memory_bytes=gpu,
         )
@@ -215,7 +215,7 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
         blocks=args.checkpoint_blocks,
         tile=args.mlp_tile_tokens,
         share=asked_share(args.offload_gradients),
-        drawn=args.model_name_or_path.startswith("preset:"),
+        drawn=shapes.is_preset(args.model_name_or_path),
         rates=_rates(),
     )
     logger.info("%s", picked.text())

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bigtrain import config as ds
-from bigtrain import data, defaults, models, optim, plan, precision, ranks, settings
+from bigtrain import data, defaults, models, optim, plan, precision, ranks, settings, shapes
 from bigtrain.arguments import TrainArguments
 from bigtrain.auto import AUTO
 from bigtrain.checkpoint import fit
@@ -251,11 +251,9 @@ def load_model_config(args: TrainArguments) -> Any:
     """The Hugging Face config of a preset, a folder or a hub id."""
     from transformers import AutoConfig
 
-    from bigtrain import shapes
-
     name = args.model_name_or_path
-    if name.startswith(shapes.PREFIX):
-        values = shapes.config_dict(name.removeprefix(shapes.PREFIX))
+    if shapes.is_preset(name):
+        values = shapes.config_dict(name)
         return AutoConfig.for_model(values.pop("model_type"), **values)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
@@ -274,7 +272,7 @@ def vocabulary(args: TrainArguments, model_config: Any, tokenizer: Any) -> tuple
     text = model_config.get_text_config()
     size, needed = int(text.vocab_size), len(tokenizer)
     overrides: dict[str, Any] = {}
-    if args.model_name_or_path.startswith("preset:"):
+    if shapes.is_preset(args.model_name_or_path):
         overrides = {n: getattr(tokenizer, n) for n in ("bos_token_id", "eos_token_id", "pad_token_id")}
     grown = None
     if needed > size:
@@ -292,7 +290,7 @@ def vocabulary(args: TrainArguments, model_config: Any, tokenizer: Any) -> tuple
 
 def tell_foreign_tokenizer(args: TrainArguments, tokenizer: Any) -> None:
     """Warn where a tokenizer that was named means other tokens by the ids that a pretrained model has learned."""
-    if not args.tokenizer_name_or_path or args.model_name_or_path.startswith("preset:") or not ranks.is_main():
+    if not args.tokenizer_name_or_path or shapes.is_preset(args.model_name_or_path) or not ranks.is_main():
         return
     try:
         own = load_tokenizer(replace(args, tokenizer_name_or_path=None)).get_vocab()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain import config as ds
-from bigtrain import defaults, plan
+from bigtrain import defaults, plan, shapes
 from bigtrain.auto import AUTO, pick
 from bigtrain.bench.grid import Cell
 from bigtrain.config import ModelShape, Resolved, RunValues
@@ -87,7 +87,7 @@ def _resolved(cell: Cell, machine: Machine) -> tuple[Resolved, PlanInput | None]
             values, run, world_size=cell.num_gpus, ranks_per_node=cell.num_gpus, seq_len=cell.seq_len, gpu_memory_bytes=gpu,
             host_memory_bytes=host, device=machine.device, attention=attention(cell, machine),
             kernels=kernels(cell, machine), frozen=tuple(cell.arguments.get("freeze") or ()), rates=stored_rates(machine.device), policy=_policy(cell),
-            blocks=cell.arguments.get("checkpoint_blocks"), tile=cell.arguments.get("mlp_tile_tokens"), share=_share(cell), drawn=cell.model.startswith("preset:"),
+            blocks=cell.arguments.get("checkpoint_blocks"), tile=cell.arguments.get("mlp_tile_tokens"), share=_share(cell), drawn=shapes.is_preset(cell.model),
         )  # fmt: skip
         config, run, chosen = picked.config, picked.run, picked.candidate.input
     shape = ModelShape.from_config(values)
@@ -131,7 +131,7 @@ def planned(cell: Cell, machine: Machine) -> Plan:
         device=machine.device,
         expandable=expandable_segments({**os.environ, **cell.env}),
         frozen=tuple(args.get("freeze") or ()),
-        drawn=cell.model.startswith("preset:"),
+        drawn=shapes.is_preset(cell.model),
     ).but(offload_gradients=share or 0.0)
     gpu, host = limits(cell, machine)
     buffers = not args.get("no_plan") and buffers_are_open(done.config)

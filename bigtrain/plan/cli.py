@@ -135,7 +135,7 @@ def model_config(name: str) -> dict[str, Any]:
         UsageError: none of these is there, or it is not a config.
     """
     path = Path(name)
-    if name.startswith(shapes.PREFIX) or (not path.exists() and name.lower() in shapes.names()):
+    if shapes.is_preset(name) or (not path.exists() and name.lower() in shapes.names()):
         return shapes.config_dict(name)
     if not path.exists():
         near = difflib.get_close_matches(name.lower(), shapes.names(), n=3)
@@ -199,7 +199,7 @@ def _input(args: argparse.Namespace, config: dict[str, Any] | None, ds_config: d
         "accumulation": args.accumulation if run is None else run.accumulation,
         "optimizer": (args.optim or defaults.OPTIM) if run is None else run.optim,
         "frozen": tuple(args.freeze), "expandable": expandable_segments(),
-        "drawn": bool(args.model) and args.model.startswith(shapes.PREFIX),
+        "drawn": shapes.is_preset(args.model),
     }  # fmt: skip
     values = {k: v for k, v in values.items() if v is not None}
     pairs = shapes.read_json(args.shapes, "the list of shapes") if args.shapes else None
