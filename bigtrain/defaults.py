@@ -28,3 +28,15 @@ def fused_kernels(asked: bool | None, has_gpu: bool) -> bool:
 def recomputes(asked: bool | None, policy: str, blocks: object) -> bool | None:
     """Whether activations are recomputed, which a policy or a number of blocks implies; None: not said."""
     return True if asked is None and (blocks is not None or policy != CHECKPOINTING_POLICY) else asked
+
+
+def bucket_elems(hidden: int) -> dict[str, int]:
+    """What "auto" of ZeRO's bucket sizes stands for, in elements, for a hidden size.
+
+    The formulas of transformers 5.24 (integrations/deepspeed.py, `trainer_config_finalize`).
+    """
+    return {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }

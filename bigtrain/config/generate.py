@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from bigtrain import defaults
 from bigtrain.config.batch import ACCUMULATION, GLOBAL, MICRO, BatchError, Given, solve_batch
 from bigtrain.config.problems import Problem, raise_if_errors
 from bigtrain.config.shape import ModelShape
@@ -168,18 +169,9 @@ def _batch(o: GenerateOptions) -> dict[str, Any]:
 
 
 def bucket_sizes(model: ModelShape | None) -> dict[str, int]:
-    """Hugging Face's formulas as whole numbers, or DeepSpeed's defaults without a hidden size.
-
-    transformers 5.24 integrations/deepspeed.py: reduce bucket h*h, prefetch int(0.9*h*h), persistence 10*h elements.
-    """
+    """Hugging Face's formulas, or DeepSpeed's defaults without a hidden size."""
     hidden = model.hidden_size if model else None
-    if not hidden:
-        return dict(FALLBACK)
-    return {
-        "reduce_bucket_size": hidden * hidden,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
-        "stage3_param_persistence_threshold": 10 * hidden,
-    }
+    return defaults.bucket_elems(hidden) if hidden else dict(FALLBACK)
 
 
 def _zero(o: GenerateOptions) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from bigtrain import defaults
 from bigtrain.errors import UsageError
 
 
@@ -47,10 +49,10 @@ class ZeroSettings:
             raise UsageError("offload_optimizer needs stage 1, 2 or 3, not stage 0")
 
 
-def _number(block: Mapping[str, Any], key: str, default: float, auto: float | None = None) -> int:
+def _elems(block: Mapping[str, Any], key: str, default: int, auto: Mapping[str, int]) -> int:
     value = block.get(key, default)
     if value == "auto":
-        value = default if auto is None else auto
+        value = auto.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise UsageError(f"zero_optimization.{key} is {value!r}: a number of elements is needed")
     return int(value)
@@ -93,7 +95,7 @@ def _offload(zero: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
 
 
 def settings_from_config(config: Mapping[str, Any], hidden: int) -> ZeroSettings:
-    """Read a ds_config; "auto" follows the Hugging Face formulas (R = d^2, prefetch 0.9 d^2, persistence 10 d).
+    """Read a ds_config; "auto" of buckets stands for `defaults.bucket_elems`.
 
     Args:
         config: the parsed JSON. hidden: hidden size of the model, for "auto".
@@ -102,6 +104,7 @@ def settings_from_config(config: Mapping[str, Any], hidden: int) -> ZeroSettings
         UsageError: a value that the plan needs is wrong, NVMe offload is asked for, or another precision than bf16.
     """
     zero = section(config, "zero_optimization")
+    size = partial(_elems, zero, auto=defaults.bucket_elems(hidden))
     stage = zero.get("stage", 0)
     if isinstance(stage, bool) or not isinstance(stage, int):
         raise UsageError(f"zero_optimization.stage is {stage!r}: the plan needs a number")
@@ -120,14 +123,14 @@ def settings_from_config(config: Mapping[str, Any], hidden: int) -> ZeroSettings
         pin_memory=bool((optimizer or param or {}).get("pin_memory", True)),
         ratio=_ratio(optimizer or {}),
         buffers=_buffers(optimizer or {}),
-        reduce_bucket_elems=_number(zero, "reduce_bucket_size", 5e8, hidden * hidden),
+        reduce_bucket_elems=size("reduce_bucket_size", ZeroSettings.reduce_bucket_elems),
         overlap_comm=(stage == 3) if overlap in (None, "auto") else bool(overlap),
         reduce_scatter=bool(zero.get("reduce_scatter", True)),
         grad_bytes=4 if grad in ("fp32", "float32") else 2,
-        prefetch_elems=_number(zero, "stage3_prefetch_bucket_size", 5e7, 0.9 * hidden * hidden),
-        persistence_elems=_number(zero, "stage3_param_persistence_threshold", 1e5, 10 * hidden),
-        max_live_elems=_number(zero, "stage3_max_live_parameters", 1e9),
-        max_reuse_elems=_number(zero, "stage3_max_reuse_distance", 1e9),
-        sub_group_elems=_number(zero, "sub_group_size", 1e9),
+        prefetch_elems=size("stage3_prefetch_bucket_size", ZeroSettings.prefetch_elems),
+        persistence_elems=size("stage3_param_persistence_threshold", ZeroSettings.persistence_elems),
+        max_live_elems=size("stage3_max_live_parameters", ZeroSettings.max_live_elems),
+        max_reuse_elems=size("stage3_max_reuse_distance", ZeroSettings.max_reuse_elems),
+        sub_group_elems=size("sub_group_size", ZeroSettings.sub_group_elems),
         bf16_states=bool(bf16.get("bf16_master_weights_and_grads")),
     )
