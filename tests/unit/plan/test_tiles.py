@@ -200,9 +200,8 @@ def test_sweeps_and_auto_know_tiles():
             expand({**grid, "mlp_tile_tokens": wrong})
     with pytest.raises(UsageError, match="mlp_tile_tokens is bigtrain's own"):
         expand({**grid, "mlp_tile_tokens": 8, "runner": "raw_deepspeed"})
-    picked = pick(
-        shapes.config_dict("llama-3b"), RunValues(micro_batch=1, accumulation=1), world_size=1, ranks_per_node=1, seq_len=8192,
-        gpu_memory_bytes=80 * GIB, host_memory_bytes=500 * GIB, device="cuda", attention="sdpa", kernels="liger", tile=1024,
-    )  # fmt: skip
+    base = plan_input(shapes.config_dict("llama-3b"), seq_len=8192, kernels="liger", mlp_tile_tokens=1024)
+    run = RunValues(micro_batch=1, accumulation=1)
+    picked = pick(base, run, gpu_memory_bytes=80 * GIB, host_memory_bytes=500 * GIB)
     assert picked.candidate.input.tile_tokens == 1024 and flags(picked.candidate.input)["mlp_tile_tokens"] == 1024
     assert "feed-forward in tiles of 1024" in picked.candidate.describe()
