@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import plan, watch
+from bigtrain import flat, plan, watch
 from bigtrain.diagnostics.hostwatch import HostWatch
 from bigtrain.diagnostics.metrics import HostMemory
 from bigtrain.errors import BigtrainError, DoesNotFitError
@@ -176,9 +176,6 @@ def held_bytes(model: Any, engine: Any, device: torch.device) -> dict[str, int]:
     return out
 
 
-_MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
-
-
 def _weights(params: Iterable[Any], inner: Any) -> Iterator[torch.Tensor]:
     for name in ("param_groups_fp16_flat_cpu_memory", "param_buffer_of_bit16_for_cpu_offload_groups"):
         yield from _tensors(getattr(inner, name, None))
@@ -193,14 +190,14 @@ def _gradients(params: Iterable[Any], inner: Any) -> Iterator[torch.Tensor]:
         yield from _tensors((param.grad, getattr(param, "grad_accum", None)))
     for name in ("averaged_gradients", "grad_partitions_flat_buffer", "accumulated_grads_in_cpu"):
         yield from _tensors(getattr(inner, name, None))
-    for name in _MASTERS:
+    for name in flat.MASTERS.values():
         yield from _tensors([p.grad for p in _tensors(getattr(inner, name, None))])
 
 
 def _states(inner: Any) -> Iterator[torch.Tensor]:
     yield from _tensors([group["params"] for group in getattr(inner, "param_groups", ())])
     yield from _tensors(getattr(inner, "state", None))
-    for name in _MASTERS:
+    for name in flat.MASTERS.values():
         yield from _tensors(getattr(inner, name, None))
 
 
