@@ -18,7 +18,7 @@ import torch
 
 from bigtrain import flat, plan, watch
 from bigtrain.diagnostics.hostwatch import HostWatch
-from bigtrain.diagnostics.metrics import HostMemory
+from bigtrain.diagnostics.metrics import ProcessMemory
 from bigtrain.errors import BigtrainError, DoesNotFitError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, Candidate, choose
 from bigtrain.plan.inputs import PlanInput
@@ -85,7 +85,7 @@ class Explained:
     def host_text(self, use: Room) -> str:
         """The table of the host, and the nearest configurations that fit."""
         held = held_bytes(self.model, self.engine, torch.device("cpu"))
-        resident = HostMemory().rss_bytes()
+        resident = ProcessMemory().rss_bytes()
         held[CATEGORIES[-1]] = max(0, resident - sum(held.values()))
         rank = os.environ.get("RANK", "0")
         lines = [f"rank {rank} stops in {self._now()}: host memory is nearly full, {use.describe()}. Of this rank, GiB:"]

@@ -116,7 +116,7 @@ class Run:
         self, job: Any, engine: Any, folder: Any, stop: StopSignal, flops: Any, places: Sequence[Any], document_bounds: bool
     ):
         from bigtrain import data, ranks
-        from bigtrain.diagnostics.metrics import HostMemory, RowLog, StepClock
+        from bigtrain.diagnostics.metrics import ProcessMemory, RowLog, StepClock
         from bigtrain.diagnostics.progress import Progress, open_trackers
         from bigtrain.diagnostics.report import spelled
         from bigtrain.saving import Saving
@@ -135,7 +135,7 @@ class Run:
                 len(job.eval_rows), args.per_device_eval_batch_size or job.steps.micro_batch, where["world_size"]
             )
             self.eval_loader = data.EvalLoader(job.eval_rows, plan, num_workers=workers, **where)
-        self.clock, self.memory, self.main = StepClock(), HostMemory(), ranks.is_main()
+        self.clock, self.memory, self.main = StepClock(), ProcessMemory(), ranks.is_main()
         self.saving, self.ended = Saving(args, engine, job.steps, folder.root, job.data_told), False
         self.trackers: list[Any] = []
         if self.main:

@@ -48,7 +48,7 @@ class Place:
     filled: bool = False
 
 
-class HostGradients:
+class SpilledGradients:
     """Gradients in host memory, each parameter's whole, side by side in the order given.
 
     Args:

@@ -12,7 +12,7 @@ from bigtrain.errors import UsageError
 from bigtrain.optim import arithmetic
 from bigtrain.optim.lanes import Lanes, lanes_for
 from bigtrain.optim.pieces import cut, joined
-from bigtrain.optim.spill import HostGradients
+from bigtrain.optim.spill import SpilledGradients
 from bigtrain.optim.state import load_keeping_dtypes
 from bigtrain.optim.stream import CHUNK_BYTES, Stream, Update
 from bigtrain.optim.table import BLOCK_ELEMS
@@ -298,4 +298,4 @@ def stream_state(
         ordered = [p for p in ds_engine.module.parameters() if id(p) in in_partitions]
         leaving = {id(ordered[i]) for i in partition.last_share([p.numel() for p in ordered], share)}
         params = [p for p in placed if id(p) in leaving]
-        stream.gradients = HostGradients(params, lanes, chunk_elems=stream.chunk_elems, pin=pin)
+        stream.gradients = SpilledGradients(params, lanes, chunk_elems=stream.chunk_elems, pin=pin)
