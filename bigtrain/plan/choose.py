@@ -12,7 +12,7 @@ from bigtrain.errors import UsageError
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge
 from bigtrain.plan.machine import show_bytes
-from bigtrain.plan.roofline import Rates, step_time, told
+from bigtrain.plan.roofline import Rates, speed_numbers, step_time
 from bigtrain.plan.settled import least_s, settled, with_all_buffers, with_fewest_blocks
 from bigtrain.plan.spilled import least_share
 from bigtrain.plan.states import LAYOUTS
@@ -65,7 +65,7 @@ class Choice:
 
         def one(c: Candidate) -> dict[str, Any]:
             need = {"gpu_need_bytes": _need(c), "host_need_bytes": c.plan.host_need_bytes()} if c.plan else {}
-            return {**c.options, "fits": c.fits, "why": c.why, **told(c.input.device, c.time), **need}
+            return {**c.options, "fits": c.fits, "why": c.why, **speed_numbers(c.input.device, c.time), **need}
 
         return {
             "chosen": self.options,

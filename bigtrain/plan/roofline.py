@@ -285,7 +285,7 @@ def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
     return StepTime(compute, communication + exposed, fetch, optimizer, total, tokens, mfu)
 
 
-def told(device: str, time: StepTime) -> dict[str, float | None]:
+def speed_numbers(device: str, time: StepTime) -> dict[str, float | None]:
     """What people are told of the speed: nothing for CPUs, for which the rates, a card's, are good for an order only."""
     known = device == "cuda"
     return {
