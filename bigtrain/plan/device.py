@@ -16,19 +16,40 @@ from bigtrain.plan.zero_sliced import SlicedSharding
 
 
 class Sharding(Protocol):
-    """What a ZeRO stage does to the tape at each point of a run."""
+    """What a ZeRO stage does to the tape at each point of a run, in the order in which a run comes to them."""
 
-    def learn(self, visits: list[Visit], recomputed: frozenset[str]) -> None: ...
-    def build(self) -> None: ...
-    def initialise(self) -> None: ...
-    def fetch(self, key: str, members: list[int], *, backward: bool, steady: bool) -> None: ...
-    def release(self, key: str) -> None: ...
-    def start_backward(self, micro: int, last: bool) -> None: ...
-    def grad(self, i: int) -> None: ...
-    def end_backward(self) -> None: ...
-    def step(self, first: bool) -> None: ...
-    def all_gather(self) -> None: ...
-    def export(self) -> None: ...
+    def learn(self, visits: list[Visit], recomputed: frozenset[str]) -> None:
+        """Before anything: in which order a step fetches which weights, and which visits of them are recomputations."""
+
+    def build(self) -> None:
+        """The model is built."""
+
+    def initialise(self) -> None:
+        """DeepSpeed starts: masters, flat weights, buffers."""
+
+    def fetch(self, key: str, members: list[int], *, backward: bool, steady: bool) -> None:
+        """The weights `members` are needed for the visit `key`; `steady`: not in the first step."""
+
+    def release(self, key: str) -> None:
+        """The visit is over."""
+
+    def start_backward(self, micro: int, last: bool) -> None:
+        """The backward of a micro step begins, the last of its step or not."""
+
+    def grad(self, i: int) -> None:
+        """Autograd delivers the gradient of parameter `i`."""
+
+    def end_backward(self) -> None:
+        """A backward is over: what waits in buckets is reduced."""
+
+    def step(self, first: bool) -> None:
+        """The optimizer updates the weights; the first time its moments are made."""
+
+    def all_gather(self) -> None:
+        """After the update every rank has all weights again."""
+
+    def export(self) -> None:
+        """The model is written out."""
 
 
 def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:

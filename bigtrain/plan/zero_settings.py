@@ -16,8 +16,22 @@ from bigtrain.errors import UsageError
 class ZeroSettings:
     """The memory-relevant part of a ds_config, as numbers. Sizes are elements, as in DeepSpeed's JSON.
 
-    Defaults are DeepSpeed 0.19.8's (runtime/zero/config.py, offload_config.py). `offload_gradients` is not in the file but an
-    argument of the run: the share of the gradients that leaves the GPU during backward.
+    Defaults are DeepSpeed 0.19.8's (runtime/zero/config.py, offload_config.py).
+
+    Attributes:
+        stage: 0 to 3.
+        offload_optimizer, offload_param: whether these live in host memory; `pin_memory`: page-locked.
+        ratio: offload_optimizer.ratio, the share of the state that does. buffers: offload_optimizer.buffer_count.
+        offload_gradients: share of the gradients that leaves the GPU during backward; an argument of the run, not in the file.
+        reduce_bucket_elems: reduce_bucket_size. overlap_comm, reduce_scatter: as in the file.
+        grad_bytes: of an element of the sum of gradients: 4 or 2, by data_types.grad_accum_dtype.
+        prefetch_elems, persistence_elems: stage3_prefetch_bucket_size, stage3_param_persistence_threshold.
+        max_live_elems, max_reuse_elems: stage3_max_live_parameters, stage3_max_reuse_distance.
+        sub_group_elems: sub_group_size.
+        bf16_states: bf16.bf16_master_weights_and_grads.
+
+    Raises:
+        UsageError: values that no stage takes, or not this one.
     """
 
     stage: int = 3
