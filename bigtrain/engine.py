@@ -209,7 +209,7 @@ class Engine(NotCopied):
         return loss.detach()
 
     def _agree_on_parameters(self, _grad: torch.Tensor) -> None:
-        """At the start of a backward: if ranks will use different parameters, reduce at its end, in one order (B50)."""
+        """At the start of a backward: if ranks will use different parameters, reduce at its end, in one order (DeepSpeed#777)."""
         used = self._reduction.used()
         if not agreement.same_parameters(used, self._parts.names, self.global_step, self._since.backwards, self.stage):
             self._reduction.defer()

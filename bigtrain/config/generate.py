@@ -216,7 +216,7 @@ def _or_auto(value: float | None) -> Any:
 
 
 def _scheduler(o: GenerateOptions) -> dict[str, Any]:
-    """Always with its peak rate and its length: DeepSpeed's defaults are 0.001 and an error (report B07)."""
+    """Always with its peak rate and its length: DeepSpeed's defaults are 0.001 and an error (DeepSpeed#7303)."""
     warmup = AUTO if o.warmup_steps is None else max(1, o.warmup_steps)
     total = AUTO if o.total_steps is None else o.total_steps
     kind = _SCHEDULE_TYPE[o.scheduler]  # type: ignore[index]
