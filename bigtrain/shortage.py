@@ -155,7 +155,8 @@ def _category(row: str) -> str:
         return "weights"
     if row.startswith("gradient"):
         return "gradients"
-    return "optimizer states" if row.startswith(("master", "moments", "remainder")) else CATEGORIES[-1]
+    # What is on its way through the GPU is in no optimizer's state, and so not among what is held either.
+    return "optimizer states" if row.startswith(("master", "moments", "optimizer state, host")) else CATEGORIES[-1]
 
 
 def held_bytes(model: Any, engine: Any, device: torch.device) -> dict[str, int]:
