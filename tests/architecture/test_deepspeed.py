@@ -90,6 +90,18 @@ def test_every_imported_symbol_is_listed():
     assert [name for name in SYMBOLS.values() if name.split(".")[-1] not in LISTING and name not in ("deepspeed.comm",)] == []
 
 
+def test_what_others_take_through_the_door_exists_and_is_listed():
+    """`zero.deepspeed.ops.adam.FusedAdam` outside of the folder."""
+    taken = {
+        found
+        for path in (ROOT / "bigtrain").rglob("*.py")
+        for found in re.findall(r"\bzero\.(deepspeed(?:\.\w+)+)", path.read_text(encoding="utf-8"))
+    }
+    assert taken and {name for name in taken if name.split(".")[-1] not in LISTING} == set()
+    for name in taken:
+        resolve(name)
+
+
 def test_the_pinned_version_is_the_one_installed():
     import deepspeed
 
