@@ -358,7 +358,7 @@ class Engine(NotCopied):
         return deepspeed_format.save(self, directory, tag, state or {})
 
     def export(self, directory: str | Path, dtype: str = "bfloat16", tokenizer: Any = None) -> Path:
-        """Write the model as a Hugging Face folder; all ranks call it."""
+        """Write the model as a Hugging Face folder, its weights in `dtype`; all ranks call it. Errors: `weights.export_model`."""
         meet(Point.EXPORT, self.global_step, 0, limit_s=120.0)
         weights.export_model(self.module, directory := Path(directory), dtype=dtype, tokenizer=tokenizer)
         return directory

@@ -187,7 +187,11 @@ def choose(
         recompute: False: no block; True: those that `base` says; None: either, or as few as fit, unless `base` says a number.
         share: of the gradients that leave the GPU in backward, as the user said; None: the least that fits.
         optimizers: which ones may be chosen, best liked first (ties in speed go to the earlier one).
+        rates: the machine's, for the times; None: the planner's defaults.
         wanted: how many of the fastest; what cannot be one of them is not planned. None: all.
+
+    Returns:
+        The fastest that fits in `best`, None if nothing does; then with `advice`.
 
     Raises:
         UsageError: the global batch cannot be divided by the ranks, or is beyond any run; no gradients can leave, though `share` says so.
