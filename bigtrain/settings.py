@@ -15,6 +15,7 @@ from bigtrain.config import ModelShape, Resolved, RunValues, left_open, load, re
 from bigtrain.config.batch import ACCUMULATION, GLOBAL, MICRO, BatchError, Given, solve_batch
 from bigtrain.config.run import DEFAULTS
 from bigtrain.errors import ConfigError, UsageError
+from bigtrain.plan.constants import STATE_BUFFERS
 
 # DeepSpeed's schedulers and what the same curve is called here.
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -58,7 +59,7 @@ class Settings:
     total_steps: int | None
     offload_ratio: float = 1.0
     pin_memory: bool = True
-    offload_buffers: int = 4
+    offload_buffers: int = STATE_BUFFERS
     offload_gradients: float = 0.0
     scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -215,7 +216,7 @@ def _on_host(block: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "offload_ratio": float(block.get("ratio", 1.0)),
         "pin_memory": block.get("pin_memory", True) is not False,
-        "offload_buffers": max(1, int(block.get("buffer_count") or 4)),
+        "offload_buffers": max(1, int(block.get("buffer_count") or STATE_BUFFERS)),
     }
 
 

@@ -10,6 +10,7 @@ import torch
 
 from bigtrain.errors import UsageError
 from bigtrain.optim.table import OPTIMIZERS, canonical_name
+from bigtrain.plan.constants import STATE_BUFFERS
 
 Groups = list[dict[str, Any]]
 
@@ -41,7 +42,7 @@ class Options:
     offload: bool = False
     offload_ratio: float = 1.0
     pin_memory: bool = True
-    offload_buffers: int = 4
+    offload_buffers: int = STATE_BUFFERS
     offload_gradients: float = 0.0
     device: str = "cuda"
 

@@ -14,8 +14,9 @@ from bigtrain.optim.lanes import Lanes, lanes_for
 from bigtrain.optim.pieces import cut, joined
 from bigtrain.optim.spill import SpilledGradients
 from bigtrain.optim.state import load_keeping_dtypes
-from bigtrain.optim.stream import CHUNK_BYTES, Stream, Update
+from bigtrain.optim.stream import Stream, Update
 from bigtrain.optim.table import BLOCK_ELEMS
+from bigtrain.plan.constants import STATE_BUFFERS, STATE_CHUNK_BYTES
 
 # Elements updated at a time: on a CPU its fp32 temporaries should stay in the cache, on a GPU one launch should fill the card.
 CHUNK_ELEMS = {"cpu": 1 << 16, "cuda": 1 << 27}
@@ -36,7 +37,7 @@ class OnHost(NamedTuple):
 
     ratio: float = 1.0
     pin: bool = True
-    buffers: int = 4
+    buffers: int = STATE_BUFFERS
     gradients: float = 0.0
 
 
@@ -283,7 +284,7 @@ def stream_state(
     layouts: dict[torch.Tensor, flat.PartitionLayout],
     lanes: Lanes,
     on_host: OnHost,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int = STATE_CHUNK_BYTES,
 ) -> None:
     """Give the optimizer of a DeepSpeed engine a stream, and host memory for the gradients that leave."""
     optimizer, device = ds_engine.basic_optimizer, next(iter(layouts)).device

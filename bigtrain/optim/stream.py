@@ -19,13 +19,11 @@ from typing import Any
 import torch
 
 from bigtrain.optim.lanes import COMPUTE, DOWN, UP, UPDATE, HostMemory, Lanes
-from bigtrain.optim.pieces import GATHER_ELEMS, cut, joined
+from bigtrain.optim.pieces import cut, joined
 from bigtrain.optim.spill import SpilledGradients
 from bigtrain.optim.table import BLOCK_ELEMS
+from bigtrain.plan.constants import GATHER_ELEMS, STATE_BUFFERS, STATE_CHUNK_BYTES
 
-# A chunk's state: large enough that a copy runs at the bus's full rate (53 GB/s on PCIe gen 5: 2.5 ms), four of them in flight.
-CHUNK_BYTES = 128 << 20
-BUFFERS = 4
 AHEAD = 8  # chunks asked for beyond those that are on the GPU and those that something waits for: 20 ms of the bus
 
 State = dict[str, torch.Tensor]
@@ -122,8 +120,8 @@ class Stream:
         *,
         ratio: float = 1.0,
         pin: bool = True,
-        chunk_bytes: int = CHUNK_BYTES,
-        buffers: int = BUFFERS,
+        chunk_bytes: int = STATE_CHUNK_BYTES,
+        buffers: int = STATE_BUFFERS,
     ):
         self._layout, self._lanes, self._device = layout, lanes, device
         self._ratio, self._pin = ratio, pin

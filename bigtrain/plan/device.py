@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from bigtrain.plan.activations import BlockBytes, block_bytes, fused_loss_rows, norm_kept
+from bigtrain.plan.constants import CHUNK_LOGITS, SCALED_AT_A_TIME
 from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.parts import parts_of
@@ -63,9 +64,6 @@ def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:
 
 # Phases of a micro step, from the first update on.
 MICRO_STEP = ("steady forward", "loss", "loss backward", "backward", "bucket flush")
-# fp32 logits alive at a time without Triton, in elements (kernels/cross_entropy.py CHUNK_LOGITS).
-CHUNK_LOGITS = {"cuda": 2**27, "cpu": 2**22}
-SCALED_AT_A_TIME = 2**22
 
 
 class Run:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from bigtrain.plan.constants import CPU_CHUNK_ELEMS, GATHER_ELEMS, GRADIENTS_IN_FLIGHT_BYTES
 from bigtrain.plan.flat import FlatGroup, flat_group, heaviest_rank, split_groups
 from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
-from bigtrain.plan.streamed import IN_FLIGHT_BYTES, Update
+from bigtrain.plan.streamed import Update
 from bigtrain.plan.tape import Tape
 
 
@@ -31,11 +32,6 @@ def build_whole(plan: PlanInput, tape: Tape) -> None:
             tape.touch(4 * elems, "weights, drawn in fp32")
         tape.hold(("built", i), 2 * elems, rows[i])
         tape.drop(("drawn", i))
-
-
-# Elements of gradients that an update takes at once (optim/pieces.py GATHER_ELEMS); with an fp32 master on a CPU those of
-# optim/chunks.py CHUNK_ELEMS, for one thread.
-GATHER_ELEMS, CPU_CHUNK_ELEMS = 2**25, 2**16
 
 
 def chunk_of_gradients(plan: PlanInput, tape: Tape, elems: int, *, apart: bool) -> None:
@@ -233,7 +229,7 @@ class FlatSharding:
             self.flight = [held for held in self.flight if held != key]
             self.tape.hold(key, size, "gradients, on their way")
             self.flight.append(key)
-        while len(self.flight) > len(keys) and sum(2 * self.items[j].elems for _, j in self.flight) > IN_FLIGHT_BYTES:
+        while len(self.flight) > len(keys) and sum(2 * self.items[j].elems for _, j in self.flight) > GRADIENTS_IN_FLIGHT_BYTES:
             self.tape.drop(self.flight.pop(0))
 
     def _into_bucket(self, i: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from bigtrain import defaults
 from bigtrain.errors import UsageError
+from bigtrain.plan.constants import STATE_BUFFERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class ZeroSettings:
     offload_param: bool = False
     pin_memory: bool = True
     ratio: float = 1.0
-    buffers: int = 4
+    buffers: int = STATE_BUFFERS
     offload_gradients: float = 0.0
     reduce_bucket_elems: int = 500_000_000
     overlap_comm: bool = False
@@ -90,7 +91,7 @@ def _buffers(optimizer: Mapping[str, Any]) -> int:
         raise UsageError(
             f"zero_optimization.offload_optimizer.buffer_count is {count!r}: a whole number of at least 0 is needed"
         )
-    return count or 4
+    return count or STATE_BUFFERS
 
 
 def _ratio(optimizer: Mapping[str, Any]) -> float:

@@ -91,7 +91,7 @@ def _models(moments, lanes, share, ratio=1.0, buffers=3):
 @pytest.mark.parametrize("favour", [None, UP, UPDATE, DOWN, COMPUTE])
 def test_lanes_that_run_apart_change_no_bit(seed, favour, monkeypatch):
     """Accumulation, skipped steps, unused parameters, forwards that wait for a part only, memory reused at once."""
-    monkeypatch.setattr(spill, "IN_FLIGHT_BYTES", 6000)
+    monkeypatch.setattr(spill, "GRADIENTS_IN_FLIGHT_BYTES", 6000)
     lanes, draw = Ahead(seed, favour), random.Random(seed)
     moments, ratio = draw.choice(["float32", "bfloat16", "8bit"]), draw.choice([1.0, 1.0, 0.5])
     share, micro_batches = draw.choice([0.2, 0.6, 1.0]), draw.choice([1, 2, 3])
