@@ -16,9 +16,8 @@ NEVER_PRINT = 10**9
 """steps_per_print: DeepSpeed's own progress lines are off; bigtrain prints its own."""
 
 BUCKET = 200_000_000
-FALLBACK = {"reduce_bucket_size": 500_000_000, "stage3_prefetch_bucket_size": 50_000_000,
-            "stage3_param_persistence_threshold": 100_000}  # fmt: skip
-"""DeepSpeed's defaults, for models without a hidden size (transformers issue 21342)."""
+FALLBACK = defaults.BUCKET_ELEMS
+"""For models without a hidden size (transformers issue 21342)."""
 
 Schedule = Literal["linear", "cosine", "constant"]
 _SCHEDULE_TYPE = {"linear": "WarmupDecayLR", "cosine": "WarmupCosineLR", "constant": "WarmupLR"}

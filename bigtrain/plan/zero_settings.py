@@ -42,12 +42,12 @@ class ZeroSettings:
     ratio: float = 1.0
     buffers: int = STATE_BUFFERS
     offload_gradients: float = 0.0
-    reduce_bucket_elems: int = 500_000_000
+    reduce_bucket_elems: int = defaults.BUCKET_ELEMS["reduce_bucket_size"]
     overlap_comm: bool = False
     reduce_scatter: bool = True
     grad_bytes: int = 2
-    prefetch_elems: int = 50_000_000
-    persistence_elems: int = 100_000
+    prefetch_elems: int = defaults.BUCKET_ELEMS["stage3_prefetch_bucket_size"]
+    persistence_elems: int = defaults.BUCKET_ELEMS["stage3_param_persistence_threshold"]
     max_live_elems: int = 1_000_000_000
     max_reuse_elems: int = 1_000_000_000
     sub_group_elems: int = 1_000_000_000
