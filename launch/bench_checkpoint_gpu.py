@@ -12,8 +12,10 @@ save after the other, each as `save_checkpoint(wait=False)` with training going 
 Of each: `stall_s`, seconds that the training thread stood still (the call, and its wait before the update), against `floor_s`, the
 bytes on the GPU over the speed of a pinned copy measured in this process (`floor_54_s`: over 54 GB/s); what `memory_allocated` was
 before, in every step during, and after; its peak against that of steps without a save; the median step beside the writer against
-the median step before (`lost`), and the same with the stall and all in it (`lost_with_stall`). Then the load, from disk, and a comparison of
-samples of the state with what they were when it was saved. On a machine without a GPU everything runs as well, on the host.
+those before and after (`lost`), the same of means (`lost_of_mean`), both without the first step, which has the wait for the copy
+in it; and with all in it (`lost_with_stall`). `slowest_beside`: seconds of the slowest steps and their number in the save. Then
+the load, from disk, and a comparison of samples of the state with what they were when it was saved. On a machine without a GPU
+everything runs as well, on the host.
 
 `processor` tells of each busy thread its seconds in user and system mode a step and how often it waited and was taken off its
 processor. A thread that waits for the GPU computes all the time.
@@ -232,9 +234,13 @@ def save(training: Training, engine: Engine, root: Path, mode: str, around: int)
     engine.checkpoints.wait()  # raises what the writer failed with
     row["allocated_after"] = allocated()
     after_s, _ = training.steps(around)
-    alone_s = statistics.median(training.seconds[first - around : first] + training.seconds[-around:])
+    alone = training.seconds[first - around : first] + training.seconds[-around:]
+    alone_s = statistics.median(alone)
     row |= {"step_before_s": before_s, "step_after_s": after_s, "lost": row["step_beside_s"] / alone_s - 1}
+    row["lost_of_mean"] = statistics.mean(beside[1:] or beside) / statistics.mean(alone) - 1
     row["lost_with_stall"] = total_s / (len(beside) * alone_s) - 1
+    row["slowest_beside"] = sorted(((s, number) for number, s in enumerate(beside)), reverse=True)[:8]
+    row["slowest_alone"] = sorted(alone, reverse=True)[:8]
     row["allocated_equal"] = {before, *during, row["allocated_after"]} == {before}
     return row, kept
 

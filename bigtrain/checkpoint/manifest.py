@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from bigtrain.errors import CheckpointError
@@ -59,6 +59,13 @@ class SavedSlice:
             count *= size
         return count
 
+    def entry(self) -> dict[str, Any]:
+        """As it stands in the manifest. No deep copies: this runs beside training, which waits for the interpreter meanwhile."""
+        return {name: value for name in _NAMES if (value := getattr(self, name)) is not None}
+
+
+_NAMES = tuple(f.name for f in fields(SavedSlice))
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankManifest:
@@ -82,7 +89,7 @@ class RankManifest:
         body = {
             "format": RANK_FORMAT, "version": VERSION, "rank": self.rank, "world_size": self.world_size,
             "data": data, "chunk_bytes": self.chunk_bytes,
-            "slices": [{k: v for k, v in asdict(s).items() if v is not None} for s in self.slices], "state": self.state,
+            "slices": [s.entry() for s in self.slices], "state": self.state,
         }  # fmt: skip
         return json.dumps(body, separators=(",", ":")).encode()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from typing import Any
 
 import torch
@@ -17,31 +18,43 @@ class HostInputs:
     The way down starts when the block starts and takes place beside its forward. On the way up the input of a block is asked for
     when the block after it begins its own recompute, so that it is there in time. Both copies run on a stream of their own
     (torch.autograd.graph.save_on_cpu copies on the stream of the computation and waits). What is on a CPU already stays as it is.
+
+    The host launches blocks faster than the GPU computes them, and memory that the copies read or write is free for others only
+    once they have taken place. So it is held back: in forward to two blocks ahead of the copies, in backward to one. Otherwise a
+    forward launched at once would hold the inputs of all blocks.
     """
 
     def __init__(self) -> None:
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self._last: weakref.ref[_OnHost] | None = None
+        self._down: deque[torch.cuda.Event] = deque()
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        stream = next((a for a in args if isinstance(a, torch.Tensor) and a.is_cuda and a.requires_grad), None)
-        if stream is None:
+        places = [(a.data_ptr(), a.shape) for a in args if isinstance(a, torch.Tensor) and self._leaves(a)][:1]
+        if not places:
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
         def pack(tensor: torch.Tensor) -> Any:
             # Other arguments, such as positions, are the same tensor for every block: nothing is gained by copies of them.
-            same = tensor.data_ptr() == stream.data_ptr() and tensor.shape == stream.shape
-            return self._send(tensor) if same else tensor
+            # Told by its place: autograd keeps this function, and so would keep a tensor that it names.
+            return self._send(tensor) if (tensor.data_ptr(), tensor.shape) in places else tensor
 
         # Inside of the block the hooks of `checkpoint` are in force: these see the arguments alone.
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
+    def _leaves(self, tensor: torch.Tensor) -> bool:
+        """Whether this argument of a block is one to be kept on the host."""
+        return tensor.is_cuda and tensor.requires_grad
+
     def _send(self, tensor: torch.Tensor) -> _OnHost:
         if tensor.device not in self._sides:
             self._sides[tensor.device] = torch.cuda.Stream(tensor.device)
+        while len(self._down) >= 2:
+            self._down.popleft().synchronize()
         sent = _OnHost(tensor, self._sides[tensor.device], self._last)
         self._last = weakref.ref(sent)
+        self._down.append(sent.gone)
         return sent
 
 
@@ -56,7 +69,16 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 class _OnHost:
-    """One tensor on the host. `before` is the one of the block before, whose backward comes next."""
+    """One tensor on the host.
+
+    Args:
+        tensor: it, on a GPU. No reference to it is kept.
+        side: the stream of the copies.
+        before: the one of the block before, whose backward comes next.
+
+    Attributes:
+        gone: the copy to the host has taken place.
+    """
 
     def __init__(self, tensor: torch.Tensor, side: torch.cuda.Stream, before: weakref.ref[_OnHost] | None):
         self._device, self._side, self._before = tensor.device, side, before
@@ -71,6 +93,7 @@ class _OnHost:
                 host.copy_(part, non_blocking=True)
         for part in parts[:1]:
             part.record_stream(side)  # its memory is not given to anybody else before it has been read
+        self.gone = side.record_event()
 
     def fetch(self) -> None:
         """Start the way up, if it has not been started."""
@@ -90,6 +113,7 @@ class _OnHost:
         self.fetch()
         assert self._coming is not None and self._arrived is not None
         torch.cuda.current_stream(self._device).wait_event(self._arrived)
+        self._arrived.synchronize()
         before = self._before() if self._before is not None else None
         if before is not None:
             before.fetch()

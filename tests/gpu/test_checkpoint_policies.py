@@ -57,3 +57,18 @@ def test_policies_and_numbers_give_the_bits_of_full_checkpointing_in_less_memory
             assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), (name, step)
     assert bytes_["full"] < bytes_["some"] < bytes_["none"] and bytes_["full"] <= bytes_["selective"] < bytes_["none"]
     assert bytes_["offload"] <= bytes_["full"]
+
+
+def test_inputs_that_are_on_the_host_are_not_on_the_card():
+    """Between forward and backward, when all of them are kept: 6 blocks' inputs, of which two at most may still be on their way."""
+    plain, held = _model(liger=False), {}
+    ids = torch.randint(0, 500, (4, 1024), generator=torch.Generator().manual_seed(0)).cuda()
+    for policy in ("full", "offload"):
+        model = copy.deepcopy(plain)
+        enable_activation_checkpointing(model, policy=policy)
+        start = torch.cuda.memory_allocated()
+        loss = model(input_ids=ids, labels=ids).loss
+        held[policy] = torch.cuda.memory_allocated() - start
+        loss.backward()
+        del model, loss
+    assert held["full"] - held["offload"] >= 4 * ids.numel() * 512 * 2
