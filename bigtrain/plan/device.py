@@ -55,7 +55,7 @@ class Sharding(Protocol):
 
 def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:
     """The simulation of the plan's stage; `rank` matters where ranks differ, at stages 1 and 2."""
-    if plan.settings.stage == 1 and plan.told.grad_bytes == 4 and not plan.settings.offload_optimizer:
+    if plan.settings.stage == 1 and plan.deepspeed_settings.grad_bytes == 4 and not plan.settings.offload_optimizer:
         return Bf16Sharding(plan, tape)
     if plan.settings.stage in (1, 2):
         return FlatSharding(plan, tape, rank)

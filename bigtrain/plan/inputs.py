@@ -181,7 +181,7 @@ class PlanInput:
         return sum(2 * self.parameters.items[i].elems for i in self.leaving)
 
     @cached_property
-    def told(self) -> ZeroSettings:
+    def deepspeed_settings(self) -> ZeroSettings:
         """What DeepSpeed is told: without optimizer offload, where the optimizer does that itself."""
         own = self.settings.offload_optimizer and LAYOUTS[self.optimizer].own_offload
         return replace(self.settings, offload_optimizer=False) if own else self.settings

@@ -91,7 +91,7 @@ def state_bytes(plan: PlanInput) -> tuple[int, int]:
     owned = slice_elems(plan.trained_elems, plan.world_size)
     weights = 2 * (slice_elems(total, plan.world_size) if zero.stage == 3 else total)
     kept = layout.remainder + min(layout.moments, layout.matrix_moments)
-    share = zero.ratio if plan.told.offload_optimizer or plan.streams else 0.0
+    share = zero.ratio if plan.deepspeed_settings.offload_optimizer or plan.streams else 0.0
     gpu = (0 if zero.offload_param else weights) + (kept + (2 if zero.stage >= 2 else 0)) * owned * (1 - share)
     host = (kept + (0 if layout.own_offload else layout.step_grad)) * share * owned + (weights if zero.offload_param else 0)
     # A ratio moves whole sub-groups; the bound stays a bound with one sub-group's slack.

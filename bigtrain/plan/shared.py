@@ -117,7 +117,7 @@ def _for_micro_steps(plan: PlanInput) -> PlanInput:
     tiles = {"mlp_tile_tokens": 1} if zero.stage == 3 and plan.mlp_tile_tokens else _NO_TILES
     streams = plan.streams and (plan.leaving or zero.stage == 1)
     return plan.but(
-        settings=zero if streams else plan.told, optimizer="adamw_split" if streams else "adamw", drawn=False,
+        settings=zero if streams else plan.deepspeed_settings, optimizer="adamw_split" if streams else "adamw", drawn=False,
         accumulation=min(2, plan.accumulation), buffers=1, ratio=1.0, **blocks, **tiles, **_NO_TOKENS,
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ def chunk_of_gradients(plan: PlanInput, tape: Tape, elems: int, *, apart: bool) 
         elems: of the partition.
         apart: they do not follow each other in memory, so those of one chunk are copied together.
     """
-    step_grad, grad_bytes = plan.device_layout.step_grad, plan.told.grad_bytes
+    step_grad, grad_bytes = plan.device_layout.step_grad, plan.deepspeed_settings.grad_bytes
     chunk = min(elems, CPU_CHUNK_ELEMS if plan.device == "cpu" and step_grad == 4 else GATHER_ELEMS)
     if apart and not plan.streams:
         tape.hold("joined", grad_bytes * chunk, "gradients, flat for the step")
@@ -120,7 +120,7 @@ class FlatSharding:
     """Device memory of one rank under stage 1 or 2; by default of the one whose partition touches most elements."""
 
     def __init__(self, plan: PlanInput, tape: Tape, rank: int | None = None):
-        self.plan, self.tape, self.zero = plan, tape, plan.told
+        self.plan, self.tape, self.zero = plan, tape, plan.deepspeed_settings
         self.items, self.layout = plan.parameters.items, plan.device_layout
         world, found = plan.world_size, owners(plan)
         self.groups, self.owners = found.groups, found.ranks
