@@ -236,7 +236,7 @@ def _problems_with_files(args: TrainArguments) -> Iterator[str]:
         if value and not _is_there(value):
             yield f"{name}: {value} does not exist{_instead_of_data(value)}"
     model = args.model_name_or_path
-    if model.startswith("preset:"):
+    if shapes.is_preset(model):
         if model.removeprefix(shapes.PREFIX) not in shapes.names():
             near = difflib.get_close_matches(model.removeprefix(shapes.PREFIX), shapes.names(), n=3)
             yield f"model_name_or_path: unknown {model}; " + (

@@ -18,7 +18,7 @@ from bigtrain.models.sharding import refuse_empty
 from bigtrain.optim.build import build_optimizer
 from bigtrain.optim.groups import param_groups
 from bigtrain.precision import refuse_other_dtypes, to_bf16
-from bigtrain.reduction import GradientFlags
+from bigtrain.reduction import GradientFlags, Reduction
 from bigtrain.settings import Settings
 from bigtrain.startup import SharedMaster
 from bigtrain.weights.guard import guard_state_dict
@@ -36,8 +36,8 @@ class Assembled:
         names, params: the trainable parameters, in the model's order.
         frozen_map: every parameter with its requires_grad at this moment.
         running: BatchNorm's statistics, which ranks must share.
-        base_lrs: peak learning rate of each parameter group.
         flags: marks of non-finite gradients.
+        reduction: how gradients reach the optimizer.
         writes: weights that a script wrote between two steps.
     """
 
@@ -46,9 +46,16 @@ class Assembled:
     params: list[torch.nn.Parameter]
     frozen_map: list[tuple[str, torch.nn.Parameter, bool]]
     running: buffers.RunningStats
-    base_lrs: list[float]
     flags: GradientFlags
+    reduction: Reduction
     writes: ForeignWrites
+
+    def release(self) -> None:
+        """End DeepSpeed's engine and take all hooks off the model: another may have it."""
+        self.reduction.finish_update(states=True)
+        self.ds.destroy()
+        for hook in (self.ds.module_forward_pre_hook, self.ds.module_forward_post_hook, *self.flags.handles):
+            hook.remove()
 
 
 def assemble(
@@ -96,15 +103,14 @@ def assemble(
     restored = buffers.restore(model, saved)
     if restored:
         log.info("kept %d buffers in the dtype they were built with: %s", len(restored), guards.listing(restored))
-    base_lrs = [float(group["lr"]) for group in ds.optimizer.param_groups]
     return Assembled(
         ds,
         names,
         params,
         frozen_map,
         buffers.RunningStats(buffers.batchnorms(model)),
-        base_lrs,
         flags,
+        Reduction(ds, params, flags),
         ForeignWrites(
             names,
             params,

@@ -6,19 +6,16 @@ searched over, nor is the share of the gradients that leaves. The ds_config spel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bigtrain import plan
 from bigtrain.config import GenerateOptions, RunValues, generate
 from bigtrain.errors import DoesNotFitError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
-from bigtrain.plan.inputs import Checkpointing, PlanInput, ZeroSettings
-from bigtrain.plan.machine import expandable_segments
+from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.roofline import Rates
 from bigtrain.plan.show import choice_text
-from bigtrain.plan.states import layout_name
+from bigtrain.plan.zero_settings import ZeroSettings
 
 AUTO = "auto"
 
@@ -43,56 +40,46 @@ class Picked:
 
 
 def pick(
-    model_config: Mapping[str, Any],
+    base: PlanInput,
     run: RunValues,
     *,
-    world_size: int,
-    ranks_per_node: int,
-    seq_len: int,
     gpu_memory_bytes: int | None,
     host_memory_bytes: int | None,
-    device: str = "cuda",
-    attention: plan.Attention = "sdpa",
-    kernels: str = "hf",
-    frozen: tuple[str, ...] = (),
     rates: Rates | None = None,
-    policy: Checkpointing = "full",
-    blocks: int | str | None = None,
-    tile: int | None = None,
+    blocks_are_open: bool = False,
     share: float | None = None,
-    drawn: bool = False,
 ) -> Picked:
     """Choose stage, offload, optimizer states, checkpointing, micro batch and accumulation.
 
     Args:
-        model_config: parsed config.json. run: what the user said; None stands for "choose".
+        base: the model and what else stands: ranks, sequence length, policy and number of recomputed blocks, tiles, kernels.
+        run: what the user said; None stands for "choose".
         gpu_memory_bytes, host_memory_bytes: of one card and of one host; None: no limit.
         rates: the machine's, for the ranking; None: the planner's defaults.
-        policy: of checkpointing. blocks: how many are recomputed, "auto", or None: as the user said nothing of it.
-        tile: tokens of one tile of the feed-forward parts.
+        blocks_are_open: choose how many blocks are recomputed, too.
         share: of the gradients that leaves the GPU in backward, as the user said; None: the least that fits.
-        drawn: a preset, see `PlanInput`.
 
     Raises:
         DoesNotFitError: nothing that the user's values allow fits; with the ladder and what would help.
-        UsageError: the model's family has no formulas, or no gradients can leave, though `share` says so.
+        UsageError: no gradients can leave, though `share` says so.
     """
-    base = plan.plan_input(
-        model_config, world_size=world_size, gpus_per_node=ranks_per_node, seq_len=seq_len, device=device, kernels=kernels,
-        attention=attention, frozen=frozen, optimizer=layout_name(run.optim or "adamw"), checkpointing=policy, drawn=drawn,
-        checkpoint_blocks=int(blocks) if blocks not in (None, AUTO) else None, expandable=expandable_segments(),
-        mlp_tile_tokens=tile or 0,
-    )  # fmt: skip
-    base = base.but(settings=search_settings(base.geometry.hidden))
     if run.optim:
         optimizers: tuple[str, ...] = (base.optimizer,)
     else:
-        optimizers = DEFAULT_OPTIMIZERS if device == "cuda" else DEFAULT_OPTIMIZERS[:1]
+        optimizers = DEFAULT_OPTIMIZERS if base.device == "cuda" else DEFAULT_OPTIMIZERS[:1]
     choice = choose(
-        base, gpu_memory_bytes=gpu_memory_bytes, host_memory_bytes=host_memory_bytes, optimizers=optimizers, rates=rates,
-        global_batch=world_size * rows_per_rank(run.micro_batch, run.accumulation), micro_batch=run.micro_batch,
-        accumulation=run.accumulation, recompute=None if blocks == AUTO else run.gradient_checkpointing, share=share, wanted=WANTED,
-    )  # fmt: skip
+        base.but(settings=search_settings(base.geometry.hidden)),
+        gpu_memory_bytes=gpu_memory_bytes,
+        host_memory_bytes=host_memory_bytes,
+        optimizers=optimizers,
+        rates=rates,
+        global_batch=base.world_size * rows_per_rank(run.micro_batch, run.accumulation),
+        micro_batch=run.micro_batch,
+        accumulation=run.accumulation,
+        recompute=None if blocks_are_open else run.gradient_checkpointing,
+        share=share,
+        wanted=WANTED,
+    )
     if choice.best is None:
         raise DoesNotFitError(
             f"{choice_text(choice)}\n\nds_config auto: no configuration fits that the values on the command line allow. "

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from bigtrain import plan, ranks, shortage
+from bigtrain import defaults, plan, ranks, shapes, shortage
 from bigtrain.arguments import TrainArguments
 from bigtrain.auto import AUTO, flags, pick
 from bigtrain.checkpoint.files import free_bytes
-from bigtrain.config import Decision
+from bigtrain.config import Decision, RunValues
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.job import Job, choose_seq_len, device_type, fused_kernels, load_model_config, run_values
 from bigtrain.plan.constants import CUDA_CONTEXT_BYTES, nccl_bytes
@@ -31,32 +31,41 @@ from bigtrain.runfolder import RunFolder
 logger = logging.getLogger(__name__)
 
 
+def _plan_input(args: TrainArguments, model_config: Any, seq_len: int, run: RunValues, **more: Any) -> plan.PlanInput:
+    """What is planned of a run: the same on every rank. `more`: other values of `plan.plan_input`."""
+    return plan.plan_input(
+        model_config.to_dict(),
+        attention=plan.attention_of(args.attn_implementation, args.packing, device_type()),
+        world_size=ranks.world_size(),
+        gpus_per_node=ranks_per_host(),
+        seq_len=seq_len,
+        optimizer=layout_name(run.optim or defaults.OPTIM),
+        checkpoint_blocks=args.recomputed_blocks,
+        mlp_tile_tokens=args.mlp_tile_tokens or 0,
+        kernels="liger" if fused_kernels(args) and torch.cuda.is_available() else "hf",
+        device=device_type(),
+        expandable=expandable_segments(),
+        frozen=tuple(args.freeze),
+        drawn=shapes.is_preset(args.model_name_or_path),
+        **more,
+    )
+
+
 def plan_of(job: Job, gpu: int | None) -> plan.Plan | None:
     """The bytes of the run on a card of `gpu` bytes, the same on every rank; None for a model that has no formulas."""
     run, args = job.resolved.run, job.args
     try:
-        return plan.predict(
-            plan.plan_input(
-                job.model_config.to_dict(),
-                ds_config=job.resolved.engine_config(),
-                attention=plan.attention_of(args.attn_implementation, args.packing, device_type()),
-                world_size=ranks.world_size(),
-                gpus_per_node=ranks_per_host(),
-                seq_len=job.seq_len,
-                micro_batch=run.micro_batch,
-                accumulation=run.accumulation,
-                optimizer=layout_name(run.optim or "adamw"),
-                checkpointing=args.checkpointing_policy if run.gradient_checkpointing else "none",
-                checkpoint_blocks=args.recomputed_blocks,
-                mlp_tile_tokens=args.mlp_tile_tokens or 0,
-                kernels=_kernels(args),
-                device=device_type(),
-                expandable=expandable_segments(),
-                frozen=tuple(args.freeze),
-                drawn=args.model_name_or_path.startswith("preset:"),
-            ).but(offload_gradients=job.offload_gradients),
-            gpu_memory_bytes=gpu,
+        base = _plan_input(
+            args,
+            job.model_config,
+            job.seq_len,
+            run,
+            ds_config=job.resolved.engine_config(),
+            micro_batch=run.micro_batch,
+            accumulation=run.accumulation,
+            checkpointing=args.checkpointing_policy if run.gradient_checkpointing else "none",
         )
+        return plan.predict(base.but(offload_gradients=job.offload_gradients), gpu_memory_bytes=gpu)
     except UsageError as error:
         logger.info("no memory plan: %s", error)
     except Exception as error:
@@ -64,10 +73,6 @@ def plan_of(job: Job, gpu: int | None) -> plan.Plan | None:
             raise
         logger.warning("no memory plan: %r", error)
     return None
-
-
-def _kernels(args: TrainArguments) -> str:
-    return "liger" if fused_kernels(args) and torch.cuda.is_available() else "hf"
 
 
 def _rates() -> Rates | None:
@@ -199,24 +204,16 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
     with ranks.together("reading the model's config"):
         model_config = load_model_config(args)
     gpu, host = memory_limits(args.gpu_memory_cap)
+    run = run_values(args, None)
+    base = _plan_input(args, model_config, choose_seq_len(args, model_config), run, checkpointing=args.checkpointing_policy)
     picked = pick(
-        model_config.to_dict(),
-        run_values(args, None),
-        world_size=ranks.world_size(),
-        ranks_per_node=ranks_per_host(),
-        seq_len=choose_seq_len(args, model_config),
+        base,
+        run,
         gpu_memory_bytes=gpu,
         host_memory_bytes=host,
-        device=device_type(),
-        attention=plan.attention_of(args.attn_implementation, args.packing, device_type()),
-        kernels=_kernels(args),
-        frozen=tuple(args.freeze),
-        policy=args.checkpointing_policy,
-        blocks=args.checkpoint_blocks,
-        tile=args.mlp_tile_tokens,
-        share=asked_share(args.offload_gradients),
-        drawn=args.model_name_or_path.startswith("preset:"),
         rates=_rates(),
+        blocks_are_open=args.checkpoint_blocks == "auto",
+        share=asked_share(args.offload_gradients),
     )
     logger.info("%s", picked.text())
     run = picked.run

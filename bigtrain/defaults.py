@@ -28,3 +28,20 @@ def fused_kernels(asked: bool | None, has_gpu: bool) -> bool:
 def recomputes(asked: bool | None, policy: str, blocks: object) -> bool | None:
     """Whether activations are recomputed, which a policy or a number of blocks implies; None: not said."""
     return True if asked is None and (blocks is not None or policy != CHECKPOINTING_POLICY) else asked
+
+
+BUCKET_ELEMS = {
+    "reduce_bucket_size": 500_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+}
+"""ZeRO's bucket sizes where a ds_config has none, in elements: those of DeepSpeed 0.19.8 (runtime/zero/config.py)."""
+
+
+def bucket_elems(hidden: int) -> dict[str, int]:
+    """What "auto" of them stands for with a hidden size: the formulas of transformers 5.24 (integrations/deepspeed.py)."""
+    return {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }

@@ -25,11 +25,11 @@ from bigtrain.branches import Comparison
 from bigtrain.bypass import Origin, refuse_unfit
 from bigtrain.checkpoint import deepspeed_format
 from bigtrain.checkpoint.native import Checkpoints
-from bigtrain.config import Resolved
+from bigtrain.config import Resolved, RunValues
 from bigtrain.meeting import Point, meet, naming_the_lost
 from bigtrain.misuse import NotCopied
+from bigtrain.optim.schedules import GroupRates
 from bigtrain.precision import keep_parameters_in_fp32, summary
-from bigtrain.reduction import Reduction
 from bigtrain.steps import Batch, EvalResult, StepResult
 from bigtrain.whereabouts import HERE
 
@@ -37,31 +37,38 @@ log = logging.getLogger(__name__)
 
 
 class Engine(NotCopied):
-    """Trains one model under DeepSpeed.
+    """Trains one model under DeepSpeed. Every rank makes one with the same arguments, and calls it alike.
 
     Args:
-        model: from `build_model`, or any nn.Module, not wrapped. At stage 3 it should have been built under zero.Init.
-        ds_config: path, preset name or mapping, DeepSpeed's own JSON; it is linted, and every "auto" filled.
-        optimizer: a name of `bigtrain.optim.OPTIMIZERS`; wins over the ds_config's section. "adamw" if neither says.
-        learning_rate, betas, eps, weight_decay: for the optimizer; from the ds_config where not given.
-        lr_scheduler, warmup_steps, total_steps, lr_scheduler_kwargs: the schedule, a pure function of `global_step`; the first update is at the
-            warm-up rate. Linear where nothing says, constant without total_steps.
-        max_grad_norm: clip the global gradient norm; from the ds_config, else 1.0; 0 for no clipping.
-        micro_batch, accumulation: samples a forward and rank, forwards a step; from the ds_config where not given.
-        offload_gradients: share that leaves the GPU during backward: with an adamw_split optimizer on the host, one rank, stage 2.
-        seed: recorded, and set for torch on every rank (plus the rank, so that dropout differs).
-        keep_in_fp32: patterns of parameter names that stay fp32; works at stage 0, refused at stages 1 to 3.
-        nonfinite_limit: stop after so many skipped steps in a row.
-        agree_every: compare replicated state between ranks every so many steps; 0 for never.
+        model: from `build_model`, or any nn.Module that nothing wraps. At stage 3 `build_model` spares each rank the whole model.
+        ds_config: path, preset name or mapping, DeepSpeed's own JSON; it is linted, and every "auto" filled in.
+        optimizer: a key of `bigtrain.optim.OPTIMIZERS`; wins over the ds_config's section. "adamw" if neither says.
+        learning_rate, betas, eps, weight_decay: for the optimizer; from the ds_config where None.
+        lr_scheduler, warmup_steps, total_steps, lr_scheduler_kwargs: the schedule, a pure function of `global_step`; see
+            `bigtrain.optim.schedule`. "linear" if nothing says; without total_steps the rate stays constant after the warm-up.
+        max_grad_norm: global norm to clip gradients at; 0: no clipping. None: from the ds_config, else 1.0.
+        micro_batch, accumulation: samples per forward and rank, forwards per step; from the ds_config where None.
+        offload_gradients: share of them, 0 to 1, that leaves the GPU in backward: one rank, stage 2, adamw_split on the host.
+        seed: kept in checkpoints; torch is seeded with it plus the rank, so that dropout differs between ranks.
+        keep_in_fp32: patterns of parameter names that stay fp32: stage 0 only.
+        nonfinite_limit: end the run after so many skipped steps in a row.
+        agree_every: steps between comparisons of replicated state over the ranks; 0: never.
         leaf_modules: classes whose modules gather all their parameters at once at stage 3; their inputs must carry gradients.
-        count_targets: number of loss terms in a batch, for models that count otherwise than `steps.target_counter`.
+        count_targets: from a batch to the number of terms in its mean loss, for models that `steps.target_counter` counts wrong.
         uniform_forward: promise that all ranks use the same parameters in every backward, to skip the check (0.2 ms each).
-        trace_gradients: mark parameters whose local gradient is not finite, to name rank and parameter.
-        hang_s: seconds without movement on any rank after which all ranks end, with a report in hang/ beside the checkpoints that
-            names the rank that is behind; by default learned from the steps; None for no watch.
+        trace_gradients: mark parameters whose local gradient is not finite, so that rank and parameter are named.
+        hang_s: seconds without progress on any rank after which all end, with a report in hang/ beside the checkpoints; by
+            default learned from the steps; None: no watch.
+
+    Attributes:
+        settings: what was decided between the ds_config and the arguments.
+        global_step, updates, tokens: optimizer steps done; those not skipped; target tokens trained on, over all ranks.
+        data_position: how far the data is used up, in the caller's own unit: the caller sets it, checkpoints keep it.
+        checkpoints: the saves and loads of this engine (`checkpoint.native.Checkpoints`).
 
     Raises:
         ConfigError, UsageError: before anything is built, on every rank alike.
+        ModelError: the model is of another stage or dtype than the ds_config, or has nothing to train.
     """
 
     def __init__(
@@ -95,30 +102,33 @@ class Engine(NotCopied):
         zero.init_distributed()
         with ranks.together("reading the engine's settings"):
             refuse_unfit(model)
-            self.settings = settings.decide(
-                ds_config,
-                world_size=ranks.world_size(),
-                device=zero.rank_device().type,
-                model_config=getattr(model, "config", None),
-                lr_scheduler_kwargs=lr_scheduler_kwargs,
-                optimizer=optimizer,
+            beta1, beta2 = betas or (None, None)
+            run = RunValues(
+                optim=optimizer,
                 learning_rate=learning_rate,
-                betas=betas,
-                eps=eps,
+                adam_beta1=beta1,
+                adam_beta2=beta2,
+                adam_epsilon=eps,
                 weight_decay=weight_decay,
-                lr_scheduler=lr_scheduler,
+                lr_scheduler_type=lr_scheduler,
                 warmup_steps=warmup_steps,
                 total_steps=total_steps,
                 max_grad_norm=max_grad_norm,
                 micro_batch=micro_batch,
                 accumulation=accumulation,
-                offload_gradients=offload_gradients,
             )
-            self._factor = self.settings.schedule()
+            world, device = ranks.world_size(), ranks.device().type
+            config, notes = settings.read(
+                ds_config, run, world_size=world, device=device, model_config=getattr(model, "config", None)
+            )
+            self.settings = settings.settle(
+                config, run, world_size=world, scheduler_kwargs=lr_scheduler_kwargs, offload_gradients=offload_gradients
+            )
+            factor = self.settings.schedule()
             keep = keep_parameters_in_fp32(model, keep_in_fp32, self.settings.stage, self.settings.bf16)
         ranks.agree(agreement.digest((self.settings, hang_s)), "the engine's settings")
         watch.begin(hang_s)
-        for note in self.settings.notes if ranks.is_main() else ():
+        for note in [*notes, *self.settings.notes] if ranks.is_main() else ():
             log.warning(note)
         self.seed = seed
         self.global_step = self.updates = self.data_position = self.tokens = 0
@@ -127,22 +137,19 @@ class Engine(NotCopied):
         self._uniform = uniform_forward or ranks.world_size() == 1
         self.count_targets = count_targets or steps.target_counter(model)
         self._parts = assemble(model, self.settings, keep, leaf_modules, trace_gradients)
-        self._ds, self._names = self._parts.ds, self._parts.names
-        self._rates = list(self._parts.base_lrs)  # what each parameter group should still say at the next step
+        self._ds, self._reduction = self._parts.ds, self._parts.reduction
+        self._rates = GroupRates(self._ds.optimizer, factor)
         self.checkpoints = Checkpoints(self)
         self._parts.writes.before = self.checkpoints.before_update
         self._register()
         torch.manual_seed(seed + ranks.rank())
 
-    # ------------------------------------------------------------ construction
-
     def _register(self) -> None:
         """Hooks: which modules ranks enter, which gradients are sound, and which forward a loss came from."""
         self._since = Accumulation(self.settings.accumulation, self.device)
-        self._flags = self._parts.flags
-        self._reduction = Reduction(self._ds, self._parts.params, self._flags)
-        self._origin = Origin(self._ds, lambda: self.global_step, lambda: self._since.backwards > 0, bool(self._flags.handles))
-        self._flags.check = self._origin.check
+        traced = bool(self._parts.flags.handles)
+        self._origin = Origin(self._ds, lambda: self.global_step, lambda: self._since.backwards > 0, traced)
+        self._parts.flags.check = self._origin.check
         compares = self.settings.stage == 3 and not self._uniform and self.device.type == "cpu"
         self._comparison = Comparison(self.module, lambda: self.global_step) if compares else None
         watch.names_modules(self.module)
@@ -161,13 +168,13 @@ class Engine(NotCopied):
     @contextlib.contextmanager
     def _forward(self) -> Iterator[None]:
         """At stage 3 a forward needs the other ranks, module by module."""
-        if self.stage < 3:
-            HERE.at("the forward pass")
-            yield
-            HERE.at("after a forward pass")
+        if self.stage == 3:
+            with HERE.together("the forward pass"), self._comparison or contextlib.nullcontext():
+                yield
             return
-        with HERE.together("the forward pass"), self._comparison or contextlib.nullcontext():
-            yield
+        HERE.at("the forward pass")
+        yield
+        HERE.at("after a forward pass")
 
     # ------------------------------------------------------------ backward
 
@@ -202,9 +209,9 @@ class Engine(NotCopied):
         return loss.detach()
 
     def _agree_on_parameters(self, _grad: torch.Tensor) -> None:
-        """At the start of a backward: if ranks will use different parameters, reduce at its end, in one order (B50)."""
+        """At the start of a backward: if ranks will use different parameters, reduce at its end, in one order (DeepSpeed#777)."""
         used = self._reduction.used()
-        if not agreement.same_parameters(used, self._names, self.global_step, self._since.backwards, self.stage):
+        if not agreement.same_parameters(used, self._parts.names, self.global_step, self._since.backwards, self.stage):
             self._reduction.defer()
 
     # ------------------------------------------------------------ step
@@ -224,12 +231,13 @@ class Engine(NotCopied):
             self._origin.refuse("step() without engine.backward(loss) since the last step: nothing to apply.")
         if self._since.backwards < self._since.planned:
             return None
-        rates = [group["lr"] for group in self._ds.optimizer.param_groups]
-        if why := guards.changed_rates(self._rates, rates) or self._parts.writes.lost():
+        if why := self._rates.changed() or self._parts.writes.lost():
             self._origin.refuse(why)
-        told = self._since.exchange(self.global_step, self._flags, self._reduction.order_hash, self._parts.writes.take_over())
-        verdict = guards.judge(told, self.global_step + 1, self._names)
-        lr = self._set_lr()
+        told = self._since.exchange(
+            self.global_step, self._parts.flags, self._reduction.order_hash, self._parts.writes.take_over()
+        )
+        verdict = guards.judge(told, self.global_step + 1, self._parts.names)
+        lr = self._rates.set(self.global_step)
         self.checkpoints.before_update()
         with self._origin.misuse.ours():
             applied, norm = self._reduction.step(refuse=not verdict.apply)
@@ -247,20 +255,13 @@ class Engine(NotCopied):
         self.tokens += verdict.tokens
         self.nonfinite.note(applied)
         self._since.clear()
-        self._flags.clear()
+        self._parts.flags.clear()
         HERE.stepped(self.global_step)
         if not applied:
             self.nonfinite.report(reason, self.global_step, lr)
         if self.agree_every and self.global_step % self.agree_every == 0:
             self.check_agreement()
         return StepResult(self.global_step, verdict.loss, lr, norm, verdict.tokens, applied, self.nonfinite.total, reason)
-
-    def _set_lr(self) -> float:
-        """The schedule is a pure function of the step, set right before the update: the rate logged is the rate used."""
-        self._rates = [peak * self._factor(self.global_step) for peak in self._parts.base_lrs]
-        for group, rate in zip(self._ds.optimizer.param_groups, self._rates):
-            group["lr"] = rate
-        return self._rates[0]
 
     def check_agreement(self) -> None:
         """Compare replicated parameters and buffers, counters, rate and data position between ranks.
@@ -346,7 +347,7 @@ class Engine(NotCopied):
         Raises:
             CheckpointError: see `checkpoint.native.Checkpoints.load`.
         """
-        self._rates = []  # a checkpoint may bring its own
+        self._rates.forget()
         return self.checkpoints.load(Path(directory).absolute(), tag, trust)
 
     def save_deepspeed_checkpoint(
@@ -357,12 +358,10 @@ class Engine(NotCopied):
         return deepspeed_format.save(self, directory, tag, state or {})
 
     def export(self, directory: str | Path, dtype: str = "bfloat16", tokenizer: Any = None) -> Path:
-        """Write the model as a Hugging Face folder; all ranks call it."""
+        """Write the model as a Hugging Face folder, its weights in `dtype`; all ranks call it. Errors: `weights.export_model`."""
         meet(Point.EXPORT, self.global_step, 0, limit_s=120.0)
         weights.export_model(self.module, directory := Path(directory), dtype=dtype, tokenizer=tokenizer)
         return directory
-
-    # ------------------------------------------------------------ small things
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -382,11 +381,10 @@ class Engine(NotCopied):
         try:
             self.checkpoints.wait()
         finally:
-            self.deepspeed.destroy()
-            hooks = [*self._flags.handles, *(self._comparison.handles if self._comparison else ())]
-            for hook in (self._ds.module_forward_pre_hook, self._ds.module_forward_post_hook, *hooks):
-                hook.remove()
+            self._parts.release()
             self._origin.release()
+            for hook in self._comparison.handles if self._comparison else ():
+                hook.remove()
 
     @property
     def deepspeed(self) -> Any:
@@ -443,7 +441,7 @@ class Engine(NotCopied):
     @property
     def lr(self) -> float:
         """The learning rate of the next update, of the first parameter group."""
-        return self._parts.base_lrs[0] * self._factor(self.global_step)
+        return self._rates.at(self.global_step)
 
     def summary(self) -> dict[str, Any]:
         """What runs here, for the log and the report: stage, batch, optimizer, schedule, dtypes."""

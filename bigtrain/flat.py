@@ -30,6 +30,20 @@ def on_nvme(param: Any) -> bool:
     return location is not None and str(getattr(location, "value", location)) == "nvme"
 
 
+# By `zero.optimizer_kind`, the attribute with this rank's masters.
+MASTERS = {
+    "zero12": "single_partition_of_fp32_groups",
+    "zero3": "fp32_partitioned_groups_flat",
+    "bf16": "fp32_groups_flat_partition",
+    "plain": "masters",  # bigtrain.master.MasterOptimizer
+}
+
+
+def masters(ds_optimizer: Any) -> list[torch.Tensor]:
+    """This rank's master weights: whole at stage 0, its flat partitions otherwise."""
+    return list(getattr(ds_optimizer, MASTERS[zero.optimizer_kind(ds_optimizer)]))
+
+
 @dataclass(frozen=True)
 class PlacedParameter:
     """Where one parameter lies in the partitions of its group.
@@ -114,8 +128,7 @@ def refresh_weights(ds_optimizer: Any, own_only: bool = False) -> None:
     """
     kind = zero.optimizer_kind(ds_optimizer)
     if kind in ("zero12", "bf16") and own_only:
-        masters = "single_partition_of_fp32_groups" if kind == "zero12" else "fp32_groups_flat_partition"
-        for (parts, owners), master in zip(weight_partitions(ds_optimizer), getattr(ds_optimizer, masters)):
+        for (parts, owners), master in zip(weight_partitions(ds_optimizer), masters(ds_optimizer)):
             parts[owners.index(dist.get_rank())].data.copy_(master.data)
         return
     if kind in ("zero12", "bf16"):

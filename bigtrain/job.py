@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bigtrain import config as ds
-from bigtrain import data, defaults, models, optim, plan, precision, ranks, settings
+from bigtrain import data, defaults, models, optim, plan, precision, ranks, settings, shapes
 from bigtrain.arguments import TrainArguments
 from bigtrain.auto import AUTO
 from bigtrain.checkpoint import fit
@@ -152,9 +152,7 @@ def prepare(args: TrainArguments, config: dict[str, Any], resume: Path | None = 
         data.isolation_for(model_config, args.packing)
     first = resolve(args, config, shape, None)
     share = asked_share(args.offload_gradients) or 0.0
-    _settle(args, first, first.run.total_steps, share)
-    sizes = ranks.main_decides(lambda: look_ahead(args, first, model_config, overrides, resume), "looking at the model's shape")
-    return Job(
+    job = Job(
         args=args,
         resolved=first,
         tokenizer=tokenizer,
@@ -163,8 +161,10 @@ def prepare(args: TrainArguments, config: dict[str, Any], resume: Path | None = 
         config_overrides=overrides,
         resize_vocab_to=resize_to,
         offload_gradients=share,
-        **sizes,
     )
+    check_engine(job)
+    sizes = ranks.main_decides(lambda: look_ahead(args, first, model_config, overrides, resume), "looking at the model's shape")
+    return replace(job, **sizes)
 
 
 def with_data(job: Job, config: dict[str, Any], reached: tuple[int, int] = (0, 0)) -> Job:
@@ -198,7 +198,7 @@ def _as_planned(done: Resolved, planned: Resolved) -> Resolved:
 
 def look_ahead(
     args: TrainArguments, resolved: Resolved, model_config: Any, overrides: Mapping[str, Any], resume: Path | None
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """`checkpoint_bytes` and `model_bytes` of a run that may go on from `resume`.
 
     Raises:
@@ -251,11 +251,9 @@ def load_model_config(args: TrainArguments) -> Any:
     """The Hugging Face config of a preset, a folder or a hub id."""
     from transformers import AutoConfig
 
-    from bigtrain import shapes
-
     name = args.model_name_or_path
-    if name.startswith(shapes.PREFIX):
-        values = shapes.config_dict(name.removeprefix(shapes.PREFIX))
+    if shapes.is_preset(name):
+        values = shapes.config_dict(name)
         return AutoConfig.for_model(values.pop("model_type"), **values)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
@@ -274,7 +272,7 @@ def vocabulary(args: TrainArguments, model_config: Any, tokenizer: Any) -> tuple
     text = model_config.get_text_config()
     size, needed = int(text.vocab_size), len(tokenizer)
     overrides: dict[str, Any] = {}
-    if args.model_name_or_path.startswith("preset:"):
+    if shapes.is_preset(args.model_name_or_path):
         overrides = {n: getattr(tokenizer, n) for n in ("bos_token_id", "eos_token_id", "pad_token_id")}
     grown = None
     if needed > size:
@@ -292,7 +290,7 @@ def vocabulary(args: TrainArguments, model_config: Any, tokenizer: Any) -> tuple
 
 def tell_foreign_tokenizer(args: TrainArguments, tokenizer: Any) -> None:
     """Warn where a tokenizer that was named means other tokens by the ids that a pretrained model has learned."""
-    if not args.tokenizer_name_or_path or args.model_name_or_path.startswith("preset:") or not ranks.is_main():
+    if not args.tokenizer_name_or_path or shapes.is_preset(args.model_name_or_path) or not ranks.is_main():
         return
     try:
         own = load_tokenizer(replace(args, tokenizer_name_or_path=None)).get_vocab()
@@ -336,33 +334,27 @@ def refuse_too_many_blocks(args: TrainArguments, model_config: Any) -> None:
 # ---------------------------------------------------------------- the engine
 
 
-def engine_settings(job: Job) -> dict[str, Any]:
+def engine_arguments(job: Job) -> dict[str, Any]:
     """The Engine's arguments: every number from the resolved config, so that it and the Engine cannot differ."""
+    run = job.resolved.run
     return {
-        **_settled(job.args, job.resolved.run, job.steps.steps, job.offload_gradients),
         "ds_config": job.resolved,
-        "seed": job.args.seed,
-        "keep_in_fp32": job.args.keep_in_fp32,
-        "nonfinite_limit": job.args.nonfinite_limit,
-    }
-
-
-def _settled(args: TrainArguments, run: RunValues, total_steps: int | None, share: float) -> dict[str, Any]:
-    assert run.adam_beta1 is not None and run.adam_beta2 is not None
-    return {
         "optimizer": run.optim,
         "learning_rate": run.learning_rate,
         "betas": (run.adam_beta1, run.adam_beta2),
         "eps": run.adam_epsilon,
         "weight_decay": run.weight_decay,
         "lr_scheduler": run.lr_scheduler_type,
-        "lr_scheduler_kwargs": args.scheduler_kwargs,
+        "lr_scheduler_kwargs": job.args.scheduler_kwargs,
         "warmup_steps": run.warmup_steps,
-        "total_steps": total_steps,
+        "total_steps": job.steps.steps,
         "max_grad_norm": run.max_grad_norm,
         "micro_batch": run.micro_batch,
         "accumulation": run.accumulation,
-        "offload_gradients": share,
+        "offload_gradients": job.offload_gradients,
+        "seed": job.args.seed,
+        "keep_in_fp32": job.args.keep_in_fp32,
+        "nonfinite_limit": job.args.nonfinite_limit,
     }
 
 
@@ -372,12 +364,15 @@ def check_engine(job: Job) -> None:
     Raises:
         UsageError, ConfigError: as the Engine would.
     """
-    _settle(job.args, job.resolved, job.steps.steps, job.offload_gradients)
-
-
-def _settle(args: TrainArguments, resolved: Resolved, total_steps: int | None, share: float) -> None:
-    given = _settled(args, resolved.run, total_steps, share)
-    settled = settings.settle(resolved.engine_config(), world_size=ranks.world_size(), **given)
+    args, resolved = job.args, job.resolved
+    run = replace(resolved.run, total_steps=job.steps.steps) if job.steps is not None else resolved.run
+    settled = settings.settle(
+        resolved.engine_config(),
+        run,
+        world_size=ranks.world_size(),
+        scheduler_kwargs=args.scheduler_kwargs,
+        offload_gradients=job.offload_gradients,
+    )
     settled.schedule()
     precision.refuse_kept(args.keep_in_fp32, settled.stage, settled.bf16)
 

@@ -110,8 +110,7 @@ def this_place() -> Place:
 
     device, physical = "CPU", None
     if torch.cuda.is_available():
-        index = device_index(ranks.local_rank(), torch.cuda.device_count())
-        properties = torch.cuda.get_device_properties(index)
+        properties = torch.cuda.get_device_properties(ranks.device())
         device, physical = properties.name, str(getattr(properties, "uuid", "")) or None
     return Place(
         rank=ranks.rank(),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import zero
+from bigtrain import flat, zero
 from bigtrain.errors import ModelError, UsageError
 
 
@@ -110,7 +110,7 @@ def _compute_in_fp32(module: torch.nn.Module) -> None:
 def dtype_table(module: torch.nn.Module, reduction: Any, settings: Any) -> dict[str, Any]:
     """Counts of tensors by dtype: params, master, grad_accumulation, moments, buffers, keep_in_fp32."""
     params = Counter(_name(p.dtype) for p in module.parameters() if p.requires_grad)
-    masters = Counter(_name(m.dtype) for m in reduction.masters())
+    masters = Counter(_name(m.dtype) for m in flat.masters(reduction.optimizer))
     optimizer = reduction.optimizer
     inner = getattr(optimizer, "inner", None) or getattr(optimizer, "optimizer", optimizer)
     moments = Counter(

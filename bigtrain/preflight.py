@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bigtrain import ranks, watch, zero
+from bigtrain import ranks, watch
 from bigtrain.diagnostics.doctor.examine import preflight
 from bigtrain.diagnostics.doctor.finding import Finding
 from bigtrain.errors import RanksDisagreeError, UsageError
-from bigtrain.runfolder import versions
+from bigtrain.versions import versions
 from bigtrain.whereabouts import HERE
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def facts(output_dir: str, workers: int) -> list[Finding]:
     gpu = torch.cuda.is_available()
     folder = Path(output_dir).absolute()
     above = next(p for p in (folder, *folder.parents) if p.exists())
-    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
+    on_host = ranks.local_world_size()
     # Without workers and NCCL nothing goes through shared memory; and CUDA's own pinning is not bound by the lock limit.
     unused = {"lockable memory"} | (set() if workers or (gpu and on_host > 1) else {"/dev/shm"})
     complaints = preflight(str(above), on_host, gpu=gpu)
@@ -131,21 +131,21 @@ def _refuse(name: str, told: Sequence[str | None], error: Exception | None) -> N
 
 
 def _all_reduce(limit_s: float) -> None:
-    device, world = zero.rank_device(), ranks.world_size()
+    device, world = ranks.device(), ranks.world_size()
     x = torch.full((ELEMS,), float(ranks.rank() + 1), device=device)
     _finish(dist.all_reduce(x, async_op=True), limit_s)
     _expect(x, torch.full_like(x, world * (world + 1) / 2))
 
 
 def _all_gather(limit_s: float) -> None:
-    device, world = zero.rank_device(), ranks.world_size()
+    device, world = ranks.device(), ranks.world_size()
     whole = [torch.empty(ELEMS, device=device) for _ in range(world)]
     _finish(dist.all_gather(whole, torch.full((ELEMS,), float(ranks.rank()), device=device), async_op=True), limit_s)
     _expect(torch.stack(whole)[:, 0], torch.arange(world, device=device).float())
 
 
 def _reduce_scatter(limit_s: float) -> None:
-    device, world, rank = zero.rank_device(), ranks.world_size(), ranks.rank()
+    device, world, rank = ranks.device(), ranks.world_size(), ranks.rank()
     part, whole = torch.empty(ELEMS, device=device), torch.arange(world * ELEMS, device=device).float()
     _finish(dist.reduce_scatter(part, list(whole.chunk(world)), async_op=True), limit_s)
     _expect(part, world * torch.arange(rank * ELEMS, (rank + 1) * ELEMS, device=device).float())

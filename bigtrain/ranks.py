@@ -41,12 +41,35 @@ def world_size() -> int:
     return dist.get_world_size() if is_distributed() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
+_LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+
+
 def local_rank() -> int:
-    """Rank within this host, as the launcher said (LOCAL_RANK, Slurm's SLURM_LOCALID), else 0."""
-    for name in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"):
-        if name in os.environ:
-            return int(os.environ[name])
-    return 0
+    """Rank within this host, as the launcher said (torchrun and deepspeed, Slurm, Open MPI), else 0."""
+    return next((int(os.environ[name]) for name in _LOCAL_RANK if name in os.environ), 0)
+
+
+def local_world_size() -> int:
+    """Ranks on this host, as the launcher said (torchrun, deepspeed, Open MPI), else 1."""
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), 1)
+
+
+def cores() -> int:
+    """This rank's share of the cores that its host lets it use, at least 1."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, usable // max(1, local_world_size()))
+
+
+def device() -> torch.device:
+    """This rank's own device: a CUDA device, or the CPU where there is none.
+
+    Without a launcher's local rank, hosts are taken to be filled in rank order, so that two ranks never share device 0.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    number = local_rank() if any(name in os.environ for name in _LOCAL_RANK) else rank()
+    return torch.device("cuda", number % torch.cuda.device_count())
 
 
 def is_main() -> bool:

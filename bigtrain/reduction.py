@@ -13,10 +13,9 @@ Attributes of DeepSpeed 0.19.8's objects used, on instances only:
              partition_gradients, process_gradients, params_in_partition,
              partition_size, cpu_offload, is_gradient_accumulation_boundary, dp_process_group,
              _epilogue_ran_this_backward, overlapping_partition_gradients_reduce_epilogue, scaled_global_norm, use_grad_accum_attribute,
-             gradient_accumulation_dtype, single_partition_of_fp32_groups, has_overflow,
-             _add_to_grad_partition_buffer
+             gradient_accumulation_dtype, has_overflow, _add_to_grad_partition_buffer
   zero3      fp16_groups, reduce_ready_partitions_and_remove_grads, overlapping_partition_gradients_reduce_epilogue,
-             _get_norm_groups, fp32_partitioned_groups_flat
+             _get_norm_groups
   bf16       fp32_groups_has_gradients, get_grads_for_norm, fp32_groups_flat_partition
 """
 
@@ -357,13 +356,6 @@ class Reduction:
                 self.stream.synchronize()
             else:
                 self.stream.finish()
-
-    def masters(self) -> list[torch.Tensor]:
-        """This rank's master weights: whole at stage 0, its partitions otherwise."""
-        names = {"zero12": "single_partition_of_fp32_groups", "zero3": "fp32_partitioned_groups_flat"}
-        return list(
-            getattr(self.optimizer, names.get(self.kind, "fp32_groups_flat_partition" if self.kind == "bf16" else "masters"))
-        )
 
 
 def _unpadded(averaged: Mapping[int, Sequence[torch.Tensor]]) -> list[torch.Tensor]:

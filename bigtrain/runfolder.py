@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.metadata
 import json
 import logging
 import os
-import platform
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,17 +23,6 @@ from bigtrain.errors import UsageError
 OWN_FILES = ("run.json", "metrics.jsonl", "eval.jsonl", "ds_config.resolved.json", "report.html", "report.png")
 OWN_FOLDERS = ("hang", "model", "runs")
 ASIDE = ".overwritten"  # where the run before waits until the one that replaces it has made a step
-PACKAGES = (
-    "torch",
-    "deepspeed",
-    "transformers",
-    "bitsandbytes",
-    "safetensors",
-    "datasets",
-    "accelerate",
-    "liger-kernel",
-    "numpy",
-)
 logger = logging.getLogger(__name__)
 
 
@@ -281,38 +266,3 @@ def is_living(process: Mapping[str, Any]) -> bool:
 def now() -> str:
     """Local time with zone, for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S %z")
-
-
-def versions(commit: bool = True) -> dict[str, str]:
-    """Versions of what decides results: Python, packages, CUDA, this project and (it takes a moment) its commit."""
-    from bigtrain import __version__
-
-    found = {"bigtrain": __version__, "python": platform.python_version(), "platform": platform.platform()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    known = _commit() if commit else None
-    if known:
-        found["commit"] = known
-    return found
-
-
-def _commit() -> str | None:
-    """Commit of the clone that this package runs from, with a mark if files differ from it; None outside a clone."""
-    clone = Path(__file__).resolve().parents[1]
-    if not (clone / ".git").exists():
-        return None
-    try:
-        git: Sequence[str] = ["git", "-C", str(clone)]
-        commit = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-        dirty = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, timeout=10, check=False).returncode
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return commit + (" (with local changes)" if dirty else "")

@@ -12,7 +12,10 @@ from typing import Any
 
 from bigtrain import optim
 from bigtrain.config import ModelShape, Resolved, RunValues, left_open, load, resolve
+from bigtrain.config.batch import ACCUMULATION, GLOBAL, MICRO, BatchError, Given, solve_batch
+from bigtrain.config.run import DEFAULTS
 from bigtrain.errors import ConfigError, UsageError
+from bigtrain.plan.constants import STATE_BUFFERS
 
 # DeepSpeed's schedulers and what the same curve is called here.
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -56,7 +59,7 @@ class Settings:
     total_steps: int | None
     offload_ratio: float = 1.0
     pin_memory: bool = True
-    offload_buffers: int = 4
+    offload_buffers: int = STATE_BUFFERS
     offload_gradients: float = 0.0
     scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -78,25 +81,20 @@ class Settings:
 
 def read(
     ds_config: str | Path | Mapping[str, Any] | Resolved,
+    run: RunValues,
     *,
     world_size: int,
     device: str,
     model_config: Any = None,
-    optimizer: str | None = None,
-    betas: tuple[float, float] | None = None,
-    eps: float | None = None,
-    lr_scheduler: str | None = None,
-    **given: Any,
 ) -> tuple[dict[str, Any], list[str]]:
     """A private copy of the config, linted, with no "auto" left in it; sections `SETTLED_HERE` hold what the file says.
 
     Args:
         ds_config: path, preset name or mapping; what `bigtrain.config.resolve` returned is taken as it is.
+        run: what the caller said. It fills what the file leaves open; what the file contradicts is left to `settle`.
         world_size: number of ranks.
         device: "cuda" or "cpu".
         model_config: the model's Hugging Face config, if it has one: it fills bucket sizes.
-        optimizer, betas, eps, lr_scheduler, given: the arguments of `settle`. They fill what the file leaves open; what the
-            file contradicts is left to `settle`.
 
     Returns:
         The config, and the lint's warnings.
@@ -107,11 +105,6 @@ def read(
     if isinstance(ds_config, Resolved):
         return ds_config.engine_config(), []
     config = load(ds_config)
-    name = "ds_config" if isinstance(ds_config, Mapping) else str(ds_config)
-    beta1, beta2 = betas or (None, None)
-    run = RunValues(
-        optim=optimizer, adam_beta1=beta1, adam_beta2=beta2, adam_epsilon=eps, lr_scheduler_type=lr_scheduler, **given
-    )
     has_shape = isinstance(model_config, Mapping) or hasattr(model_config, "to_dict")
     resolved = resolve(
         config,
@@ -119,7 +112,7 @@ def read(
         model=ModelShape.from_config(model_config) if has_shape else None,
         world_size=world_size,
         device=device,
-        name=name,
+        name="ds_config" if isinstance(ds_config, Mapping) else str(ds_config),
     )
     warnings = [str(problem) for problem in resolved.problems if problem.severity == "warning"]
     settled = {name: value for name, value in resolved.engine_config().items() if name not in SETTLED_HERE}
@@ -129,48 +122,21 @@ def read(
     return settled, warnings
 
 
-def decide(
-    ds_config: str | Path | Mapping[str, Any] | Resolved,
-    *,
-    world_size: int,
-    device: str,
-    model_config: Any,
-    lr_scheduler_kwargs: Mapping[str, Any] | None,
-    offload_gradients: float = 0.0,
-    **given: Any,
-) -> Settings:
-    """`read`, then `settle`; the lint's warnings come first in the notes.
-
-    Args:
-        ds_config, world_size, device, model_config: see `read`.
-        lr_scheduler_kwargs, offload_gradients, given: the arguments of `settle`.
-    """
-    config, warnings = read(ds_config, world_size=world_size, device=device, model_config=model_config, **given)
-    more: dict[str, Any] = {"lr_scheduler_kwargs": lr_scheduler_kwargs, "offload_gradients": offload_gradients}
-    settled = settle(config, world_size=world_size, **more, **given)
-    settled.notes[:0] = warnings
-    return settled
-
-
 def settle(
     config: dict[str, Any],
+    run: RunValues,
     *,
     world_size: int,
-    optimizer: str | None,
-    learning_rate: float | None,
-    betas: tuple[float, float] | None,
-    eps: float | None,
-    weight_decay: float | None,
-    lr_scheduler: str | None,
-    warmup_steps: int | None,
-    total_steps: int | None,
-    max_grad_norm: float | None,
-    micro_batch: int | None,
-    accumulation: int | None,
-    lr_scheduler_kwargs: Mapping[str, Any] | None = None,
+    scheduler_kwargs: Mapping[str, Any] | None = None,
     offload_gradients: float = 0.0,
 ) -> Settings:
-    """Decide every value once. An argument that is None was not given; a given argument wins over the config, and it is said.
+    """Decide every value once. What `run` says wins over the config, and it is said in `notes`.
+
+    Args:
+        config: from `read`; its sections `optimizer` and `scheduler` are taken out of it.
+        run: what the caller said; None for what is left to the config.
+        world_size: number of ranks.
+        scheduler_kwargs, offload_gradients: see `Settings`.
 
     Raises:
         ConfigError: on values that contradict each other.
@@ -182,24 +148,27 @@ def settle(
     optimizer_section = config.pop("optimizer", None) or {}
     scheduler_section = config.pop("scheduler", None) or {}
     params = {k: v for k, v in (optimizer_section.get("params") or {}).items() if v != "auto"}
-    if optimizer is not None and optimizer_section:
+    if run.optim is not None and optimizer_section:
         notes.append(
-            f"two optimizers were given: {optimizer!r} to the Engine and {optimizer_section.get('type')!r} in the ds_config. "
+            f"two optimizers were given: {run.optim!r} to the Engine and {optimizer_section.get('type')!r} in the ds_config. "
             "The Engine's is used; the values of the ds_config's section serve where the Engine was given none."
         )
-    name = optim.canonical_name(optimizer or _optimizer_name(optimizer_section))
-    scheduler = _scheduler(scheduler_section, lr_scheduler, notes)
+    name = optim.canonical_name(run.optim or _optimizer_name(optimizer_section))
+    scheduler = _scheduler(scheduler_section, run.lr_scheduler_type, notes)
     scheduled = {k: v for k, v in (scheduler_section.get("params") or {}).items() if v != "auto"}
     rates = [("optimizer.params.lr", params.get("lr")), ("scheduler.params.warmup_max_lr", scheduled.get("warmup_max_lr"))]
-    lr = _first("learning rate", notes, learning_rate, *rates)
-    micro, accum = _batch(config, world_size, micro_batch, accumulation)
-    norm = _clipping(config, max_grad_norm, notes)
+    lr = _or(_first("learning rate", notes, run.learning_rate, *rates), DEFAULTS.learning_rate)
+    beta1, beta2 = params.get("betas") or (DEFAULTS.adam_beta1, DEFAULTS.adam_beta2)
+    micro, accum = _batch(config, world_size, run.micro_batch, run.accumulation)
+    norm = _clipping(config, run.max_grad_norm, notes)
     private = _private(config, stage, bf16, micro, accum, world_size, norm, notes)
     _own_offload_only(name, zero)
     if offload_gradients != 0.0:
         _gradients_can_leave(offload_gradients, name, private, world_size, offload)
     _add_what_the_optimizer_needs(private, name, stage, offload)
-    steps = total_steps if total_steps is not None else scheduled.get("total_num_steps")
+    steps = _or(run.total_steps, scheduled.get("total_num_steps"))
+    if steps is None and scheduler != "constant":
+        scheduler = _constant(scheduler, run.lr_scheduler_type, notes)
     return Settings(
         config=private,
         stage=stage,
@@ -211,22 +180,26 @@ def settle(
         accumulation=accum,
         max_grad_norm=norm,
         optimizer=name,
-        learning_rate=5e-5 if lr is None else float(lr),
-        betas=tuple(betas or params.get("betas") or (0.9, 0.999)),
-        eps=float(eps if eps is not None else params.get("eps", 1e-8)),
-        weight_decay=float(weight_decay if weight_decay is not None else params.get("weight_decay", 0.0)),
-        scheduler=scheduler if steps is not None or scheduler == "constant" else _constant(scheduler, lr_scheduler, notes),
-        warmup_steps=_whole("warmup_steps", scheduled.get("warmup_num_steps", 0) if warmup_steps is None else warmup_steps),
+        learning_rate=float(lr),
+        betas=(_or(run.adam_beta1, beta1), _or(run.adam_beta2, beta2)),
+        eps=float(_or(run.adam_epsilon, params.get("eps"), DEFAULTS.adam_epsilon)),
+        weight_decay=float(_or(run.weight_decay, params.get("weight_decay"), DEFAULTS.weight_decay)),
+        scheduler=scheduler,
+        warmup_steps=_whole("warmup_steps", _or(run.warmup_steps, scheduled.get("warmup_num_steps"), DEFAULTS.warmup_steps)),
         total_steps=None if steps is None else _whole("total_steps", steps),
-        scheduler_kwargs=dict(lr_scheduler_kwargs or {}),
+        scheduler_kwargs=dict(scheduler_kwargs or {}),
         notes=notes,
     )
 
 
+def _or(*values: Any) -> Any:
+    """The first that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
 def _clipping(config: dict[str, Any], given: float | None, notes: list[str]) -> float:
     clip = _number(config.get("gradient_clipping"))
-    norm = _first("gradient clipping", notes, given, ("gradient_clipping", clip))
-    norm = 1.0 if norm is None else float(norm)
+    norm = float(_or(_first("gradient clipping", notes, given, ("gradient_clipping", clip)), DEFAULTS.max_grad_norm))
     if not norm >= 0.0:
         raise UsageError(f"max_grad_norm is {norm}: the largest norm of the gradient, or 0 for no clipping.")
     return norm
@@ -243,7 +216,7 @@ def _on_host(block: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "offload_ratio": float(block.get("ratio", 1.0)),
         "pin_memory": block.get("pin_memory", True) is not False,
-        "offload_buffers": max(1, int(block.get("buffer_count") or 4)),
+        "offload_buffers": max(1, int(block.get("buffer_count") or STATE_BUFFERS)),
     }
 
 
@@ -308,7 +281,7 @@ def _regime(config: dict[str, Any]) -> tuple[int, bool, bool]:
 
 def _optimizer_name(section: dict[str, Any]) -> str:
     if not section:
-        return "adamw"
+        return str(DEFAULTS.optim)
     kind = str(section.get("type", "")).lower().replace("_", "")
     if kind not in _OPTIMIZERS:
         raise UsageError(
@@ -320,7 +293,7 @@ def _optimizer_name(section: dict[str, Any]) -> str:
 
 def _scheduler(section: dict[str, Any], argument: str | None, notes: list[str]) -> str:
     if not section:
-        return argument or "linear"
+        return argument or str(DEFAULTS.lr_scheduler_type)
     kind = section.get("type")
     if argument is not None:
         notes.append(
@@ -363,28 +336,20 @@ def _number(value: Any) -> Any:
 
 def _batch(config: dict[str, Any], world: int, micro: int | None, accum: int | None) -> tuple[int, int]:
     """Micro batch and accumulation, from arguments, config, and the global batch."""
-    total = _number(config.get("train_batch_size"))
-    file_micro = _number(config.get("train_micro_batch_size_per_gpu"))
-    file_accum = _number(config.get("gradient_accumulation_steps"))
-    for name, argument, value in (("micro_batch", micro, file_micro), ("accumulation", accum, file_accum)):
+    known: dict[str, Given | None] = {}
+    for key, name, argument in ((MICRO, "micro_batch", micro), (ACCUMULATION, "accumulation", accum), (GLOBAL, "", None)):
+        value = _number(config.get(key))
         if argument is not None and value is not None and argument != value:
             raise ConfigError(
                 f"{name}: the Engine was given {argument}, the ds_config says {value}. Say it in one place, or the same."
             )
-    micro, accum = micro or file_micro, accum or file_accum
-    if total is not None and micro is None:
-        accum = accum or 1
-        micro = total // (world * accum)
-    elif total is not None and accum is None:
-        assert micro is not None
-        accum = total // (world * micro)
-    micro, accum = int(micro or 1), int(accum or 1)
-    if total is not None and total != micro * accum * world:
-        raise ConfigError(
-            f"train_batch_size {total} is not micro batch {micro} x accumulation {accum} x ranks {world} = "
-            f"{micro * accum * world}. Write train_batch_size {micro * accum * world}, or leave it out."
-        )
-    return micro, accum
+        found = _or(argument, value)
+        known[key] = None if found is None else Given(int(found), "ds_config" if argument is None else "Engine")
+    try:
+        batch = solve_batch(known[MICRO], known[ACCUMULATION], known[GLOBAL], world)
+    except BatchError as error:
+        raise ConfigError(str(error)) from error
+    return batch.micro, batch.accumulation
 
 
 def _private(

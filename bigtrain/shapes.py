@@ -244,6 +244,11 @@ def names() -> tuple[str, ...]:
     return tuple(_SHAPES)
 
 
+def is_preset(name: object) -> bool:
+    """True for `preset:NAME`, whether or not there is such a shape; False for a folder, a hub id, or what is no name."""
+    return isinstance(name, str) and name.startswith(PREFIX)
+
+
 def config_dict(name: str) -> dict[str, Any]:
     """Config of a named shape, as a fresh dictionary with the keys of a Hugging Face `config.json`.
 
@@ -267,7 +272,7 @@ def read_config(source: str | Path) -> dict[str, Any]:
     Raises:
         UsageError: there is no such shape or file, or it is no JSON object.
     """
-    if str(source).startswith(PREFIX):
+    if is_preset(str(source)):
         return config_dict(str(source))
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path

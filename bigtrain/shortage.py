@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from bigtrain import plan, watch
+from bigtrain import flat, plan, watch
 from bigtrain.diagnostics.hostwatch import HostWatch
-from bigtrain.diagnostics.metrics import HostMemory
+from bigtrain.diagnostics.metrics import ProcessMemory
 from bigtrain.errors import BigtrainError, DoesNotFitError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, Candidate, choose
 from bigtrain.plan.inputs import PlanInput
@@ -85,7 +85,7 @@ class Explained:
     def host_text(self, use: Room) -> str:
         """The table of the host, and the nearest configurations that fit."""
         held = held_bytes(self.model, self.engine, torch.device("cpu"))
-        resident = HostMemory().rss_bytes()
+        resident = ProcessMemory().rss_bytes()
         held[CATEGORIES[-1]] = max(0, resident - sum(held.values()))
         rank = os.environ.get("RANK", "0")
         lines = [f"rank {rank} stops in {self._now()}: host memory is nearly full, {use.describe()}. Of this rank, GiB:"]
@@ -155,7 +155,8 @@ def _category(row: str) -> str:
         return "weights"
     if row.startswith("gradient"):
         return "gradients"
-    return "optimizer states" if row.startswith(("master", "moments", "remainder")) else CATEGORIES[-1]
+    # What is on its way through the GPU is in no optimizer's state, and so not among what is held either.
+    return "optimizer states" if row.startswith(("master", "moments", "optimizer state, host")) else CATEGORIES[-1]
 
 
 def held_bytes(model: Any, engine: Any, device: torch.device) -> dict[str, int]:
@@ -176,9 +177,6 @@ def held_bytes(model: Any, engine: Any, device: torch.device) -> dict[str, int]:
     return out
 
 
-_MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
-
-
 def _weights(params: Iterable[Any], inner: Any) -> Iterator[torch.Tensor]:
     for name in ("param_groups_fp16_flat_cpu_memory", "param_buffer_of_bit16_for_cpu_offload_groups"):
         yield from _tensors(getattr(inner, name, None))
@@ -193,14 +191,14 @@ def _gradients(params: Iterable[Any], inner: Any) -> Iterator[torch.Tensor]:
         yield from _tensors((param.grad, getattr(param, "grad_accum", None)))
     for name in ("averaged_gradients", "grad_partitions_flat_buffer", "accumulated_grads_in_cpu"):
         yield from _tensors(getattr(inner, name, None))
-    for name in _MASTERS:
+    for name in flat.MASTERS.values():
         yield from _tensors([p.grad for p in _tensors(getattr(inner, name, None))])
 
 
 def _states(inner: Any) -> Iterator[torch.Tensor]:
     yield from _tensors([group["params"] for group in getattr(inner, "param_groups", ())])
     yield from _tensors(getattr(inner, "state", None))
-    for name in _MASTERS:
+    for name in flat.MASTERS.values():
         yield from _tensors(getattr(inner, name, None))
 
 

@@ -129,7 +129,7 @@ def _later(real: Callable[[], Callable[..., Any]], function: Callable[..., Any])
 def less_to_do(deepspeed: Any, model: torch.nn.Module) -> Iterator[None]:
     """Around `deepspeed.initialize`: what DeepSpeed 0.19.8 asks again for every gradient or module, it asks once.
 
-    The host is what a step waits for where a micro batch is small (docs/log.md). Attributes used, beside those that zero.py lists:
+    The host is what a step waits for where a micro batch is small (docs/log.md). Attributes used, beside those that bigtrain/zero lists:
     the accelerator's device_name, device_count, current_stream; at stage 3 a module's pre_bwd_fn and post_bwd_fn.
     """
     accelerator = deepspeed.accelerator.get_accelerator()

@@ -11,13 +11,13 @@ import os
 import shlex
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bigtrain.errors import BigtrainError, RanksDisagreeError, StoppedError
+from bigtrain import failure
+from bigtrain.errors import BigtrainError, StoppedError
 from bigtrain.plan.room import WARNING_SHARE
 from bigtrain.stopping import StopSignal
 
@@ -40,10 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 train(args, stop)
             return 0
         except Exception as error:
-            tell_hosts(error)
-            return report_error(error)
+            failure.tell_hosts(error)
+            return failure.report(error)
         finally:
-            leave()
+            failure.leave()
 
 
 def train(args: Any, stop: StopSignal) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         ranks.main_decides(lambda: announce(job, folder, places, planned), "writing run.json")
         model, isolation = jobs.build(job)
         explained.model, explained.phase = model, "starting the engine"
-        engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_settings(job))
+        engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_arguments(job))
         engine.checkpoints.tokenizer = job.tokenizer
         if resume is not None:
             job = job.going_on(engine.load_checkpoint(resume), engine.global_step, engine.data_position)
@@ -116,7 +116,7 @@ class Run:
         self, job: Any, engine: Any, folder: Any, stop: StopSignal, flops: Any, places: Sequence[Any], document_bounds: bool
     ):
         from bigtrain import data, ranks
-        from bigtrain.diagnostics.metrics import HostMemory, RowLog, StepClock
+        from bigtrain.diagnostics.metrics import ProcessMemory, RowLog, StepClock
         from bigtrain.diagnostics.progress import Progress, open_trackers
         from bigtrain.diagnostics.report import spelled
         from bigtrain.saving import Saving
@@ -135,7 +135,7 @@ class Run:
                 len(job.eval_rows), args.per_device_eval_batch_size or job.steps.micro_batch, where["world_size"]
             )
             self.eval_loader = data.EvalLoader(job.eval_rows, plan, num_workers=workers, **where)
-        self.clock, self.memory, self.main = StepClock(), HostMemory(), ranks.is_main()
+        self.clock, self.memory, self.main = StepClock(), ProcessMemory(), ranks.is_main()
         self.saving, self.ended = Saving(args, engine, job.steps, folder.root, job.data_told), False
         self.trackers: list[Any] = []
         if self.main:
@@ -307,7 +307,7 @@ class Run:
             self.evals.close()
 
 
-# ---------------------------------------------------------------- small things
+# ---------------------------------------------------------------- before the first step
 
 
 def gpu_memory_bytes() -> tuple[int, int, int]:
@@ -342,7 +342,8 @@ def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str,
     import torch
 
     from bigtrain.config import report, table
-    from bigtrain.runfolder import now, this_process, versions
+    from bigtrain.runfolder import now, this_process
+    from bigtrain.versions import versions
 
     resolved = job.resolved
     backend = torch.distributed.get_backend()
@@ -385,65 +386,3 @@ def tools_on_path() -> None:
     own = str(Path(sys.executable).parent)
     if own not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = own + os.pathsep + os.environ.get("PATH", "")
-
-
-def report_error(error: Exception) -> int:
-    """Print an error once, or with its rank where only that rank has it; tell the other ranks; returns the exit code."""
-    from bigtrain import placement
-
-    if _has_met() and not isinstance(error, StoppedError):
-        from bigtrain import watch
-
-        watch.failed(error)
-    ours = error if isinstance(error, BigtrainError) else placement.explain_port(error)
-    rank = "0" if placement.launch_problems() else os.environ.get("RANK", "0")
-    if ours is None:
-        print(f"[rank {rank}] {''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
-        return BigtrainError.exit_code
-    if rank == "0":
-        print(f"{type(ours).__name__}: {ours}" if ours.exit_code != StoppedError.exit_code else str(ours), file=sys.stderr)
-    elif ours.exit_code != StoppedError.exit_code and (os.environ.get("LOCAL_RANK") == "0" or _first_left(int(rank), ours)):
-        # The first rank of another host: under torchrun and Slurm its output is all that is seen there.
-        print(f"[rank {rank}] {type(ours).__name__}: {ours}", file=sys.stderr)
-    elif _has_met() and not isinstance(ours, RanksDisagreeError | StoppedError):
-        print(f"[rank {rank}] {type(ours).__name__}: {str(ours).splitlines()[0]}", file=sys.stderr)
-    sys.stderr.flush()
-    return ours.exit_code
-
-
-def _first_left(rank: int, error: Exception) -> bool:
-    """Every rank before this one was killed, so that none of them says what happened."""
-    if not _has_met():
-        return False
-    from bigtrain import watch
-
-    lost = watch.lost() or getattr(error, "by_rank", {})  # before there is a watch, the error may know
-    return all("without a word" in str(lost.get(before, "")) for before in range(rank))
-
-
-def tell_hosts(error: Exception) -> None:
-    """A rank that fails before it has met those of other hosts tells them why, so that they do not wait for it."""
-    if _has_met():
-        return
-    try:
-        from bigtrain import hosts
-    except ImportError:  # torch itself may be what is missing
-        return
-    hosts.tell(error)
-
-
-def _has_met() -> bool:
-    """True once a process group exists; imports nothing."""
-    dist = sys.modules.get("torch.distributed")
-    return dist is not None and dist.is_available() and dist.is_initialized()
-
-
-def leave() -> None:
-    """End the process group, so that no rank's exit looks like a crash to the others."""
-    if _has_met():
-        import torch.distributed as dist
-
-        from bigtrain import watch
-
-        watch.end()
-        dist.destroy_process_group()

@@ -225,7 +225,7 @@ def worker(folder: Path, out: str, repeats: int, phases: bool, threads: int | No
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     zero.init_distributed()
-    torch.zeros(1, device=zero.rank_device())
+    torch.zeros(1, device=ranks.device())
     dist.barrier()
     read.GPU_THREADS, read.PINNED_BYTES = threads or read.GPU_THREADS, (staging_mib << 20 if staging_mib else read.PINNED_BYTES)
     most = read.GPU_THREADS if torch.cuda.is_available() else read.CPU_THREADS

@@ -25,7 +25,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from trace_reading import MARK, markdown, read, report
 
-from bigtrain import capacity, data, placement, ranks, train, zero
+from bigtrain import capacity, data, failure, placement, ranks, train, zero
 from bigtrain import job as jobs
 from bigtrain.arguments import TrainArguments, parse
 from bigtrain.config import ModelShape
@@ -177,7 +177,7 @@ def main(argv: list[str]) -> None:
     jobs.check_engine(job)
     model, _ = jobs.build(job)
     flops = flops_formula(model, job.seq_len)
-    engine = Marked(model, hang_s=None, **jobs.engine_settings(job))
+    engine = Marked(model, hang_s=None, **jobs.engine_arguments(job))
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         found = run(engine, own, batches(own, job), trace)
@@ -185,7 +185,7 @@ def main(argv: list[str]) -> None:
         if ranks.is_main():
             told = json.loads(trace.read_text(encoding="utf-8"))
             finish(own, {**about(own, args, job, flops, found), **report(read(told), 1)}, trace)
-    train.leave()
+    failure.leave()
 
 
 def about(own: argparse.Namespace, args: TrainArguments, job: jobs.Job, flops: Any, found: dict[str, Any]) -> dict[str, Any]:

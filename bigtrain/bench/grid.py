@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from bigtrain import defaults
+from bigtrain import defaults, shapes
 from bigtrain.arguments import Policy, TrainArguments
 from bigtrain.config import load
 from bigtrain.errors import UsageError
@@ -260,5 +260,5 @@ def word(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return _WORDS.get(name, name) if value else f"no {_WORDS.get(name, name)}"
     if name in ("model_name_or_path", "ds_config", "runner", "optim"):
-        return str(value).removeprefix("preset:").rstrip("/").split("/")[-1]
+        return str(value).removeprefix(shapes.PREFIX).rstrip("/").split("/")[-1]
     return f"{_WORDS.get(name, name)} {value}"

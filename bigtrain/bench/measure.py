@@ -15,7 +15,7 @@ from bigtrain.bench.prediction import Machine
 from bigtrain.errors import UsageError
 from bigtrain.plan.choose import Candidate
 from bigtrain.plan.machine import gpu_memory
-from bigtrain.plan.roofline import told
+from bigtrain.plan.roofline import speed_numbers
 
 STEPS, WARMUP = 6, 3
 CELL_S = 600.0
@@ -79,7 +79,7 @@ def _row(at: int, candidate: Candidate, cell: Cell, row: dict[str, Any], out: Pa
         "status": row["status"],
         "error": f": {row['error'][:160]}" if row["error"] else "",
         "tokens_per_s": speed,
-        "planned_tokens_per_s": told(candidate.input.device, candidate.time)["tokens_per_s"],
+        "planned_tokens_per_s": speed_numbers(candidate.input.device, candidate.time)["tokens_per_s"],
         "step_time_s": row.get("step_time_s"),
         "ds_config": cell.ds_config,
         "command": " ".join(["launch/train.py", *sweep.flags(flags), "..."]),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain import config as ds
-from bigtrain import defaults, plan
+from bigtrain import defaults, plan, shapes
 from bigtrain.auto import AUTO, pick
 from bigtrain.bench.grid import Cell
 from bigtrain.config import ModelShape, Resolved, RunValues
@@ -68,6 +68,31 @@ def kernels(cell: Cell, machine: Machine) -> str:
     return "liger" if fused and has_gpu else "hf"
 
 
+def _blocks(cell: Cell) -> int | None:
+    """How many blocks are recomputed; None: all, or not decided yet."""
+    said = cell.arguments.get("checkpoint_blocks")
+    return None if said in (None, AUTO) else int(said)
+
+
+def _plan_input(cell: Cell, machine: Machine, run: RunValues, **more: Any) -> PlanInput:
+    """What is planned of a cell, as `bigtrain.capacity` does it of a run. `more`: other values of `plan.plan_input`."""
+    return plan.plan_input(
+        model_config(cell.model),
+        attention=attention(cell, machine),
+        world_size=cell.num_gpus,
+        gpus_per_node=cell.num_gpus,
+        seq_len=cell.seq_len,
+        optimizer=layout_name(run.optim or defaults.OPTIM),
+        mlp_tile_tokens=cell.arguments.get("mlp_tile_tokens") or 0,
+        kernels=kernels(cell, machine),
+        device=machine.device,
+        expandable=expandable_segments({**os.environ, **cell.env}),
+        frozen=tuple(cell.arguments.get("freeze") or ()),
+        drawn=shapes.is_preset(cell.model),
+        **more,
+    )
+
+
 def resolved(cell: Cell, machine: Machine) -> Resolved:
     """The cell's ds_config with nothing left open; "auto" chooses as launch/train.py will.
 
@@ -84,11 +109,14 @@ def _resolved(cell: Cell, machine: Machine) -> tuple[Resolved, PlanInput | None]
     if config == AUTO:
         gpu, host = limits(cell, machine)
         picked = pick(
-            values, run, world_size=cell.num_gpus, ranks_per_node=cell.num_gpus, seq_len=cell.seq_len, gpu_memory_bytes=gpu,
-            host_memory_bytes=host, device=machine.device, attention=attention(cell, machine),
-            kernels=kernels(cell, machine), frozen=tuple(cell.arguments.get("freeze") or ()), rates=stored_rates(machine.device), policy=_policy(cell),
-            blocks=cell.arguments.get("checkpoint_blocks"), tile=cell.arguments.get("mlp_tile_tokens"), share=_share(cell), drawn=cell.model.startswith("preset:"),
-        )  # fmt: skip
+            _plan_input(cell, machine, run, checkpointing=_policy(cell), checkpoint_blocks=_blocks(cell)),
+            run,
+            gpu_memory_bytes=gpu,
+            host_memory_bytes=host,
+            rates=stored_rates(machine.device),
+            blocks_are_open=cell.arguments.get("checkpoint_blocks") == AUTO,
+            share=_share(cell),
+        )
         config, run, chosen = picked.config, picked.run, picked.candidate.input
     shape = ModelShape.from_config(values)
     return ds.resolve(config, run=run, model=shape, world_size=cell.num_gpus, device=machine.device), chosen
@@ -108,34 +136,25 @@ def planned(cell: Cell, machine: Machine) -> Plan:
         UsageError: the model's family has no formulas, or settings contradict each other.
     """
     done, chosen = _resolved(cell, machine)
-    run, args = done.run, cell.arguments
-    share = _share(cell)
-    blocks = args.get("checkpoint_blocks")
+    run, share = done.run, _share(cell)
+    blocks, blocks_are_open = _blocks(cell), cell.arguments.get("checkpoint_blocks") == AUTO
     if chosen is not None:
-        blocks, share = chosen.checkpoint_blocks, chosen.settings.offload_gradients
+        blocks, blocks_are_open, share = chosen.checkpoint_blocks, False, chosen.settings.offload_gradients
     assert run.micro_batch and run.accumulation
-    found = plan.plan_input(
-        model_config(cell.model),
+    found = _plan_input(
+        cell,
+        machine,
+        run,
         ds_config=done.engine_config(),
-        attention=attention(cell, machine),
-        world_size=cell.num_gpus,
-        gpus_per_node=cell.num_gpus,
-        seq_len=cell.seq_len,
         micro_batch=run.micro_batch,
         accumulation=run.accumulation,
-        optimizer=layout_name(run.optim or "adamw"),
         checkpointing=_policy(cell) if run.gradient_checkpointing else "none",
-        checkpoint_blocks=None if blocks in (None, AUTO) else int(blocks),
-        mlp_tile_tokens=args.get("mlp_tile_tokens") or 0,
-        kernels=kernels(cell, machine),
-        device=machine.device,
-        expandable=expandable_segments({**os.environ, **cell.env}),
-        frozen=tuple(args.get("freeze") or ()),
-        drawn=cell.model.startswith("preset:"),
+        checkpoint_blocks=blocks,
     ).but(offload_gradients=share or 0.0)
     gpu, host = limits(cell, machine)
-    buffers = not args.get("no_plan") and buffers_are_open(done.config)
-    found = settled(found, gpu, host, stored_rates(machine.device), share=share is None, buffers=buffers, blocks=blocks == AUTO)
+    buffers = not cell.arguments.get("no_plan") and buffers_are_open(done.config)
+    rates = stored_rates(machine.device)
+    found = settled(found, gpu, host, rates, share=share is None, buffers=buffers, blocks=blocks_are_open)
     return plan.predict(found, gpu_memory_bytes=gpu)
 
 

@@ -64,7 +64,7 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 def timing(rows: Sequence[Mapping[str, Any]], warmup: int) -> dict[str, Any]:
     """Step time without the first `warmup` steps, and losses.
 
-    Each step ends with the device's loss on the host, so its time needs no further synchronisation (report B71).
+    Each step ends with the device's loss on the host, so its time needs no further synchronisation.
     """
     measured = rows[warmup:]
     if not measured:
@@ -80,7 +80,7 @@ def timing(rows: Sequence[Mapping[str, Any]], warmup: int) -> dict[str, Any]:
 
 
 def speed(median_s: float, tokens_per_step: int, world: int, formula: FlopsFormula | None, card: str | None) -> dict[str, Any]:
-    """Tokens/s, model TFLOP/s and MFU of one device. Recomputation is not counted (report B72).
+    """Tokens/s, model TFLOP/s and MFU of one device. Recomputation is not counted.
 
     Args:
         tokens_per_step: of all ranks. card: its name, for the peak.

@@ -32,7 +32,7 @@ from bigtrain.bench.processes import Ended, python_path, run_ranks
 from bigtrain.errors import UsageError
 from bigtrain.plan.cli import model_config
 from bigtrain.plan.machine import gpu_memory, host_memory
-from bigtrain.runfolder import versions
+from bigtrain.versions import versions
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import threading
 import time
 import uuid
@@ -45,8 +44,7 @@ CONFIRM_TIMEOUT_S = 3600.0  # how long a rank waits for the slowest writer
 
 def _copiers() -> int:
     """Threads that copy: this rank's share of the cores, up to 8, which saturate the memory of any machine seen."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(8, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
+    return min(8, ranks.cores())
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from bigtrain import defaults
 from bigtrain.config.batch import ACCUMULATION, GLOBAL, MICRO, BatchError, Given, solve_batch
 from bigtrain.config.problems import Problem, raise_if_errors
 from bigtrain.config.shape import ModelShape
@@ -15,9 +16,8 @@ NEVER_PRINT = 10**9
 """steps_per_print: DeepSpeed's own progress lines are off; bigtrain prints its own."""
 
 BUCKET = 200_000_000
-FALLBACK = {"reduce_bucket_size": 500_000_000, "stage3_prefetch_bucket_size": 50_000_000,
-            "stage3_param_persistence_threshold": 100_000}  # fmt: skip
-"""DeepSpeed's defaults, for models without a hidden size (transformers issue 21342)."""
+FALLBACK = defaults.BUCKET_ELEMS
+"""For models without a hidden size (transformers issue 21342)."""
 
 Schedule = Literal["linear", "cosine", "constant"]
 _SCHEDULE_TYPE = {"linear": "WarmupDecayLR", "cosine": "WarmupCosineLR", "constant": "WarmupLR"}
@@ -168,18 +168,9 @@ def _batch(o: GenerateOptions) -> dict[str, Any]:
 
 
 def bucket_sizes(model: ModelShape | None) -> dict[str, int]:
-    """Hugging Face's formulas as whole numbers, or DeepSpeed's defaults without a hidden size.
-
-    transformers 5.24 integrations/deepspeed.py: reduce bucket h*h, prefetch int(0.9*h*h), persistence 10*h elements.
-    """
+    """Hugging Face's formulas, or DeepSpeed's defaults without a hidden size."""
     hidden = model.hidden_size if model else None
-    if not hidden:
-        return dict(FALLBACK)
-    return {
-        "reduce_bucket_size": hidden * hidden,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
-        "stage3_param_persistence_threshold": 10 * hidden,
-    }
+    return defaults.bucket_elems(hidden) if hidden else dict(FALLBACK)
 
 
 def _zero(o: GenerateOptions) -> dict[str, Any]:
@@ -224,7 +215,7 @@ def _or_auto(value: float | None) -> Any:
 
 
 def _scheduler(o: GenerateOptions) -> dict[str, Any]:
-    """Always with its peak rate and its length: DeepSpeed's defaults are 0.001 and an error (report B07)."""
+    """Always with its peak rate and its length: DeepSpeed's defaults are 0.001 and an error (DeepSpeed#7303)."""
     warmup = AUTO if o.warmup_steps is None else max(1, o.warmup_steps)
     total = AUTO if o.total_steps is None else o.total_steps
     kind = _SCHEDULE_TYPE[o.scheduler]  # type: ignore[index]

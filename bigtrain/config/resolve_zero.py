@@ -84,7 +84,7 @@ def buckets(work: Work) -> None:
 
 
 def optimizer_flags(work: Work) -> None:
-    """The flags DeepSpeed wants for this optimizer with this offload, set for the user (report B05)."""
+    """The flags DeepSpeed wants for this optimizer with this offload, set for the user (DeepSpeed#7524)."""
     name = work.run.optim or ""
     offloaded = work.ctx.offload("offload_optimizer") != "none"
     own = CPU_OPTIMIZERS.get(name)

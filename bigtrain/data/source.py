@@ -6,7 +6,6 @@ import errno
 import glob
 import hashlib
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +17,6 @@ from bigtrain.errors import DataError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-logger = logging.getLogger(__name__)
 
 TextUnit = Literal["document", "paragraph", "line"]
 _FORMAT = 1  # raise it when the same files are to give another data set, so that older copies are not read

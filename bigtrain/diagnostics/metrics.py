@@ -180,7 +180,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-class HostMemory:
+class ProcessMemory:
     """Resident memory of this process. RSS is cheap; PSS (shared pages divided among their users) walks every page.
 
     PSS is therefore measured again only after 200 times as long as the last measurement took.

@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from bigtrain import ranks
+from bigtrain import ranks, shapes
 from bigtrain.data.files import expand
 from bigtrain.errors import DataError, UsageError
 
@@ -82,7 +82,7 @@ def installed() -> dict[str, str]:
 
     import torch
 
-    from bigtrain.runfolder import PACKAGES
+    from bigtrain.versions import PACKAGES
 
     found = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in (*PACKAGES, "tokenizers", "triton", "peft"):
@@ -149,7 +149,7 @@ def _file_lists(args: Any) -> dict[str, list[Path]]:
 
 def _model_files(name: str | None) -> list[Path]:
     """Files of a model folder."""
-    if not name or name.startswith("preset:"):
+    if not name or shapes.is_preset(name):
         return []
     folder = Path(name).expanduser()
     if not folder.is_dir():

@@ -23,11 +23,9 @@ from torch.autograd.function import once_differentiable
 
 from bigtrain.errors import DataError, ModelError
 from bigtrain.plan.activations import fused_loss_rows
+from bigtrain.plan.constants import CHUNK_LOGITS, SCALED_AT_A_TIME
 
 IGNORED = -100
-# Without Triton, fp32 logits alive at a time, in elements: on a GPU enough rows to fill it, on a CPU few enough to stay near the cache.
-CHUNK_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}
-SCALED_AT_A_TIME = 1 << 22
 
 
 class Kernels(NamedTuple):
@@ -88,7 +86,7 @@ def linear_cross_entropy(
         flat, weight, bias = flat.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     kernels = kernels or kernels_for(device.type)
     if chunk_tokens is None:
-        chunk_tokens = max(1, CHUNK_LOGITS.get(device.type, 1 << 22) // weight.size(0))
+        chunk_tokens = max(1, CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cpu"]) // weight.size(0))
         if not kernels.fp32_sums:
             chunk_tokens = fused_loss_rows(weight.size(0), flat.size(0))
     return _LinearCrossEntropy.apply(flat, weight, bias, wanted, divisor, chunk_tokens, kernels)

@@ -175,9 +175,9 @@ def _target(
     on_host = any(isinstance(o, Mapping) and o.get("device") in ("cpu", "nvme") for o in offloads)
     if partitioner is not None:
         shard_device = torch.device("cpu") if on_host else partitioner.partition_device
-    elif on_host and ranks.world_size() == 1 and zero.rank_device().type == "cuda":
+    elif on_host and ranks.world_size() == 1 and ranks.device().type == "cuda":
         shard_device = torch.device("cpu")
-    device = zero.rank_device() if init_device is None else torch.device(init_device)
+    device = ranks.device() if init_device is None else torch.device(init_device)
     if device.type == "meta":
         raise ModelError("init_device='meta' draws no values; leave it out, the model is never whole on a device anyway.")
     return _Target(stage, seed, device, dtype_rule(dtype, keep_in_fp32), partitioner, shard_device)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bigtrain import zero
+from bigtrain import ranks, zero
 from bigtrain.errors import ModelError
 from bigtrain.models import tiles
 from bigtrain.models.checkpointing import blocks_of, declared_blocks
@@ -145,7 +145,7 @@ def _why_not_by_trial(part: torch.nn.Module) -> str | None:
 
 def _tried(part: torch.nn.Module, params: dict[str, torch.nn.Parameter], width: int) -> str | None:
     away = any(p.is_meta for p in params.values())
-    device = torch.device("cpu") if away else zero.rank_device()
+    device = torch.device("cpu") if away else ranks.device()
     values = {n: torch.full((), 0.01, dtype=p.dtype, device=device).expand(zero.full_shape(p)) for n, p in params.items()}
     values |= {n: torch.zeros(b.shape, dtype=b.dtype, device=device) for n, b in part.named_buffers()}
     dtype = next(p.dtype for p in params.values() if len(zero.full_shape(p)) > 1)

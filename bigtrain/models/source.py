@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import ranks
+from bigtrain import ranks, shapes
 from bigtrain.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -79,10 +79,8 @@ def _config_of(source: Any, trust_remote_code: bool) -> tuple[Any, Path | None, 
     """(a config that is ours to change, the folder with weights or None, a label)."""
     if isinstance(source, Mapping):
         return _config_from_dict(dict(source)), None, f"config of {source.get('model_type')}"
-    if isinstance(source, str) and source.startswith("preset:"):
-        from bigtrain.shapes import config_dict
-
-        return _config_from_dict(config_dict(source.removeprefix("preset:"))), None, source
+    if shapes.is_preset(source):
+        return _config_from_dict(shapes.config_dict(source)), None, source
     if isinstance(source, (str, Path)):
         folder = _folder(Path(source))
         has_weights = any(next(folder.glob(pattern), None) is not None for pattern in _WEIGHT_PATTERNS)
@@ -138,7 +136,7 @@ def fetched(source: Any) -> Any:
     Raises:
         ModelError: on all ranks, if the hub does not give it.
     """
-    if not isinstance(source, str) or source.startswith(("preset:", ".", "/", "~")) or source.count("/") != 1:
+    if not isinstance(source, str) or source.startswith((shapes.PREFIX, ".", "/", "~")) or source.count("/") != 1:
         return source
     if not all(ranks.all_gather_object(not Path(source).is_dir())):
         return source

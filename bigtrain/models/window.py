@@ -32,8 +32,8 @@ from torch.overrides import TorchFunctionMode
 
 from bigtrain import ranks
 from bigtrain.errors import ModelError
+from bigtrain.plan.constants import WINDOW_BYTES
 
-DEFAULT_LIMIT_BYTES = 512 * 2**20
 _SAMPLE_ELEMS = 4096
 
 _PROPERTIES = (
@@ -114,7 +114,7 @@ class Window(TorchFunctionMode):
 
     active = False  # one build at a time
 
-    def __init__(self, *, limit_bytes: int = DEFAULT_LIMIT_BYTES, shard_device: torch.device | None = None, draw: bool = True):
+    def __init__(self, *, limit_bytes: int = WINDOW_BYTES, shard_device: torch.device | None = None, draw: bool = True):
         super().__init__()
         self.limit_bytes = limit_bytes
         self.draw = draw

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +10,17 @@ import torch
 
 from bigtrain.errors import UsageError
 from bigtrain.optim.table import OPTIMIZERS, canonical_name
+from bigtrain.plan.constants import STATE_BUFFERS
 
 Groups = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a builder may use.
+    """What a builder may use. The four that follow `offload` are for optimizers that keep their state on the host themselves.
 
     Attributes:
-        lr: learning rate until the engine sets it.
+        lr: peak learning rate; the engine sets the rate of each step.
         betas: decay rates of the two moments.
         eps: added to the root of the second moment.
         weight_decay: for groups that do not say their own.
@@ -30,18 +30,31 @@ class Options:
         offload_buffers: chunks of it that may be on the GPU at a time.
         offload_gradients: share of the gradients that leave the GPU during backward.
         device: "cuda" or "cpu", where the model is.
+
+    Raises:
+        UsageError: on values out of range.
     """
 
     lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    offload: bool
-    offload_ratio: float
-    pin_memory: bool
-    offload_buffers: int
-    offload_gradients: float
-    device: str
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    offload: bool = False
+    offload_ratio: float = 1.0
+    pin_memory: bool = True
+    offload_buffers: int = STATE_BUFFERS
+    offload_gradients: float = 0.0
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0.0:
+            raise UsageError(f"the learning rate is {self.lr}: it must be 0 or more.")
+        if len(self.betas) != 2 or not all(0.0 <= b < 1.0 for b in self.betas):
+            raise UsageError(f"betas are {self.betas}: they must be two numbers, each at least 0 and below 1.")
+        if not self.eps >= 0.0:
+            raise UsageError(f"eps is {self.eps}: it must be 0 or more.")
+        if not self.weight_decay >= 0.0:
+            raise UsageError(f"weight_decay is {self.weight_decay}: it must be 0 or more.")
 
     @property
     def adam(self) -> dict[str, Any]:
@@ -49,56 +62,19 @@ class Options:
         return {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
 
 
-def build_optimizer(
-    name: str,
-    groups: Groups,
-    *,
-    lr: float,
-    betas: Sequence[float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    offload: bool = False,
-    offload_ratio: float = 1.0,
-    pin_memory: bool = True,
-    offload_buffers: int = 4,
-    offload_gradients: float = 0.0,
-    device: str = "cuda",
-) -> torch.optim.Optimizer:
+def build_optimizer(name: str, groups: Groups, **options: Any) -> torch.optim.Optimizer:
     """Build optimizer `name` for DeepSpeed to wrap. The config needs `engine_config_patch(name)` as well.
 
     Args:
         name: a key of `OPTIMIZERS` or an alias.
         groups: from `param_groups`.
-        lr: peak learning rate; the engine sets the rate of each step.
-        betas: decay rates of the moments.
-        eps: added to the root of the second moment.
-        weight_decay: for groups without their own value.
-        offload: True if the config offloads the optimizer to the CPU.
-        offload_ratio: share of the state that is offloaded, for optimizers that do so themselves.
-        pin_memory: page-lock it, for the same.
-        offload_buffers: chunks of it on the GPU at a time, for the same.
-        offload_gradients: share of the gradients that leave the GPU during backward, for the same.
-        device: "cuda" or "cpu", where the model is.
+        **options: fields of `Options`; `lr` is needed.
 
     Raises:
         UsageError: on an unknown name or values out of range.
         BuildError: if the optimizer needs something that this machine lacks.
     """
-    row = OPTIMIZERS[canonical_name(name)]
-    _check(lr, betas, eps, weight_decay)
-    options = Options(
-        lr=lr,
-        betas=(betas[0], betas[1]),
-        eps=eps,
-        weight_decay=weight_decay,
-        offload=offload,
-        offload_ratio=offload_ratio,
-        pin_memory=pin_memory,
-        offload_buffers=offload_buffers,
-        offload_gradients=offload_gradients,
-        device=torch.device(device).type,
-    )
-    return pkgutil.resolve_name(row.build)(groups, options)
+    return pkgutil.resolve_name(OPTIMIZERS[canonical_name(name)].build)(groups, Options(**options))
 
 
 def after_initialize(name: str, ds_engine: Any) -> None:
@@ -106,17 +82,6 @@ def after_initialize(name: str, ds_engine: Any) -> None:
     hook = OPTIMIZERS[canonical_name(name)].hook
     if hook is not None:
         pkgutil.resolve_name(hook)(ds_engine)
-
-
-def _check(lr: float, betas: Sequence[float], eps: float, weight_decay: float) -> None:
-    if not lr >= 0.0:
-        raise UsageError(f"the learning rate is {lr}: it must be 0 or more.")
-    if len(betas) != 2 or not all(0.0 <= b < 1.0 for b in betas):
-        raise UsageError(f"betas are {tuple(betas)}: they must be two numbers, each at least 0 and below 1.")
-    if not eps >= 0.0:
-        raise UsageError(f"eps is {eps}: it must be 0 or more.")
-    if not weight_decay >= 0.0:
-        raise UsageError(f"weight_decay is {weight_decay}: it must be 0 or more.")
 
 
 def adamw(groups: Groups, options: Options) -> torch.optim.Optimizer:

@@ -16,10 +16,10 @@ import torch
 from torch.optim.adamw import adamw
 
 from bigtrain import flat, zero
-from bigtrain.optim.pieces import GATHER_ELEMS, cut, joined
+from bigtrain.optim.pieces import cut, joined
+from bigtrain.plan.constants import CPU_CHUNK_ELEMS, GATHER_ELEMS
 
-# On a CPU a chunk's temporaries should stay in the caches of the cores: 4.5 ns an element, 10 in one piece (40e6 on one core).
-CHUNK_ELEMS = {"cpu": 1 << 16, "cuda": GATHER_ELEMS}
+CHUNK_ELEMS = {"cpu": CPU_CHUNK_ELEMS, "cuda": GATHER_ELEMS}
 OPTIONS = ("foreach", "capturable", "differentiable", "fused", "amsgrad", "lr", "weight_decay", "eps", "maximize")
 
 # Updates a flat parameter from an element on, a multiple of 256, by the fp32 gradient of as many as it has.

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-# Pieces that do not follow each other in memory are copied together this many elements at a time.
-GATHER_ELEMS = 1 << 25
+from bigtrain.plan.constants import GATHER_ELEMS
 
 
 def cut(pieces: Sequence[torch.Tensor], limit: int) -> Iterator[tuple[int, list[torch.Tensor]]]:

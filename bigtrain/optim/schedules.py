@@ -10,7 +10,9 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable
+from typing import Any
 
+from bigtrain import guards
 from bigtrain.errors import UsageError
 
 Factor = Callable[[int], float]
@@ -101,3 +103,42 @@ def _check(
     room = total_steps - warmup_steps
     if kind == "wsd" and decay_steps is not None and not 0 <= decay_steps <= room:
         raise UsageError(f"decay_steps is {decay_steps}: it must lie between 0 and total_steps - warmup_steps = {room}.")
+
+
+class GroupRates:
+    """The learning rates of an optimizer's parameter groups: set right before each update, by nobody but the schedule.
+
+    Args:
+        optimizer: its groups hold their peak rates.
+        factor: from `schedule`.
+
+    Attributes:
+        peaks: the highest rate of each group.
+    """
+
+    def __init__(self, optimizer: Any, factor: Factor):
+        self._optimizer, self._factor = optimizer, factor
+        self.peaks = self._now()
+        self._set = list(self.peaks)
+
+    def _now(self) -> list[float]:
+        return [float(group["lr"]) for group in self._optimizer.param_groups]  # a load may replace the groups
+
+    def at(self, step: int) -> float:
+        """The rate of the first group in the update after `step` others."""
+        return self.peaks[0] * self._factor(step)
+
+    def set(self, step: int) -> float:
+        """Give every group its rate for the update after `step` others; the first group's."""
+        self._set = [peak * self._factor(step) for peak in self.peaks]
+        for group, rate in zip(self._optimizer.param_groups, self._set):
+            group["lr"] = rate
+        return self._set[0]
+
+    def changed(self) -> str:
+        """The message if a script has set a rate since, else an empty string."""
+        return guards.changed_rates(self._set, self._now())
+
+    def forget(self) -> None:
+        """The groups may hold any rates until the next update: a checkpoint brings its own."""
+        self._set = []

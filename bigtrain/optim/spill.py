@@ -17,11 +17,7 @@ import torch
 
 from bigtrain.optim.lanes import COMPUTE, DOWN, UP, UPDATE, HostMemory, Lanes
 from bigtrain.optim.pieces import runs
-
-# Gradients on their way down: COMPUTE waits for the oldest before more than this lies on the device (10 ms of PCIe gen 5).
-# Their memory goes back by such waits, not by `Lanes.keep`: a program that is ahead of its device would find none of it free.
-IN_FLIGHT_BYTES = 512 << 20
-AREAS = 4  # chunks of gradients on the device, on their way to their update
+from bigtrain.plan.constants import GRADIENT_AREAS, GRADIENTS_IN_FLIGHT_BYTES
 
 
 @dataclass(eq=False)
@@ -48,7 +44,7 @@ class Place:
     filled: bool = False
 
 
-class HostGradients:
+class SpilledGradients:
     """Gradients in host memory, each parameter's whole, side by side in the order given.
 
     Args:
@@ -127,9 +123,12 @@ class HostGradients:
         lanes.wait(UPDATE, lanes.mark(UP))
 
     def _hold(self, mark: Any, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Keep memory in use until COMPUTE, whose it is, has waited for `mark`."""
+        """Keep memory in use until COMPUTE, whose it is, has waited for `mark`.
+
+        Not by `Lanes.keep`: a program that is ahead of its device would find none of it free.
+        """
         self._flight.append((mark, tensors))
-        while len(self._flight) > 1 and sum(t.nbytes for _, ts in self._flight for t in ts) > IN_FLIGHT_BYTES:
+        while len(self._flight) > 1 and sum(t.nbytes for _, ts in self._flight for t in ts) > GRADIENTS_IN_FLIGHT_BYTES:
             self._lanes.wait(COMPUTE, self._flight.popleft()[0])
 
     def settle(self) -> None:
@@ -188,7 +187,7 @@ class HostGradients:
         return runs(here), area
 
     def _next_area(self, dtype: torch.dtype) -> Area:
-        if len(self._areas) < AREAS:
+        if len(self._areas) < GRADIENT_AREAS:
             area = Area(torch.empty(self._chunk_elems, dtype=dtype, device=self._device), self._lanes.mark(COMPUTE))
         else:
             area = self._areas.pop(0)

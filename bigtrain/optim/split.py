@@ -12,10 +12,11 @@ from bigtrain.errors import UsageError
 from bigtrain.optim import arithmetic
 from bigtrain.optim.lanes import Lanes, lanes_for
 from bigtrain.optim.pieces import cut, joined
-from bigtrain.optim.spill import HostGradients
+from bigtrain.optim.spill import SpilledGradients
 from bigtrain.optim.state import load_keeping_dtypes
-from bigtrain.optim.stream import CHUNK_BYTES, Stream, Update
+from bigtrain.optim.stream import Stream, Update
 from bigtrain.optim.table import BLOCK_ELEMS
+from bigtrain.plan.constants import STATE_BUFFERS, STATE_CHUNK_BYTES
 
 # Elements updated at a time: on a CPU its fp32 temporaries should stay in the cache, on a GPU one launch should fill the card.
 CHUNK_ELEMS = {"cpu": 1 << 16, "cuda": 1 << 27}
@@ -36,7 +37,7 @@ class OnHost(NamedTuple):
 
     ratio: float = 1.0
     pin: bool = True
-    buffers: int = 4
+    buffers: int = STATE_BUFFERS
     gradients: float = 0.0
 
 
@@ -283,7 +284,7 @@ def stream_state(
     layouts: dict[torch.Tensor, flat.PartitionLayout],
     lanes: Lanes,
     on_host: OnHost,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int = STATE_CHUNK_BYTES,
 ) -> None:
     """Give the optimizer of a DeepSpeed engine a stream, and host memory for the gradients that leave."""
     optimizer, device = ds_engine.basic_optimizer, next(iter(layouts)).device
@@ -298,4 +299,4 @@ def stream_state(
         ordered = [p for p in ds_engine.module.parameters() if id(p) in in_partitions]
         leaving = {id(ordered[i]) for i in partition.last_share([p.numel() for p in ordered], share)}
         params = [p for p in placed if id(p) in leaving]
-        stream.gradients = HostGradients(params, lanes, chunk_elems=stream.chunk_elems, pin=pin)
+        stream.gradients = SpilledGradients(params, lanes, chunk_elems=stream.chunk_elems, pin=pin)

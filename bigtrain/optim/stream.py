@@ -19,13 +19,11 @@ from typing import Any
 import torch
 
 from bigtrain.optim.lanes import COMPUTE, DOWN, UP, UPDATE, HostMemory, Lanes
-from bigtrain.optim.pieces import GATHER_ELEMS, cut, joined
-from bigtrain.optim.spill import HostGradients
+from bigtrain.optim.pieces import cut, joined
+from bigtrain.optim.spill import SpilledGradients
 from bigtrain.optim.table import BLOCK_ELEMS
+from bigtrain.plan.constants import GATHER_ELEMS, STATE_BUFFERS, STATE_CHUNK_BYTES
 
-# A chunk's state: large enough that a copy runs at the bus's full rate (53 GB/s on PCIe gen 5: 2.5 ms), four of them in flight.
-CHUNK_BYTES = 128 << 20
-BUFFERS = 4
 AHEAD = 8  # chunks asked for beyond those that are on the GPU and those that something waits for: 20 ms of the bus
 
 State = dict[str, torch.Tensor]
@@ -63,7 +61,7 @@ class Buffer:
 
 
 @dataclass
-class Job:
+class PendingUpdate:
     """One parameter's update: the gradient in pieces that cover it, the function that updates a chunk, and what else it reads."""
 
     pieces: Sequence[torch.Tensor]
@@ -72,7 +70,7 @@ class Job:
 
 
 @dataclass(eq=False)
-class Plan:
+class ChunkPlan:
     """The chunks that are updated together, in order.
 
     Attributes:
@@ -122,26 +120,26 @@ class Stream:
         *,
         ratio: float = 1.0,
         pin: bool = True,
-        chunk_bytes: int = CHUNK_BYTES,
-        buffers: int = BUFFERS,
+        chunk_bytes: int = STATE_CHUNK_BYTES,
+        buffers: int = STATE_BUFFERS,
     ):
         self._layout, self._lanes, self._device = layout, lanes, device
         self._ratio, self._pin = ratio, pin
         block_bytes = sum(n * dtype.itemsize for n, dtype in layout(BLOCK_ELEMS).values())
         self.chunk_elems = min(GATHER_ELEMS, max(1, chunk_bytes // block_bytes) * BLOCK_ELEMS)
         self.deferred = False
-        self.gradients: HostGradients | None = None
+        self.gradients: SpilledGradients | None = None
         self._buffers = buffers
         self._pool: list[Buffer] = []
         self._memory: dict[torch.Tensor, HostMemory] = {}
         self._kept: dict[Chunk, State] = {}
-        self._jobs: dict[torch.Tensor, Job] = {}
-        self._plans: dict[torch.Tensor, Plan] = {}
-        self._first: Plan | None = None
+        self._jobs: dict[torch.Tensor, PendingUpdate] = {}
+        self._plans: dict[torch.Tensor, ChunkPlan] = {}
+        self._first: ChunkPlan | None = None
 
     # ------------------------------------------------------------ what there is
 
-    def plan(self, params: Sequence[torch.Tensor], need: Callable[[torch.Tensor, int, int], int] | None = None) -> Plan:
+    def plan(self, params: Sequence[torch.Tensor], need: Callable[[torch.Tensor, int, int], int] | None = None) -> ChunkPlan:
         """Cut parameters into chunks that are updated together.
 
         Args:
@@ -158,7 +156,7 @@ class Stream:
         for chunk in chunks:
             left -= chunk.end - chunk.start
             chunk.kept = left >= 0
-        plan = Plan(chunks, last=frozenset([c for c in chunks if not c.kept][-self._buffers :]))
+        plan = ChunkPlan(chunks, last=frozenset([c for c in chunks if not c.kept][-self._buffers :]))
         self._plans.update(dict.fromkeys(params, plan))
         self._first = self._first or plan
         return plan
@@ -186,7 +184,7 @@ class Stream:
         self.home(param, state)
         if param not in self._plans:
             self.plan([param])
-        self._jobs[param] = Job(pieces, update, reads)
+        self._jobs[param] = PendingUpdate(pieces, update, reads)
 
     def prefetch(self) -> None:
         """Bring up the first chunks of the next update, as many as there are buffers; call when backward begins."""
@@ -222,7 +220,7 @@ class Stream:
             plan = self._plans[next(iter(jobs))]
             self._start(plan, {p: jobs.pop(p) for p in list(jobs) if self._plans[p] is plan})
 
-    def _start(self, plan: Plan, jobs: Mapping[torch.Tensor, Job]) -> None:
+    def _start(self, plan: ChunkPlan, jobs: Mapping[torch.Tensor, PendingUpdate]) -> None:
         self._ask(plan, len(plan.chunks))  # the update before this one, if forward did not need all of it
         self.store_rest()
         self._lanes.wait(UPDATE, self._lanes.mark(COMPUTE))
@@ -236,7 +234,7 @@ class Stream:
         plan.asked, plan.waited = 0, -1
         self._ask(plan, len(plan.uploaded) + AHEAD)  # else the bus would stand still until forward asks for more
 
-    def _ask(self, plan: Plan, count: int) -> None:
+    def _ask(self, plan: ChunkPlan, count: int) -> None:
         """Ask the lanes for the first `count` chunks of the update under way."""
         alone = all(other is plan for other in self._plans.values())  # several plans share the buffers
         for chunk in plan.chunks[plan.asked : count]:
@@ -322,7 +320,7 @@ class Stream:
 
     # ------------------------------------------------------------ waiting
 
-    def wait_for(self, plan: Plan, position: int) -> None:
+    def wait_for(self, plan: ChunkPlan, position: int) -> None:
         """COMPUTE goes on only when chunk number `position` of the plan, and with it all before, is updated."""
         if position > plan.waited:
             self._ask(plan, position + 1 + self._buffers + AHEAD)
@@ -349,7 +347,7 @@ class Stream:
         for plan in self._plans.values():
             plan.uploaded.clear()
 
-    def wait_in_forward(self, module: torch.nn.Module, plan: Plan, last: Mapping[int, int]) -> None:
+    def wait_in_forward(self, module: torch.nn.Module, plan: ChunkPlan, last: Mapping[int, int]) -> None:
         """Let the modules of `module` wait for their own weights as they are called.
 
         Args:
@@ -362,7 +360,7 @@ class Stream:
             if position >= 0:
                 waiting.register_forward_pre_hook(self._waiter(plan, position))
 
-    def _waiter(self, plan: Plan, position: int) -> Callable[..., None]:
+    def _waiter(self, plan: ChunkPlan, position: int) -> Callable[..., None]:
         @torch.compiler.disable  # a compiled block waits before its graph
         def wait(*_: Any) -> None:
             self.wait_for(plan, position)

@@ -83,7 +83,7 @@ _ADAM_8BIT = (
     StateTensor(name="absmax2", dtype="float32", bytes_per_elem=4, elems_per_value=BLOCK_ELEMS),
 )
 _LOW = StateTensor(name="low", dtype="int16", bytes_per_elem=2)
-# DeepSpeed refuses an optimizer class it does not list, and under offload any that is not its own CPU Adam (B05, B67).
+# DeepSpeed refuses an optimizer class it does not list, and under offload any that is not its own CPU Adam (DeepSpeed#6666).
 _CLIENT = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 _BF16_MASTER = {
     "zero_allow_untested_optimizer": True,

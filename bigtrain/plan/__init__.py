@@ -10,9 +10,10 @@ from bigtrain.plan.blocks import least_blocks
 from bigtrain.plan.choose import Candidate, Choice, choose
 from bigtrain.plan.families import model_parameters, parameters_from_shapes
 from bigtrain.plan.family_kept import Attention, attention_of
-from bigtrain.plan.inputs import PlanInput, ZeroSettings, block_count, plan_input, settings_from_config
+from bigtrain.plan.inputs import PlanInput, block_count, plan_input
 from bigtrain.plan.predict import Plan, Row, Tree, predict
 from bigtrain.plan.roofline import Rates, StepTime, rates_from, step_time
+from bigtrain.plan.zero_settings import ZeroSettings, settings_from_config
 
 __all__ = [
     "Attention",

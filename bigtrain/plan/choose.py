@@ -9,13 +9,14 @@ from heapq import heappop, heappush
 from typing import Any
 
 from bigtrain.errors import UsageError
-from bigtrain.plan.inputs import PlanInput, ZeroSettings, settings_from_config
+from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge
 from bigtrain.plan.machine import show_bytes
-from bigtrain.plan.roofline import Rates, step_time, told
+from bigtrain.plan.roofline import Rates, speed_numbers, step_time
 from bigtrain.plan.settled import least_s, settled, with_all_buffers, with_fewest_blocks
 from bigtrain.plan.spilled import least_share
 from bigtrain.plan.states import LAYOUTS
+from bigtrain.plan.zero_settings import ZeroSettings, settings_from_config
 
 # Optimizers that compute the same update as AdamW with an fp32 master, or nearly (8-bit moments).
 DEFAULT_OPTIMIZERS = ("adamw", "adamw_8bit", "adamw_split", "adamw_split_8bit")
@@ -64,7 +65,7 @@ class Choice:
 
         def one(c: Candidate) -> dict[str, Any]:
             need = {"gpu_need_bytes": _need(c), "host_need_bytes": c.plan.host_need_bytes()} if c.plan else {}
-            return {**c.options, "fits": c.fits, "why": c.why, **told(c.input.device, c.time), **need}
+            return {**c.options, "fits": c.fits, "why": c.why, **speed_numbers(c.input.device, c.time), **need}
 
         return {
             "chosen": self.options,
@@ -186,7 +187,11 @@ def choose(
         recompute: False: no block; True: those that `base` says; None: either, or as few as fit, unless `base` says a number.
         share: of the gradients that leave the GPU in backward, as the user said; None: the least that fits.
         optimizers: which ones may be chosen, best liked first (ties in speed go to the earlier one).
+        rates: the machine's, for the times; None: the planner's defaults.
         wanted: how many of the fastest; what cannot be one of them is not planned. None: all.
+
+    Returns:
+        The fastest that fits in `best`, None if nothing does; then with `advice`.
 
     Raises:
         UsageError: the global batch cannot be divided by the ranks, or is beyond any run; no gradients can leave, though `share` says so.

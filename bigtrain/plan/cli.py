@@ -14,14 +14,14 @@ from typing import Any
 from bigtrain import defaults, shapes
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
-from bigtrain.plan.families import position_limit, said_twice
+from bigtrain.plan.families import contradicting_sizes, position_limit
 from bigtrain.plan.family_kept import attention_of
 from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.inputs import PlanInput, plan_input
 from bigtrain.plan.longest import longest
 from bigtrain.plan.machine import expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
-from bigtrain.plan.roofline import Rates, rates_from, step_time, stored_rates, told
+from bigtrain.plan.roofline import Rates, rates_from, speed_numbers, step_time, stored_rates
 from bigtrain.plan.settled import buffers_are_open, settled
 from bigtrain.plan.show import assumed_text, choice_text, measured_text, plan_text
 from bigtrain.plan.sizes import refuse_wrong_types
@@ -135,7 +135,7 @@ def model_config(name: str) -> dict[str, Any]:
         UsageError: none of these is there, or it is not a config.
     """
     path = Path(name)
-    if name.startswith(shapes.PREFIX) or (not path.exists() and name.lower() in shapes.names()):
+    if shapes.is_preset(name) or (not path.exists() and name.lower() in shapes.names()):
         return shapes.config_dict(name)
     if not path.exists():
         near = difflib.get_close_matches(name.lower(), shapes.names(), n=3)
@@ -199,7 +199,7 @@ def _input(args: argparse.Namespace, config: dict[str, Any] | None, ds_config: d
         "accumulation": args.accumulation if run is None else run.accumulation,
         "optimizer": (args.optim or defaults.OPTIM) if run is None else run.optim,
         "frozen": tuple(args.freeze), "expandable": expandable_segments(),
-        "drawn": bool(args.model) and args.model.startswith(shapes.PREFIX),
+        "drawn": shapes.is_preset(args.model),
     }  # fmt: skip
     values = {k: v for k, v in values.items() if v is not None}
     pairs = shapes.read_json(args.shapes, "the list of shapes") if args.shapes else None
@@ -367,7 +367,7 @@ def _fastest(choice: Choice, measured: list[dict[str, Any]]) -> Candidate | None
 
 
 def _warn(base: PlanInput, config: dict[str, Any]) -> None:
-    limit, warnings, world, host = position_limit(config), said_twice(config), base.world_size, base.ranks_per_node
+    limit, warnings, world, host = position_limit(config), contradicting_sizes(config), base.world_size, base.ranks_per_node
     if limit is not None and base.seq_len > limit:
         warnings.append(
             f"seq_len {base.seq_len} is above the model's max_position_embeddings {limit}: launch/train.py refuses it"
@@ -391,7 +391,7 @@ def _warn_about_locks(plan: Plan) -> None:
 def _print_plan(args: argparse.Namespace, plan: Plan, gpu: int | None, host: int | None, rates: Rates, assumed: Assumed) -> int:
     fits = plan.fits(gpu, host)
     if args.json:
-        speed = told(plan.input.device, step_time(plan.input, rates))
+        speed = speed_numbers(plan.input.device, step_time(plan.input, rates))
         limits = {"gpu_memory_bytes": gpu, "host_memory_bytes": host, "fits": fits}
         print(json.dumps({**plan.to_json(), **_values(assumed), **speed, **limits}, indent=2))
     else:

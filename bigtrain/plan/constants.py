@@ -1,4 +1,7 @@
-"""Bytes that no formula gives: measured once per kind of machine, named, with what they rest on."""
+"""Bytes that no formula gives: measured once per kind of machine, named, with what they rest on; and what a run takes at a time.
+
+The modules of the run read the latter from here, so that they cannot take other sizes than those that are planned.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,31 @@ _CUDA_PRIVATE_UNTIL_STEPS_BYTES, _CUDA_SHARED_UNTIL_STEPS_BYTES = 1_410_000_000,
 _CPU_PRIVATE_BYTES = 385 * _MIB
 _CPU_SHARED_BYTES = 170 * _MIB
 
+# ---------------------------------------------------------------- what a run takes at a time
+
+# Streamed state (optim/stream.py): large enough that a copy runs at the bus's full rate (53 GB/s on PCIe gen 5: 2.5 ms), and how
+# many chunks of it are on the GPU, where the ds_config says no buffer_count.
+STATE_CHUNK_BYTES = 128 * _MIB
+STATE_BUFFERS = 4
+# Gradients that leave (optim/spill.py). On their way down: COMPUTE waits for the oldest before more than this lies on the device (10 ms
+# of PCIe gen 5). On their way to their update: chunks.
+GRADIENTS_IN_FLIGHT_BYTES = 512 * _MIB
+GRADIENT_AREAS = 4
+# Gradients that do not follow each other in memory are copied together this many elements at a time (optim/pieces.py).
+GATHER_ELEMS = 1 << 25
+# With an fp32 master on a CPU an update takes so many for each thread: temporaries should stay in the caches of the cores: 4.5 ns an
+# element, 10 in one piece (40e6 on one core; optim/chunks.py).
+CPU_CHUNK_ELEMS = 1 << 16
+# Without Triton, fp32 logits alive at a time, in elements (kernels/cross_entropy.py): on a GPU enough rows to fill it, on a CPU few
+# enough to stay near the cache; and elements of its gradients that are scaled at a time.
+CHUNK_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}
+SCALED_AT_A_TIME = 1 << 22
 # On CPUs freed blocks below this go back to malloc's heap, larger ones to the system (startup.py `map_blocks` sets glibc's threshold).
 MALLOC_MMAP_BYTES = 512 * 1024
-# Whole fp32 parameters that a build at stage 3 holds at once (models/window.py DEFAULT_LIMIT_BYTES).
+# Whole fp32 parameters that a build at stage 3 holds at once (models/window.py).
 WINDOW_BYTES = 512 * _MIB
+
+# ---------------------------------------------------------------- reading, saving, margins
 
 # Reading weights: rank-local byte ranges through one buffer. Saving: two staging buffers of the writer.
 READ_BUFFER_BYTES = 64 * _MIB

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from bigtrain.plan.activations import BlockBytes, block_bytes, fused_loss_rows, norm_kept
+from bigtrain.plan.constants import CHUNK_LOGITS, SCALED_AT_A_TIME
 from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.parts import parts_of
@@ -16,24 +17,45 @@ from bigtrain.plan.zero_sliced import SlicedSharding
 
 
 class Sharding(Protocol):
-    """What a ZeRO stage does to the tape at each point of a run."""
+    """What a ZeRO stage does to the tape at each point of a run, in the order in which a run comes to them."""
 
-    def learn(self, visits: list[Visit], recomputed: frozenset[str]) -> None: ...
-    def build(self) -> None: ...
-    def initialise(self) -> None: ...
-    def fetch(self, key: str, members: list[int], *, backward: bool, steady: bool) -> None: ...
-    def release(self, key: str) -> None: ...
-    def start_backward(self, micro: int, last: bool) -> None: ...
-    def grad(self, i: int) -> None: ...
-    def end_backward(self) -> None: ...
-    def step(self, first: bool) -> None: ...
-    def all_gather(self) -> None: ...
-    def export(self) -> None: ...
+    def learn(self, visits: list[Visit], recomputed: frozenset[str]) -> None:
+        """Before anything: in which order a step fetches which weights, and which visits of them are recomputations."""
+
+    def build(self) -> None:
+        """The model is built."""
+
+    def initialise(self) -> None:
+        """DeepSpeed starts: masters, flat weights, buffers."""
+
+    def fetch(self, key: str, members: list[int], *, backward: bool, steady: bool) -> None:
+        """The weights `members` are needed for the visit `key`; `steady`: not in the first step."""
+
+    def release(self, key: str) -> None:
+        """The visit is over."""
+
+    def start_backward(self, micro: int, last: bool) -> None:
+        """The backward of a micro step begins, the last of its step or not."""
+
+    def grad(self, i: int) -> None:
+        """Autograd delivers the gradient of parameter `i`."""
+
+    def end_backward(self) -> None:
+        """A backward is over: what waits in buckets is reduced."""
+
+    def step(self, first: bool) -> None:
+        """The optimizer updates the weights; the first time its moments are made."""
+
+    def all_gather(self) -> None:
+        """After the update every rank has all weights again."""
+
+    def export(self) -> None:
+        """The model is written out."""
 
 
 def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:
     """The simulation of the plan's stage; `rank` matters where ranks differ, at stages 1 and 2."""
-    if plan.settings.stage == 1 and plan.told.grad_bytes == 4 and not plan.settings.offload_optimizer:
+    if plan.settings.stage == 1 and plan.deepspeed_settings.grad_bytes == 4 and not plan.settings.offload_optimizer:
         return Bf16Sharding(plan, tape)
     if plan.settings.stage in (1, 2):
         return FlatSharding(plan, tape, rank)
@@ -42,9 +64,6 @@ def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:
 
 # Phases of a micro step, from the first update on.
 MICRO_STEP = ("steady forward", "loss", "loss backward", "backward", "bucket flush")
-# fp32 logits alive at a time without Triton, in elements (kernels/cross_entropy.py CHUNK_LOGITS).
-CHUNK_LOGITS = {"cuda": 2**27, "cpu": 2**22}
-SCALED_AT_A_TIME = 2**22
 
 
 class Run:

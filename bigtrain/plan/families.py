@@ -101,7 +101,7 @@ def is_tied(config: Mapping[str, Any]) -> bool:
     return Values(config, {}).flag("tie_word_embeddings", default) or (kind in VISION_LANGUAGE and text_is_tied(config))
 
 
-def said_twice(config: Mapping[str, Any]) -> list[str]:
+def contradicting_sizes(config: Mapping[str, Any]) -> list[str]:
     """Sizes that a config has under two names with two values, each in a sentence; transformers takes the other name's."""
     kind = str(config.get("model_type"))
     both = [

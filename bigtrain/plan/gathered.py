@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from bigtrain.plan.inputs import ZeroSettings
 from bigtrain.plan.parameters import Parameter
+from bigtrain.plan.zero_settings import ZeroSettings
 
 # One module call: the indices of its weights that are gathered.
 Call = tuple[int, ...]

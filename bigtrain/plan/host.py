@@ -21,7 +21,7 @@ _PAGE = 4096
 
 class _Host:
     def __init__(self, plan: PlanInput):
-        self.plan, self.zero, self.items = plan, plan.told, plan.parameters.items
+        self.plan, self.zero, self.items = plan, plan.deepspeed_settings, plan.parameters.items
         self.layout, self.tape = LAYOUTS[plan.optimizer], Tape(_PAGE)
         self.groups = split_groups(self.items, plan.decay_groups, plan.trains)
         # On CPU 'pin_memory' does nothing (accelerator/cpu_accelerator.py).
@@ -149,7 +149,7 @@ def page_locked_bytes(plan: PlanInput) -> int:
 
 
 def _simulate(plan: PlanInput) -> _Host:
-    zero = plan.told
+    zero = plan.deepspeed_settings
     host: _Host
     if zero.stage == 3 and (zero.offload_optimizer or zero.offload_param):
         host = _SlicedHost(plan)

@@ -1,8 +1,7 @@
-"""What a plan is made from: model, ZeRO settings and run values, checked once."""
+"""What a plan is made from: model, ZeRO settings and run values, checked together, and what follows from them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -15,137 +14,18 @@ from bigtrain.plan.family_kept import Attention
 from bigtrain.plan.family_others import ROBERTA, T5, VISION_LANGUAGE
 from bigtrain.plan.geometry import Geometry, geometry, geometry_of_shapes
 from bigtrain.plan.states import LAYOUTS, StateLayout, layout_name
+from bigtrain.plan.zero_settings import ZeroSettings, section, settings_from_config
 
 Kernels = Literal["hf", "liger"]
 Loss = Literal["full", "chunked", "fused"]
 Checkpointing = Literal["none", "full", "selective", "offload"]
 
-# Families whose forward does more with its logits than to hand them to the causal loss (kernels/attach.py `why_not_chunked`).
 _NO_TILES = {"opt", "bert", *ROBERTA}  # their blocks compute the feed-forward part themselves (models/feedforward.py)
+# Families whose forward does more with its logits than to hand them to the causal loss (kernels/attach.py `why_not_chunked`).
 _OWN_LOSS = {"granite", "granitemoe", "cohere", "cohere2", "bert", *ROBERTA, *T5, *VISION_LANGUAGE}
 # Beyond any run; without a bound a slip of the keyboard would keep the search busy for hours.
 _MOST = {"world_size": 2**17, "micro_batch": 2**31, "seq_len": 2**31, "accumulation": 2**31}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroSettings:
-    """The memory-relevant part of a ds_config, as numbers. Sizes are elements, as in DeepSpeed's JSON.
-
-    Defaults are DeepSpeed 0.19.8's (runtime/zero/config.py, offload_config.py). `offload_gradients` is not in the file but an
-    argument of the run: the share of the gradients that leaves the GPU during backward.
-    """
-
-    stage: int = 3
-    offload_optimizer: bool = False
-    offload_param: bool = False
-    pin_memory: bool = True
-    ratio: float = 1.0
-    buffers: int = 4
-    offload_gradients: float = 0.0
-    reduce_bucket_elems: int = 500_000_000
-    overlap_comm: bool = False
-    reduce_scatter: bool = True
-    grad_bytes: int = 2
-    prefetch_elems: int = 50_000_000
-    persistence_elems: int = 100_000
-    max_live_elems: int = 1_000_000_000
-    max_reuse_elems: int = 1_000_000_000
-    sub_group_elems: int = 1_000_000_000
-    bf16_states: bool = False
-
-    def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3):
-            raise UsageError(f"zero_optimization.stage is {self.stage!r}: it must be 0, 1, 2 or 3")
-        if self.offload_param and self.stage != 3:
-            raise UsageError(f"offload_param needs stage 3, not stage {self.stage}")
-        if not 0.0 <= self.offload_gradients <= 1.0:
-            raise UsageError(f"offload_gradients is {self.offload_gradients!r}: a share from 0 to 1 is needed")
-        if self.offload_optimizer and self.stage == 0:
-            raise UsageError("offload_optimizer needs stage 1, 2 or 3, not stage 0")
-
-
 _ZERO_NAMES = frozenset(f.name for f in fields(ZeroSettings))
-
-
-def _number(block: Mapping[str, Any], key: str, default: float, auto: float | None = None) -> int:
-    value = block.get(key, default)
-    if value == "auto":
-        value = default if auto is None else auto
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise UsageError(f"zero_optimization.{key} is {value!r}: a number of elements is needed")
-    return int(value)
-
-
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    block = config.get(key) or {}
-    if not isinstance(block, Mapping):
-        raise UsageError(f"{key} is {block!r}: the plan needs an object, {{...}}")
-    return block
-
-
-def _buffers(optimizer: Mapping[str, Any]) -> int:
-    count = optimizer.get("buffer_count")
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
-        raise UsageError(
-            f"zero_optimization.offload_optimizer.buffer_count is {count!r}: a whole number of at least 0 is needed"
-        )
-    return count or 4
-
-
-def _ratio(optimizer: Mapping[str, Any]) -> float:
-    ratio = optimizer.get("ratio", 1.0)
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0.0 <= ratio <= 1.0:
-        raise UsageError(f"zero_optimization.offload_optimizer.ratio is {ratio!r}: a number from 0 to 1 is needed")
-    return float(ratio)
-
-
-def _offload(zero: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
-    block = _section(zero, key)
-    device = block.get("device", "none")
-    if device == "nvme":
-        raise UsageError(f"zero_optimization.{key}.device is 'nvme': the planner covers GPU and host memory only")
-    return block if device == "cpu" else None
-
-
-def settings_from_config(config: Mapping[str, Any], hidden: int) -> ZeroSettings:
-    """Read a ds_config; "auto" follows the Hugging Face formulas (R = d^2, prefetch 0.9 d^2, persistence 10 d).
-
-    Args:
-        config: the parsed JSON. hidden: hidden size of the model, for "auto".
-
-    Raises:
-        UsageError: a value that the plan needs is wrong, NVMe offload is asked for, or another precision than bf16.
-    """
-    zero = _section(config, "zero_optimization")
-    stage = zero.get("stage", 0)
-    if isinstance(stage, bool) or not isinstance(stage, int):
-        raise UsageError(f"zero_optimization.stage is {stage!r}: the plan needs a number")
-    overlap = zero.get("overlap_comm")
-    optimizer, param = _offload(zero, "offload_optimizer"), _offload(zero, "offload_param")
-    grad = _section(config, "data_types").get("grad_accum_dtype")
-    bf16 = _section(config, "bf16") or _section(config, "bfloat16")
-    if bf16.get("enabled") is False:
-        raise UsageError(
-            "bf16 is not enabled: the planner counts bf16 weights with their fp32 masters, not a run in fp32 or fp16"
-        )
-    return ZeroSettings(
-        stage=stage,
-        offload_optimizer=optimizer is not None,
-        offload_param=param is not None,
-        pin_memory=bool((optimizer or param or {}).get("pin_memory", True)),
-        ratio=_ratio(optimizer or {}),
-        buffers=_buffers(optimizer or {}),
-        reduce_bucket_elems=_number(zero, "reduce_bucket_size", 5e8, hidden * hidden),
-        overlap_comm=(stage == 3) if overlap in (None, "auto") else bool(overlap),
-        reduce_scatter=bool(zero.get("reduce_scatter", True)),
-        grad_bytes=4 if grad in ("fp32", "float32") else 2,
-        prefetch_elems=_number(zero, "stage3_prefetch_bucket_size", 5e7, 0.9 * hidden * hidden),
-        persistence_elems=_number(zero, "stage3_param_persistence_threshold", 1e5, 10 * hidden),
-        max_live_elems=_number(zero, "stage3_max_live_parameters", 1e9),
-        max_reuse_elems=_number(zero, "stage3_max_reuse_distance", 1e9),
-        sub_group_elems=_number(zero, "sub_group_size", 1e9),
-        bf16_states=bool(bf16.get("bf16_master_weights_and_grads")),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +181,7 @@ class PlanInput:
         return sum(2 * self.parameters.items[i].elems for i in self.leaving)
 
     @cached_property
-    def told(self) -> ZeroSettings:
+    def deepspeed_settings(self) -> ZeroSettings:
         """What DeepSpeed is told: without optimizer offload, where the optimizer does that itself."""
         own = self.settings.offload_optimizer and LAYOUTS[self.optimizer].own_offload
         return replace(self.settings, offload_optimizer=False) if own else self.settings
@@ -430,7 +310,7 @@ def _run_values(config: Mapping[str, Any]) -> dict[str, Any]:
     ):
         if isinstance(config.get(key), int):
             found[name] = config[key]
-    kind = _section(config, "optimizer").get("type")
+    kind = section(config, "optimizer").get("type")
     return {**found, "optimizer": kind} if isinstance(kind, str) else found
 
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.plan.flat import slice_elems
-from bigtrain.plan.inputs import PlanInput, ZeroSettings
+from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.predict import Plan, quick
 from bigtrain.plan.roofline import Rates, StepTime, step_time
 from bigtrain.plan.states import LAYOUTS
+from bigtrain.plan.zero_settings import ZeroSettings
 
 # Tried in place of the asked bucket only where that does not fit; smaller buckets cost more collectives.
 SMALL_BUCKET_ELEMS = 50_000_000
@@ -90,7 +91,7 @@ def state_bytes(plan: PlanInput) -> tuple[int, int]:
     owned = slice_elems(plan.trained_elems, plan.world_size)
     weights = 2 * (slice_elems(total, plan.world_size) if zero.stage == 3 else total)
     kept = layout.remainder + min(layout.moments, layout.matrix_moments)
-    share = zero.ratio if plan.told.offload_optimizer or plan.streams else 0.0
+    share = zero.ratio if plan.deepspeed_settings.offload_optimizer or plan.streams else 0.0
     gpu = (0 if zero.offload_param else weights) + (kept + (2 if zero.stage >= 2 else 0)) * owned * (1 - share)
     host = (kept + (0 if layout.own_offload else layout.step_grad)) * share * owned + (weights if zero.offload_param else 0)
     # A ratio moves whole sub-groups; the bound stays a bound with one sub-group's slack.

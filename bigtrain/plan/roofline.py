@@ -237,7 +237,7 @@ def _visits(plan: PlanInput) -> int:
 
 def _sums_s(plan: PlanInput, rates: Rates) -> float:
     """Passes over gradients that are summed in fp32: each micro step's addition, and copies for the reduction at stages 0 and 1."""
-    zero = plan.told
+    zero = plan.deepspeed_settings
     whole = zero.stage == 0 or (zero.stage == 1 and zero.grad_bytes == 4)
     if not whole and zero.grad_bytes == 2:
         return 0.0
@@ -285,7 +285,7 @@ def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
     return StepTime(compute, communication + exposed, fetch, optimizer, total, tokens, mfu)
 
 
-def told(device: str, time: StepTime) -> dict[str, float | None]:
+def speed_numbers(device: str, time: StepTime) -> dict[str, float | None]:
     """What people are told of the speed: nothing for CPUs, for which the rates, a card's, are good for an order only."""
     known = device == "cuda"
     return {

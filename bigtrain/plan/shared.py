@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, cast
 
 from bigtrain.plan.allocator import at_most_kept
 from bigtrain.plan.device import Run, Sharding, finish, sharding
-from bigtrain.plan.inputs import PlanInput, ZeroSettings
+from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.tape import ALLOC, FREE, TOUCH, Ledger, Tape
+from bigtrain.plan.zero_settings import ZeroSettings
 
 _MICRO_STEPS = "micro steps"
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -116,7 +117,7 @@ def _for_micro_steps(plan: PlanInput) -> PlanInput:
     tiles = {"mlp_tile_tokens": 1} if zero.stage == 3 and plan.mlp_tile_tokens else _NO_TILES
     streams = plan.streams and (plan.leaving or zero.stage == 1)
     return plan.but(
-        settings=zero if streams else plan.told, optimizer="adamw_split" if streams else "adamw", drawn=False,
+        settings=zero if streams else plan.deepspeed_settings, optimizer="adamw_split" if streams else "adamw", drawn=False,
         accumulation=min(2, plan.accumulation), buffers=1, ratio=1.0, **blocks, **tiles, **_NO_TOKENS,
     )  # fmt: skip
 

@@ -6,17 +6,14 @@ import math
 from collections import deque
 from collections.abc import Hashable, Sequence
 
+from bigtrain.plan.constants import GATHER_ELEMS, GRADIENT_AREAS, STATE_CHUNK_BYTES
 from bigtrain.plan.flat import slice_elems
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
 
-# optim/stream.py: CHUNK_BYTES; optim/pieces.py: GATHER_ELEMS.
-CHUNK_BYTES, GATHER_ELEMS = 128 << 20, 1 << 25
 # Both directions of the bus at once move less than each alone: 44 of 53 GB/s measured on an H100 (PCIe gen5).
 BOTH_WAYS = 0.83
-# optim/spill.py: IN_FLIGHT_BYTES, AREAS.
-IN_FLIGHT_BYTES, AREAS = 512 << 20, 4
 # Streams of the tape: 0 is forward's and backward's, 1 and 2 are DeepSpeed's.
 UPDATE_STREAM = 3
 # While the host asks for a block's forward the bus brings about so many chunks up and down (9 ms at 3 ms each). Read off what one
@@ -36,7 +33,7 @@ def bytes_per_elem(plan: PlanInput) -> float:
 
 def chunk_elems(plan: PlanInput) -> float:
     """Elements whose state is one chunk."""
-    return min(GATHER_ELEMS, CHUNK_BYTES / bytes_per_elem(plan))
+    return min(GATHER_ELEMS, STATE_CHUNK_BYTES / bytes_per_elem(plan))
 
 
 class Update:
@@ -83,7 +80,7 @@ class Update:
         for part, size in enumerate(_parts(self.plan)):
             self.tape.hold(("streamed", number, part), size * self.chunk, "optimizer state, on its way")
         room = min(2 * self.chunk, self.plan.leaving_bytes - 2 * number * self.chunk)
-        if number < AREAS and room > 0:
+        if number < GRADIENT_AREAS and room > 0:
             self.tape.hold(("returning", number), room, "gradients, on their way")
 
     def _lend(self, chunk: float, key: Hashable) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from bigtrain.plan.constants import CPU_CHUNK_ELEMS, GATHER_ELEMS, GRADIENTS_IN_FLIGHT_BYTES
 from bigtrain.plan.flat import FlatGroup, flat_group, heaviest_rank, split_groups
 from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
-from bigtrain.plan.streamed import IN_FLIGHT_BYTES, Update
+from bigtrain.plan.streamed import Update
 from bigtrain.plan.tape import Tape
 
 
@@ -33,11 +34,6 @@ def build_whole(plan: PlanInput, tape: Tape) -> None:
         tape.drop(("drawn", i))
 
 
-# Elements of gradients that an update takes at once (optim/pieces.py GATHER_ELEMS); with an fp32 master on a CPU those of
-# optim/chunks.py CHUNK_ELEMS, for one thread.
-GATHER_ELEMS, CPU_CHUNK_ELEMS = 2**25, 2**16
-
-
 def chunk_of_gradients(plan: PlanInput, tape: Tape, elems: int, *, apart: bool) -> None:
     """Gradients that the update takes as they are: what one chunk needs in passing.
 
@@ -45,7 +41,7 @@ def chunk_of_gradients(plan: PlanInput, tape: Tape, elems: int, *, apart: bool) 
         elems: of the partition.
         apart: they do not follow each other in memory, so those of one chunk are copied together.
     """
-    step_grad, grad_bytes = plan.device_layout.step_grad, plan.told.grad_bytes
+    step_grad, grad_bytes = plan.device_layout.step_grad, plan.deepspeed_settings.grad_bytes
     chunk = min(elems, CPU_CHUNK_ELEMS if plan.device == "cpu" and step_grad == 4 else GATHER_ELEMS)
     if apart and not plan.streams:
         tape.hold("joined", grad_bytes * chunk, "gradients, flat for the step")
@@ -124,7 +120,7 @@ class FlatSharding:
     """Device memory of one rank under stage 1 or 2; by default of the one whose partition touches most elements."""
 
     def __init__(self, plan: PlanInput, tape: Tape, rank: int | None = None):
-        self.plan, self.tape, self.zero = plan, tape, plan.told
+        self.plan, self.tape, self.zero = plan, tape, plan.deepspeed_settings
         self.items, self.layout = plan.parameters.items, plan.device_layout
         world, found = plan.world_size, owners(plan)
         self.groups, self.owners = found.groups, found.ranks
@@ -233,7 +229,7 @@ class FlatSharding:
             self.flight = [held for held in self.flight if held != key]
             self.tape.hold(key, size, "gradients, on their way")
             self.flight.append(key)
-        while len(self.flight) > len(keys) and sum(2 * self.items[j].elems for _, j in self.flight) > IN_FLIGHT_BYTES:
+        while len(self.flight) > len(keys) and sum(2 * self.items[j].elems for _, j in self.flight) > GRADIENTS_IN_FLIGHT_BYTES:
             self.tape.drop(self.flight.pop(0))
 
     def _into_bucket(self, i: int) -> None:

@@ -29,7 +29,7 @@ class SlicedSharding:
     """Device memory of one rank under stage 3."""
 
     def __init__(self, plan: PlanInput, tape: Tape):
-        self.plan, self.tape, self.zero = plan, tape, plan.told
+        self.plan, self.tape, self.zero = plan, tape, plan.deepspeed_settings
         self.items, self.layout, self.world = plan.parameters.items, plan.device_layout, plan.world_size
         self.local, self.subs = plan.parameters.fact(
             ("slices", plan.decay_groups, plan.frozen, self.world, self.zero.sub_group_elems), self._slices

@@ -1,4 +1,4 @@
-"""What bigtrain/zero.py uses of DeepSpeed exists, takes our arguments, and is listed; the presets run."""
+"""What bigtrain/zero uses of DeepSpeed exists, takes our arguments, and is listed; the presets run."""
 
 import ast
 import importlib
@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ZERO = ROOT / "bigtrain" / "zero.py"
-TREE = ast.parse(ZERO.read_text(encoding="utf-8"))
+ZERO = sorted((ROOT / "bigtrain" / "zero").glob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in ZERO}
+LISTING = ast.get_docstring(TREES[ROOT / "bigtrain" / "zero" / "__init__.py"]) or ""
+NODES = [(path, node) for path, tree in TREES.items() for node in ast.walk(tree)]
 
 
 def resolve(dotted):
@@ -34,7 +36,7 @@ def resolve(dotted):
 def imported_symbols():
     """{local name: dotted name} of everything imported from DeepSpeed, also inside functions."""
     names = {}
-    for node in ast.walk(TREE):
+    for _, node in NODES:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "deepspeed":
             names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
         elif isinstance(node, ast.Import):
@@ -58,7 +60,7 @@ def dotted(node):
 
 
 def test_every_symbol_exists():
-    used = set(SYMBOLS.values()) | {d for n in ast.walk(TREE) if isinstance(n, ast.Attribute) and (d := dotted(n))}
+    used = set(SYMBOLS.values()) | {d for _, n in NODES if isinstance(n, ast.Attribute) and (d := dotted(n))}
     missing = []
     for name in sorted(used):
         try:
@@ -70,7 +72,7 @@ def test_every_symbol_exists():
 
 def test_every_call_takes_our_keyword_arguments():
     wrong = []
-    for node in ast.walk(TREE):
+    for path, node in NODES:
         name = dotted(node.func) if isinstance(node, ast.Call) else None
         if name is None:
             continue
@@ -80,19 +82,30 @@ def test_every_call_takes_our_keyword_arguments():
             continue
         if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
             continue
-        wrong += [f"{ZERO.name}:{node.lineno} {name}({k.arg}=)" for k in node.keywords if k.arg and k.arg not in takes]
+        wrong += [f"{path.name}:{node.lineno} {name}({k.arg}=)" for k in node.keywords if k.arg and k.arg not in takes]
     assert wrong == []
 
 
 def test_every_imported_symbol_is_listed():
-    listed = ast.get_docstring(TREE) or ""
-    assert [name for name in SYMBOLS.values() if name.split(".")[-1] not in listed and name not in ("deepspeed.comm",)] == []
+    assert [name for name in SYMBOLS.values() if name.split(".")[-1] not in LISTING and name not in ("deepspeed.comm",)] == []
+
+
+def test_what_others_take_through_the_door_exists_and_is_listed():
+    """`zero.deepspeed.ops.adam.FusedAdam` outside of the folder."""
+    taken = {
+        found
+        for path in (ROOT / "bigtrain").rglob("*.py")
+        for found in re.findall(r"\bzero\.(deepspeed(?:\.\w+)+)", path.read_text(encoding="utf-8"))
+    }
+    assert taken and {name for name in taken if name.split(".")[-1] not in LISTING} == set()
+    for name in taken:
+        resolve(name)
 
 
 def test_the_pinned_version_is_the_one_installed():
     import deepspeed
 
-    assert f"pinned: {deepspeed.__version__.split('+')[0]}" in (ast.get_docstring(TREE) or "")
+    assert f"pinned: {deepspeed.__version__.split('+')[0]}" in LISTING
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.stem)
@@ -112,7 +125,8 @@ def test_internal_attributes_that_other_modules_list_exist(name):
     """Instance attributes cannot be looked up on a class: DeepSpeed's own sources must mention each."""
     import deepspeed
 
-    listing = (ast.get_docstring(ast.parse((ROOT / "bigtrain" / f"{name}.py").read_text())) or "").split("0.19.8")[1]
+    source = (ROOT / "bigtrain" / f"{name}.py").read_text()
+    listing = (ast.get_docstring(ast.parse(source)) or "").split("0.19.8")[1]
     listed = set(re.findall(r"\b_?[a-z]\w*_\w+\b", listing))
     runtime = Path(deepspeed.__file__).parent / "runtime"
     places = (
@@ -125,3 +139,5 @@ def test_internal_attributes_that_other_modules_list_exist(name):
     )
     known = set(re.findall(r"\w+", "".join((runtime / place).read_text() for place in places)))
     assert len(listed) > 10 and listed - known - {"zero_optimizers"} == set()
+    code = set(re.findall(r"\w+", source.split('"""', 2)[2]))
+    assert listed - code == set()  # listed, and used no more

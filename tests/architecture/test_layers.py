@@ -13,7 +13,7 @@ PACKAGE = ROOT / "bigtrain"
 # The rows, lowest first. A part imports parts of lower rows only; parts of one row do not know each other.
 ROWS: list[set[str]] = [
     {"errors"},
-    {"defaults", "foreign", "partition", "ports", "runfile", "shapes"},
+    {"defaults", "foreign", "partition", "ports", "runfile", "shapes", "versions"},
     {"guards", "config", "plan", "whereabouts"},
     {"builds", "heap", "network", "pastcache", "ranks", "startup"},
     {"placement", "stopping", "watch", "zero"},
@@ -25,7 +25,7 @@ ROWS: list[set[str]] = [
     {"argument_problems", "engine"},
     {"arguments", "auto", "runfolder", "shortage"},
     {"hosts", "job", "preflight", "saving"},
-    {"capacity"},
+    {"capacity", "failure"},
     {"train"},
     {"cli", "bench"},
 ]
@@ -40,6 +40,7 @@ PLAIN = (
     "shapes",
     "partition",
     "ports",
+    "versions",
     "config",
     "plan",
     "auto",

@@ -188,7 +188,7 @@ def spill(root, optimizer, accumulation, share):
     from bigtrain.optim import spill as module
     from tests.ranks.tiny import TinyLM, config, rows
 
-    module.IN_FLIGHT_BYTES, module.AREAS = 16 << 20, 2
+    module.GRADIENTS_IN_FLIGHT_BYTES, module.GRADIENT_AREAS = 16 << 20, 2
     cfg = config(2, bf16=True, micro=1, accumulation=accumulation)
     cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     cfg["data_types"] = {"grad_accum_dtype": "bf16"}

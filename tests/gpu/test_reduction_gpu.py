@@ -48,7 +48,7 @@ def train(accumulation):
     for step in range(3):
         poison[0] = step == 1
         results.append(engine.train_step(rows(step, accumulation)))
-    how = engine._reduction.alone, engine._flags.summing
+    how = engine._reduction.alone, engine._parts.flags.summing
     engine.close()
     return *how, name, [r.applied for r in results], [r.reason for r in results], [r.grad_norm for r in results]
 

@@ -282,12 +282,12 @@ def _through_data(stage, bf16, write, folder=None, **zero):
             write(param)
     if folder is not None:
         engine.save_checkpoint(folder)
-    rates, engine._parts.base_lrs[:] = list(engine._parts.base_lrs), [0.0 for _ in engine._parts.base_lrs]
+    rates, engine._rates.peaks[:] = list(engine._rates.peaks), [0.0 for _ in engine._rates.peaks]
     for k in range(MICRO):
         engine.backward(engine(_x(engine.rank, 1, k).to(engine.dtype)))
         engine.step()
     after = whole_weights(engine.module)
-    engine._parts.base_lrs[:] = rates
+    engine._rates.peaks[:] = rates
     for k in range(MICRO):
         engine.backward(engine(_x(engine.rank, 2, k).to(engine.dtype)))
         engine.step()
@@ -320,7 +320,7 @@ def _loaded_while_it_trains(folder):
     export_model(engine.module, folder, dtype="float32")
     _one_by_one(engine, 0)
     load_into(engine.module, folder)
-    engine._parts.base_lrs[:] = [0.0 for _ in engine._parts.base_lrs]
+    engine._rates.peaks[:] = [0.0 for _ in engine._rates.peaks]
     _one_by_one(engine, 1)
     apart = _apart(engine, _module())
     engine.close()

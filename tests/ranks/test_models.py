@@ -22,7 +22,7 @@ def _build_and_compare(name, stage, limit_bytes, dtype, overrides):
         model = build_model(zoo.source(name), ds_config=_stage(stage), seed=7, dtype=dtype, **overrides)
         assert torch.equal(state, torch.get_rng_state())
     finally:
-        window.Window.__init__.__kwdefaults__["limit_bytes"] = window.DEFAULT_LIMIT_BYTES
+        window.Window.__init__.__kwdefaults__["limit_bytes"] = window.WINDOW_BYTES
     partitioned = sum(zero.is_partitioned(p) for p in model.parameters())
     total = sum(1 for _ in model.parameters())
     reference = zoo.plain(name, 7, dtype, **overrides)
@@ -148,7 +148,7 @@ def _peak(limit):
     try:
         model = build_model(Big, ds_config=ZERO3)
     finally:
-        window.Window.__init__.__kwdefaults__["limit_bytes"] = window.DEFAULT_LIMIT_BYTES
+        window.Window.__init__.__kwdefaults__["limit_bytes"] = window.WINDOW_BYTES
     return model.bigtrain_info.peak_whole_bytes, sum(p.ds_tensor.numel() for p in model.parameters())
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bigtrain import optim, ranks, zero
+from bigtrain.zero import adam
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -143,11 +144,11 @@ def _without_a_compiler(monkey):
     handler = logging.Handler()
     handler.emit = lambda record: text.append(record.getMessage())
     logging.getLogger("bigtrain.zero").addHandler(handler)
-    before, zero.why_no_cpu_adam = zero.why_no_cpu_adam, monkey
+    before, adam.why_no_cpu_adam = adam.why_no_cpu_adam, monkey
     try:
         optimizer = optim.build_optimizer("adamw", [{"params": [torch.nn.Parameter(torch.zeros(3))]}], lr=1.0, offload=True)
     finally:
-        zero.why_no_cpu_adam = before
+        adam.why_no_cpu_adam = before
         logging.getLogger("bigtrain.zero").removeHandler(handler)
     return type(optimizer).__name__, text
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bigtrain import optim
+from bigtrain import flat, optim
 from bigtrain.engine import Engine
 from bigtrain.models import build_model
 from tests.ranks.tiny import TinyLM, config, rows
@@ -23,7 +23,7 @@ def _run(optimizer, stage, offload, steps):
     held = sum(t.nbytes for s in inner.state.values() for t in s.values() if isinstance(t, torch.Tensor))
     elems = sum(p.numel() for p in inner.state)
     expected = sum(optim.state_bytes(optimizer, p.numel()) for p in inner.state)
-    fp32 = [m.dtype for m in engine._reduction.masters()]
+    fp32 = [m.dtype for m in flat.masters(engine.deepspeed.optimizer)]
     told = engine.deepspeed.optimizer
     offloaded = bool(getattr(told, "cpu_offload", False) or getattr(told, "offload_optimizer", False))
     says = engine.summary()["offload_optimizer"]

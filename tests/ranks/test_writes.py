@@ -49,7 +49,7 @@ def _written(stage, zero, bf16, folder):
     values = {n: value.to(engine.dtype).float() for n, value in drawn.items()}
     _write(engine, values)
     engine.save_checkpoint(folder)
-    engine._parts.base_lrs[:] = [0.0 for _ in engine._parts.base_lrs]
+    engine._rates.peaks[:] = [0.0 for _ in engine._rates.peaks]
     _train(engine, 2, 3)
     stepped = _same(engine, values)
     engine.close()
@@ -118,7 +118,7 @@ def _one_row(stage):
     _train(engine, 0, 2)
     with torch.no_grad():
         engine.module.embed.weight[7] = 0.5
-    engine._parts.base_lrs[:] = [0.0 for _ in engine._parts.base_lrs]
+    engine._rates.peaks[:] = [0.0 for _ in engine._rates.peaks]
     _train(engine, 2, 3)
     rows_of = whole_weights(engine.module)["embed.weight"]
     engine.close()

@@ -12,17 +12,17 @@ from bigtrain.auto import config_of, pick
 from bigtrain.config import ModelShape, RunValues
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.choose import rows_per_rank
-from bigtrain.plan.inputs import settings_from_config
+from bigtrain.plan.inputs import plan_input
+from bigtrain.plan.zero_settings import settings_from_config
 
 GIB = 2**30
 LLAMA_3B = shapes.config_dict("llama-3b")
 
 
 def choose(run=None, gpu=80.0, host=126.0, world=1, **more):
-    return pick(
-        LLAMA_3B, run or RunValues(), world_size=world, ranks_per_node=world, seq_len=4096, gpu_memory_bytes=int(gpu * GIB),
-        host_memory_bytes=int(host * GIB), **more,
-    )  # fmt: skip
+    run = run or RunValues()
+    base = plan_input(LLAMA_3B, world_size=world, seq_len=4096, optimizer=run.optim or "adamw")
+    return pick(base, run, gpu_memory_bytes=int(gpu * GIB), host_memory_bytes=int(host * GIB), **more)
 
 
 @pytest.mark.parametrize("gpu", [80.0, 47.4, 24.0])

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from bigtrain.errors import UsageError
-from bigtrain.runfolder import RunFolder, this_process, versions
+from bigtrain.runfolder import RunFolder, this_process
+from bigtrain.versions import versions
 
 
 @pytest.fixture

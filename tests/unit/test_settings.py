@@ -5,19 +5,14 @@ import copy
 import pytest
 
 from bigtrain import settings
-from bigtrain.config import resolve
+from bigtrain.config import RunValues, resolve
 from bigtrain.errors import ConfigError, UsageError
 
-NOTHING = {
-    **dict.fromkeys(
-        ("optimizer", "learning_rate", "betas", "eps", "weight_decay", "lr_scheduler", "warmup_steps", "total_steps")
-    ),
-    **dict.fromkeys(("max_grad_norm", "micro_batch", "accumulation")),
-}
 
-
-def settle(config, world=2, **given):
-    return settings.settle(config, world_size=world, **{**NOTHING, **given})
+def settle(config, world=2, scheduler_kwargs=None, offload_gradients=0.0, **given):
+    return settings.settle(
+        config, RunValues(**given), world_size=world, scheduler_kwargs=scheduler_kwargs, offload_gradients=offload_gradients
+    )
 
 
 def base(stage=2, **more):
@@ -26,7 +21,7 @@ def base(stage=2, **more):
 
 def test_arguments_win_over_the_config_and_it_is_said():
     config = base(optimizer={"type": "AdamW", "params": {"lr": 0.5, "weight_decay": 0.1}}, gradient_clipping=0.3)
-    s = settle(config, optimizer="adamw", learning_rate=1e-3, max_grad_norm=0.7)
+    s = settle(config, optim="adamw", learning_rate=1e-3, max_grad_norm=0.7)
     assert (s.learning_rate, s.weight_decay, s.max_grad_norm) == (1e-3, 0.1, 0.7)
     text = " ".join(s.notes)
     assert "two optimizers" in text and "0.5" in text and "0.3" in text
@@ -79,7 +74,7 @@ def test_the_batch_is_solved_from_any_two_and_contradictions_have_all_numbers():
     s = settle(base(train_batch_size=24, gradient_accumulation_steps=3))
     assert (s.micro_batch, s.accumulation) == (4, 3)
     assert settle(base(train_batch_size=24, train_micro_batch_size_per_gpu=2)).accumulation == 6
-    with pytest.raises(ConfigError, match=r"5 .*micro batch 2 x accumulation 1 x ranks 2"):
+    with pytest.raises(ConfigError, match=r"train_batch_size 5 .*_gpu 2 .*steps 1 .*ranks 2"):
         settle(base(train_batch_size=5, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=1))
 
 
@@ -108,8 +103,8 @@ def test_fp16_is_refused_and_a_config_is_never_changed_in_place():
     assert given == before
 
 
-def read(config, **given):
-    return settings.read(config, world_size=2, device="cpu", **{**NOTHING, **given})
+def read(config, model_config=None, **given):
+    return settings.read(config, RunValues(**given), world_size=2, device="cpu", model_config=model_config)
 
 
 def test_a_custom_loop_gets_the_lint_and_the_report_has_every_problem(tmp_path):
@@ -156,8 +151,8 @@ def test_a_config_without_bf16_is_fp32_and_a_resolved_one_is_taken_as_it_is():
     assert read(done) == (done.engine_config(), [])
 
 
-def test_lr_scheduler_kwargs_reach_the_schedule_and_unknown_ones_are_named():
-    settled = settle(base(), lr_scheduler="cosine", total_steps=10, lr_scheduler_kwargs={"min_ratio": 0.25})
+def test_scheduler_kwargs_reach_the_schedule_and_unknown_ones_are_named():
+    settled = settle(base(), lr_scheduler_type="cosine", total_steps=10, scheduler_kwargs={"min_ratio": 0.25})
     assert settled.schedule()(10) == 0.25
     with pytest.raises(UsageError, match="'min_lr' is unknown; it takes min_ratio, decay_steps, decay"):
-        settle(base(), lr_scheduler="cosine", total_steps=10, lr_scheduler_kwargs={"min_lr": 0.25}).schedule()
+        settle(base(), lr_scheduler_type="cosine", total_steps=10, scheduler_kwargs={"min_lr": 0.25}).schedule()

@@ -22,6 +22,12 @@ def test_planned_categories_sum_to_the_peak():
     assert all(planned_bytes(found.gpu)[name] > 0.5 * GIB for name in CATEGORIES), found.gpu.phase
 
 
+def test_state_that_an_optimizer_streams_is_optimizer_state():
+    streaming = plan.ZeroSettings(stage=2, offload_optimizer=True, grad_bytes=2)
+    found = planned(settings=streaming, optimizer="adamw_split_8bit")
+    assert planned_bytes(found.host)["optimizer states"] > 10 * GIB
+
+
 def test_held_counts_each_storage_once_and_only_on_the_device():
     model = torch.nn.Linear(100, 10, bias=False)
     model.weight.grad = torch.zeros(10, 100)

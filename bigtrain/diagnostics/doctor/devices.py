@@ -219,7 +219,7 @@ def planned_places(devices: Devices, ranks: int) -> list[Place]:
 
 
 def check_places(places: Sequence[Place]) -> Finding:
-    """Rank -> host -> device; two ranks on one card are named (B54)."""
+    """Rank -> host -> device; two ranks on one card are named."""
     name, measured = "rank placement", "; ".join(str(p) for p in places)
     try:
         refuse_shared_cards(places)
@@ -236,7 +236,7 @@ def check_places(places: Sequence[Place]) -> Finding:
 
 
 def check_scheduler(devices: Devices) -> list[Finding]:
-    """CUDA_VISIBLE_DEVICES against what Slurm gave (B64)."""
+    """CUDA_VISIBLE_DEVICES against what Slurm gave."""
     conflict = scheduler_conflict(devices.env)
     if conflict is None:
         return []

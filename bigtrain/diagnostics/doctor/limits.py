@@ -169,7 +169,7 @@ def _names(folder: Path) -> tuple[str, ...]:
 
 
 def check_shm(limits: Limits) -> Finding:
-    """/dev/shm: NCCL between cards of one host and data loader workers use it (B55)."""
+    """/dev/shm: NCCL between cards of one host and data loader workers use it (torchtitan#853)."""
     name, needed = "/dev/shm", show_bytes(SHM_BYTES)
     fix = "docker run --shm-size=8g (or --ipc=host); Kubernetes: an emptyDir of medium Memory mounted on /dev/shm; elsewhere: "
     fix += "mount -o remount,size=8G /dev/shm"
@@ -188,7 +188,7 @@ def check_shm(limits: Limits) -> Finding:
 
 
 def check_lockable(limits: Limits) -> Finding:
-    """Lockable memory: a small limit shows as 'CUDA out of memory' on an empty GPU (B46), and stops RDMA."""
+    """Lockable memory: a small limit shows as 'CUDA out of memory' on an empty GPU (DeepSpeed#2977), and stops RDMA."""
     name = "lockable memory"
     hard = limits.lockable_hard
     up_to = "unlimited" if hard is None else str(hard // 1024)

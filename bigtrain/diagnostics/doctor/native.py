@@ -72,7 +72,7 @@ _FIX = {
 
 
 def check_op(op: str, probed: Probed) -> Finding:
-    """One native part: loaded, run, and compared with torch (B65). The first error is the one shown."""
+    """One native part: loaded, run, and compared with torch. The first error is the one shown."""
     result, needed = probed.ops.get(op), "loads, runs, agrees with torch"
     if result is None:
         if probed.during not in (op, None):
@@ -103,7 +103,7 @@ SLOW_BUS_BYTES_S = 10e9
 
 
 def check_rates(probed: Probed) -> list[Finding]:
-    """Measured bandwidths; pinned memory that cannot be had is told as what it is (B46)."""
+    """Measured bandwidths; pinned memory that cannot be had is told as what it is."""
     out: list[Finding] = []
     for part, values in probed.rates.items():
         if "error" in values:

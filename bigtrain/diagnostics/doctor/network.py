@@ -160,7 +160,7 @@ def check_interfaces(network: Network) -> list[Finding]:
 
 
 def check_port(network: Network) -> Finding:
-    """The port that ranks meet on (B53)."""
+    """The port that ranks meet on."""
     name, needed = "meeting port", "free"
     remedy = (
         f"deepspeed --master_port {network.other_port} ..., torchrun --master_port {network.other_port} ..., or end the other"

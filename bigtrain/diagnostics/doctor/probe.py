@@ -98,9 +98,10 @@ def run_cpu_adam() -> dict[str, float]:
     import torch
 
     from bigtrain import zero
+    from bigtrain.builds import load_op
 
     begun = time.perf_counter()
-    zero.load_op(zero.deepspeed.ops.op_builder.CPUAdamBuilder())
+    load_op(zero.deepspeed.ops.op_builder.CPUAdamBuilder())
     loaded_s = time.perf_counter() - begun
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     start, grad = torch.linspace(-1, 1, 10_001), torch.linspace(1, -2, 10_001)
@@ -190,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             done[part][name] = work()
         except Exception as error:
-            from bigtrain.zero import first_cause
+            from bigtrain.builds import first_cause
 
             done[part][name] = {"error": str(error) if isinstance(error, BuildError) else first_cause(error)}
     done["now"] = None

@@ -59,10 +59,10 @@ def main(argv: list[str] | None = None) -> int:
         try:
             _stages(story, float(limit), stack)
         except Exception as error:
-            from bigtrain import zero
+            from bigtrain.builds import first_cause
 
             traceback.print_exc(file=stack)
-            story.tell(error=zero.first_cause(error))
+            story.tell(error=first_cause(error))
             return 1
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -75,7 +75,7 @@ def _stages(story: Story, limit_s: float, stack: Any) -> None:
     from bigtrain import ranks, zero
     from bigtrain.placement import refuse_shared_cards, this_place
 
-    device, place = zero.rank_device(), this_place()
+    device, place = ranks.device(), this_place()
     story.tell(stage="meet", places=[place.as_dict()], backend="nccl" if device.type == "cuda" else "gloo")
     faulthandler.dump_traceback_later(0.9 * limit_s, file=stack)
     zero.init_distributed(timeout_s=limit_s)

@@ -121,7 +121,7 @@ _WITHOUT = "DeepSpeed's CPU Adam cannot be compiled; runs with offload_optimizer
 
 
 def check_compiler(tools: Tools) -> Finding:
-    """A C++ compiler that works (B65)."""
+    """A C++ compiler that works."""
     name, needed = "compiler", "a C++17 compiler with OpenMP"
     fix = "apt-get install g++   (or: conda install gxx_linux-64; or export CXX=/path/to/g++)"
     if tools.compiler_path is None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bigtrain.diagnostics.metrics import (
     FlopsFormula,
-    HostMemory,
+    ProcessMemory,
     RowLog,
     StepClock,
     peak_bf16_flops,
@@ -137,7 +137,7 @@ def test_summary_of_nothing():
 
 
 def test_host_memory_grows_with_what_is_held():
-    memory = HostMemory()
+    memory = ProcessMemory()
     before = memory.rss_bytes()
     held = bytearray(b"x") * (64 << 20)
     assert memory.rss_bytes() - before > 48 << 20 and len(held)
@@ -154,7 +154,7 @@ def test_pss_is_measured_again_only_after_200_times_its_cost(monkeypatch):
 
     monkeypatch.setattr("bigtrain.diagnostics.metrics._read_pss_bytes", slow_reading)
     monkeypatch.setattr("bigtrain.diagnostics.metrics.time.monotonic", lambda: now[0])
-    memory = HostMemory()
+    memory = ProcessMemory()
     assert [memory.pss_bytes(), memory.pss_bytes()] == [1, 1]
     now[0] = 20.05
     assert memory.pss_bytes() == 1

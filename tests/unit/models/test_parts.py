@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from bigtrain import zero
+from bigtrain import ranks
 from bigtrain.errors import ModelError, WeightsError
 from bigtrain.models import (
     build_model,
@@ -101,7 +101,7 @@ def test_a_rank_uses_its_own_device_with_and_without_LOCAL_RANK(monkeypatch, env
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert zero.rank_device() == torch.device("cuda", index)
+    assert ranks.device() == torch.device("cuda", index)
 
 
 # ---------------------------------------------------------------- activation checkpointing

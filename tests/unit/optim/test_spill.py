@@ -8,7 +8,7 @@ import torch
 
 from bigtrain.optim import spill
 from bigtrain.optim.lanes import COMPUTE, DOWN, UP, UPDATE, InPlace
-from bigtrain.optim.spill import HostGradients
+from bigtrain.optim.spill import SpilledGradients
 from bigtrain.partition import last_share
 from tests.unit.optim.test_stream import SIZES, Ahead, _pair, _same
 
@@ -82,7 +82,7 @@ def _models(moments, lanes, share, ratio=1.0, buffers=3):
     one, two = Model(plain, InPlace()), Model(streamed, lanes)
     params = two.params
     leaving = [params[i] for i in last_share([p.numel() for p in params], share)]
-    two.gradients = HostGradients(leaving, lanes, chunk_elems=512)
+    two.gradients = SpilledGradients(leaving, lanes, chunk_elems=512)
     other.stream.gradients = two.gradients
     return optimizer, one, other, two
 
@@ -91,7 +91,7 @@ def _models(moments, lanes, share, ratio=1.0, buffers=3):
 @pytest.mark.parametrize("favour", [None, UP, UPDATE, DOWN, COMPUTE])
 def test_lanes_that_run_apart_change_no_bit(seed, favour, monkeypatch):
     """Accumulation, skipped steps, unused parameters, forwards that wait for a part only, memory reused at once."""
-    monkeypatch.setattr(spill, "IN_FLIGHT_BYTES", 6000)
+    monkeypatch.setattr(spill, "GRADIENTS_IN_FLIGHT_BYTES", 6000)
     lanes, draw = Ahead(seed, favour), random.Random(seed)
     moments, ratio = draw.choice(["float32", "bfloat16", "8bit"]), draw.choice([1.0, 1.0, 0.5])
     share, micro_batches = draw.choice([0.2, 0.6, 1.0]), draw.choice([1, 2, 3])
@@ -134,7 +134,7 @@ def test_lanes_that_run_apart_change_no_bit(seed, favour, monkeypatch):
 @pytest.mark.parametrize("forgotten", ["expect", "settle", "read", "sum"])
 def test_a_forgotten_wait_would_be_seen(forgotten, monkeypatch):
     """Each wait of the schedule is there for a reason: without it some order of the lanes gives other bits."""
-    gradients = HostGradients
+    gradients = SpilledGradients
     if forgotten == "expect":
         monkeypatch.setattr(gradients, "expect", lambda self: None)
         monkeypatch.setattr(gradients, "settle", lambda self: self._flight.clear())
@@ -154,7 +154,7 @@ def test_the_fewest_last_parameters_leave():
     params = [torch.nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for n in SIZES]
     assert last_share(SIZES, 0.0) == [] and last_share(SIZES, 1.0) == [0, 1, 2]
     assert last_share(SIZES, 0.5) == [2] and last_share(SIZES, 0.6) == [1, 2]
-    gradients = HostGradients(params[2:], InPlace(), chunk_elems=512)
+    gradients = SpilledGradients(params[2:], InPlace(), chunk_elems=512)
     assert gradients.host_bytes == 2 * 5000
     for param in params:
         param.grad = torch.ones_like(param)

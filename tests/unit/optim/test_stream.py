@@ -369,4 +369,4 @@ def test_chunk_sizes_follow_the_bytes():
     for moments, block in (("float32", 10 * 256), ("8bit", 4 * 256 + 8)):
         optimizer = AdamWSplit([torch.nn.Parameter(torch.zeros(1))], moments=moments)
         stream = Stream(optimizer.layout, InPlace(), torch.device("cpu"))
-        assert stream.chunk_elems == min(1 << 25, streams.CHUNK_BYTES // block * 256)
+        assert stream.chunk_elems == min(1 << 25, streams.STATE_CHUNK_BYTES // block * 256)

@@ -6,15 +6,15 @@ import itertools
 import pytest
 
 from bigtrain import shapes
-from bigtrain.auto import AUTO, pick
+from bigtrain.auto import pick
 from bigtrain.bench.grid import expand
 from bigtrain.bench.prediction import Machine, planned
 from bigtrain.cli import main
 from bigtrain.config import RunValues
 from bigtrain.errors import UsageError
 from bigtrain.plan import block_count, choose, least_blocks, plan_input, predict, step_time
-from bigtrain.plan.inputs import ZeroSettings
 from bigtrain.plan.judge import judge
+from bigtrain.plan.zero_settings import ZeroSettings
 
 GIB = 2**30
 
@@ -115,17 +115,17 @@ def test_the_search_recomputes_no_more_than_it_must():
 
 def test_what_the_user_said_of_blocks_stands():
     @functools.cache
-    def blocks(run, **values):
-        found = pick(shapes.config_dict("llama-1b"), run, world_size=1, ranks_per_node=1, seq_len=4096, kernels="liger",
-                     gpu_memory_bytes=24 * GIB, host_memory_bytes=100 * GIB, **values)  # fmt: skip
+    def blocks(run, few=None, **values):
+        base = plan_input(shapes.config_dict("llama-1b"), seq_len=4096, kernels="liger", checkpoint_blocks=few)
+        found = pick(base, run, gpu_memory_bytes=24 * GIB, host_memory_bytes=100 * GIB, **values)
         return found.candidate.input, found.run.gradient_checkpointing
 
     run = RunValues(micro_batch=4, accumulation=1)
     told = RunValues(micro_batch=4, accumulation=1, gradient_checkpointing=True)
     assert 0 < blocks(run)[0].checkpoint_blocks < 16 and blocks(run)[1] is True
     assert blocks(told)[0].recomputed_blocks == 16
-    assert blocks(told, blocks=AUTO)[0] == blocks(run)[0]
-    assert blocks(told, blocks=15)[0].recomputed_blocks == 15
+    assert blocks(told, blocks_are_open=True)[0] == blocks(run)[0]
+    assert blocks(told, 15)[0].recomputed_blocks == 15
 
 
 def test_cells_and_command_line_know_blocks(capsys):

@@ -12,8 +12,8 @@ from bigtrain import cli as verbs
 from bigtrain import shapes
 from bigtrain.errors import ConfigError, UsageError
 from bigtrain.plan import cli
-from bigtrain.plan.inputs import settings_from_config
 from bigtrain.plan.machine import HostMemory, cgroup_limit, gpu_memory, host_memory, parse_bytes, show_bytes
+from bigtrain.plan.zero_settings import settings_from_config
 
 GIB = 2**30
 

@@ -11,7 +11,7 @@ import transformers
 
 from bigtrain import shapes
 from bigtrain.errors import UsageError
-from bigtrain.plan.families import model_parameters, parameters_from_shapes, said_twice, supported
+from bigtrain.plan.families import contradicting_sizes, model_parameters, parameters_from_shapes, supported
 from bigtrain.plan.family_others import ROBERTA, T5
 from tests.unit.plan.family_configs import CAUSAL, OTHER
 
@@ -167,8 +167,8 @@ def test_missing_and_wrong_sizes_are_named():
 
 def test_one_size_under_two_names_is_told():
     config = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100}
-    assert said_twice(config) == said_twice({**config, "hidden_size": 64}) == []
-    said = said_twice({**config, "hidden_size": 128})
+    assert contradicting_sizes(config) == contradicting_sizes({**config, "hidden_size": 64}) == []
+    said = contradicting_sizes({**config, "hidden_size": 128})
     assert (
         len(said) == 1 and "hidden_size = 128 and n_embd = 64, two names of one size for 'gpt2': hidden_size counts" in said[0]
     )

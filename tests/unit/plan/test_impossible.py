@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from bigtrain.cli import main
 from bigtrain.errors import UsageError
 from bigtrain.plan import plan_input, predict
-from bigtrain.plan.inputs import settings_from_config
 from bigtrain.plan.roofline import rates_from, step_time
+from bigtrain.plan.zero_settings import settings_from_config
 from tests.unit.plan.family_configs import CAUSAL, OTHER
 
 LLAMA, MIXTRAL, FALCON = CAUSAL["llama"], CAUSAL["mixtral"], CAUSAL["falcon-40b-like"]

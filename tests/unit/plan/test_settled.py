@@ -9,7 +9,7 @@ from bigtrain import capacity, shapes
 from bigtrain.arguments import TrainArguments
 from bigtrain.config import Resolved, RunValues
 from bigtrain.plan import predict
-from bigtrain.plan.inputs import ZeroSettings, plan_input
+from bigtrain.plan.inputs import plan_input
 from bigtrain.plan.judge import judge
 from bigtrain.plan.roofline import step_time
 from bigtrain.plan.settled import (
@@ -22,6 +22,7 @@ from bigtrain.plan.settled import (
     with_fewest_blocks,
     with_most_buffers,
 )
+from bigtrain.plan.zero_settings import ZeroSettings
 
 GIB = 2**30
 HOST = 126 * GIB

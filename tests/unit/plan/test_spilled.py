@@ -5,11 +5,12 @@ import pytest
 from bigtrain import shapes
 from bigtrain.errors import UsageError
 from bigtrain.plan import predict
-from bigtrain.plan.inputs import ZeroSettings, plan_input
+from bigtrain.plan.constants import GRADIENTS_IN_FLIGHT_BYTES
+from bigtrain.plan.inputs import plan_input
 from bigtrain.plan.judge import judge
 from bigtrain.plan.roofline import Rates, step_time
 from bigtrain.plan.spilled import ROOM_SHARE, asked_share, least_share
-from bigtrain.plan.streamed import IN_FLIGHT_BYTES
+from bigtrain.plan.zero_settings import ZeroSettings
 
 CARD, HOST = int(79.2 * 2**30), 126 << 30
 
@@ -29,7 +30,7 @@ def test_what_leaves_the_gpu_is_on_the_host(accumulation):
     assert found[0.3].host_pinned_bytes - found[0.0].host_pinned_bytes == moved
     saved = found[0.0].gpu_peak_allocated_bytes - found[0.3].gpu_peak_allocated_bytes
     # With several micro batches a sum comes up again beside the fresh gradient, the largest of which is the embedding's.
-    beside = 2 * IN_FLIGHT_BYTES if accumulation == 1 else 4 * IN_FLIGHT_BYTES + 2 * 128256 * 6144 // 4
+    beside = 2 * GRADIENTS_IN_FLIGHT_BYTES if accumulation == 1 else 4 * GRADIENTS_IN_FLIGHT_BYTES + 2 * 128256 * 6144 // 4
     assert moved - beside < saved <= moved
     assert "gradients, kept" not in {row.name for row in found[1.0].gpu.rows}
 

@@ -5,10 +5,12 @@ import pytest
 from bigtrain import shapes
 from bigtrain.errors import UsageError
 from bigtrain.plan import predict
+from bigtrain.plan.constants import STATE_CHUNK_BYTES
 from bigtrain.plan.device import device_tape
-from bigtrain.plan.inputs import ZeroSettings, plan_input
-from bigtrain.plan.streamed import BOTH_WAYS, CHUNK_BYTES, IN_FLIGHT, buffers_that_help, early_bytes, host_bytes, seconds
+from bigtrain.plan.inputs import plan_input
+from bigtrain.plan.streamed import BOTH_WAYS, IN_FLIGHT, buffers_that_help, early_bytes, host_bytes, seconds
 from bigtrain.plan.tape import ALLOC, FREE, PHASE, RETURN
+from bigtrain.plan.zero_settings import ZeroSettings
 
 
 def _plan(optimizer="adamw_split_8bit", device="cuda", ratio=1.0, offload=True, stage=2, buffers=4, **more):
@@ -31,7 +33,7 @@ def test_the_state_moves_from_the_gpu_to_the_host_without_rounding(optimizer, st
     elems = _plan().parameters.elems
     assert there.host_pinned_bytes - here.host_pinned_bytes == pytest.approx(state * elems, rel=1e-6)
     assert there.host_peak_bytes > there.host_pinned_bytes
-    buffers = 4 * CHUNK_BYTES
+    buffers = 4 * STATE_CHUNK_BYTES
     assert here.gpu_peak_allocated_bytes - there.gpu_peak_allocated_bytes == pytest.approx(state * elems - buffers, rel=0.02)
 
 
@@ -60,7 +62,7 @@ def test_the_least_number_of_buffers_that_hides_the_traffic():
     forward_s = 0.5
     left = host_bytes(_plan()) - forward_s * BOTH_WAYS * BUS  # what has to come up during backward
     needed = buffers_that_help(_plan(), BUS, BUS, forward_s)
-    assert 0 <= needed - IN_FLIGHT - left / CHUNK_BYTES < 1.01
+    assert 0 <= needed - IN_FLIGHT - left / STATE_CHUNK_BYTES < 1.01
     assert seconds(_plan(buffers=needed), BUS, BUS, forward_s) == 0.0
     assert seconds(_plan(buffers=needed - IN_FLIGHT - 1), BUS, BUS, forward_s) > 0.0
     assert buffers_that_help(_plan(), BUS, BUS, 100.0) == IN_FLIGHT  # a long forward hides everything
@@ -78,7 +80,7 @@ def test_buffers_come_with_the_first_update_and_gradients_come_back_during_forwa
             lent[phase] = lent.get(phase, 0) + size
         elif kind == RETURN:
             returned[phase] = returned.get(phase, 0) + size
-    assert list(made) == ["optimizer step"] and made["optimizer step"] == pytest.approx(8 * CHUNK_BYTES, rel=1e-3)
+    assert list(made) == ["optimizer step"] and made["optimizer step"] == pytest.approx(8 * STATE_CHUNK_BYTES, rel=1e-3)
     gradients = 2 * _plan().parameters.elems
     assert lent == {"optimizer step": pytest.approx(2 * gradients, rel=1e-3)}  # two updates
     assert 0.2 * gradients < returned["steady forward"] < gradients
@@ -87,14 +89,14 @@ def test_buffers_come_with_the_first_update_and_gradients_come_back_during_forwa
 def test_with_more_ranks_everything_would_have_to_come_up_early():
     two = _plan(world_size=2)
     needed = buffers_that_help(two, BUS, BUS, forward_s=100.0)
-    assert needed * CHUNK_BYTES == pytest.approx(host_bytes(two), rel=0.01)
+    assert needed * STATE_CHUNK_BYTES == pytest.approx(host_bytes(two), rel=0.01)
     assert seconds(two, BUS, BUS, 100.0) > 0.0
     assert early_bytes(_plan(world_size=2, buffers=needed)) >= host_bytes(two)
 
 
 def test_buffers_are_memory_of_the_gpu_but_never_more_than_there_are_chunks():
     few, more = predict(_plan(buffers=4)), predict(_plan(buffers=44))
-    assert more.gpu_peak_allocated_bytes - few.gpu_peak_allocated_bytes == pytest.approx(40 * CHUNK_BYTES, rel=1e-3)
+    assert more.gpu_peak_allocated_bytes - few.gpu_peak_allocated_bytes == pytest.approx(40 * STATE_CHUNK_BYTES, rel=1e-3)
     assert early_bytes(_plan(buffers=10**6)) == pytest.approx(host_bytes(_plan()), rel=0.01)
 
 

@@ -22,11 +22,11 @@ from bigtrain.plan import plan_input, predict, step_time
 from bigtrain.plan.activations import block_bytes
 from bigtrain.plan.device import Run, sharding
 from bigtrain.plan.gathered import calls_of
-from bigtrain.plan.inputs import ZeroSettings
 from bigtrain.plan.longest import STEP_TOKENS
 from bigtrain.plan.parameters import Parameter
 from bigtrain.plan.roofline import Rates
 from bigtrain.plan.tape import Tape
+from bigtrain.plan.zero_settings import ZeroSettings
 from tests.unit.plan.test_shared import assert_same
 
 GIB = 2**30
@@ -200,9 +200,8 @@ def test_sweeps_and_auto_know_tiles():
             expand({**grid, "mlp_tile_tokens": wrong})
     with pytest.raises(UsageError, match="mlp_tile_tokens is bigtrain's own"):
         expand({**grid, "mlp_tile_tokens": 8, "runner": "raw_deepspeed"})
-    picked = pick(
-        shapes.config_dict("llama-3b"), RunValues(micro_batch=1, accumulation=1), world_size=1, ranks_per_node=1, seq_len=8192,
-        gpu_memory_bytes=80 * GIB, host_memory_bytes=500 * GIB, device="cuda", attention="sdpa", kernels="liger", tile=1024,
-    )  # fmt: skip
+    base = plan_input(shapes.config_dict("llama-3b"), seq_len=8192, kernels="liger", mlp_tile_tokens=1024)
+    run = RunValues(micro_batch=1, accumulation=1)
+    picked = pick(base, run, gpu_memory_bytes=80 * GIB, host_memory_bytes=500 * GIB)
     assert picked.candidate.input.tile_tokens == 1024 and flags(picked.candidate.input)["mlp_tile_tokens"] == 1024
     assert "feed-forward in tiles of 1024" in picked.candidate.describe()

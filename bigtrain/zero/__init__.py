@@ -1,4 +1,4 @@
-"""The one door to DeepSpeed (pinned: 0.19.8). No other module imports it.
+"""The one door to DeepSpeed (pinned: 0.19.8). Nothing outside of this folder imports it.
 
 Public symbols used:   deepspeed.initialize, init_distributed, zero.Init, zero.GatheredParameters, ops.adam.DeepSpeedCPUAdam,
 Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__compatible_ops__, accelerator.get_accelerator,
@@ -11,6 +11,7 @@ Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__
                        .remote_device, .pin_memory, .param_swapper, .zero_param_process_group, .quantized_weights, .quantized_nontrainable_weights;
                        runtime.zero.partition_parameters.free_param, .zero_init_context, .InsertPostInitMethodToModuleSubClasses;
                        runtime.swap_tensor.partitioned_param_swapper.PartitionedParamStatus; utils.set_z3_leaf_module
+   for the doctor:     ops.adam.FusedAdam, ops.op_builder.AsyncIOBuilder, which it takes from `zero.deepspeed`
 Objects of DeepSpeed are handed on; `bigtrain.flat` and `bigtrain.reduction` list what they use and substitute on them.
 A test in tests/architecture checks that each exists with the arguments used here.
 """
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -33,16 +33,37 @@ import torch._dynamo  # isort: skip
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
-from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from bigtrain import network, startup
-from bigtrain.builds import first_cause, load_op
+from bigtrain import network, ranks, startup
 from bigtrain.errors import ModelError
 from bigtrain.ports import free_port
+from bigtrain.zero.adam import cpu_adam, replay_cpu_adam, why_no_cpu_adam
+from bigtrain.zero.building import Partitioner, inside_zero_init
 
-log = logging.getLogger(__name__)
+__all__ = [
+    "Partitioner",
+    "before_reading",
+    "checkpoint_classes",
+    "cpu_adam",
+    "full_numel",
+    "full_shape",
+    "gathered",
+    "init_distributed",
+    "initialize",
+    "inside_zero_init",
+    "is_available",
+    "is_partitioned",
+    "is_persistent",
+    "mark_leaf",
+    "master_of",
+    "optimizer_kind",
+    "partition_of",
+    "replay_cpu_adam",
+    "set_leaf_modules",
+    "skip_shm_op",
+    "why_no_cpu_adam",
+]
 
 
 def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store | None = None) -> None:
@@ -57,7 +78,7 @@ def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store |
     startup.map_blocks()
     startup.forget_products()
     if torch.cuda.is_available():
-        device = rank_device()
+        device = ranks.device()
         torch.cuda.set_device(device)
         startup.grow_segments()
         os.environ.setdefault("LOCAL_RANK", str(device.index))  # DeepSpeed binds NCCL to it, and takes 0 without it
@@ -72,7 +93,7 @@ def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store |
     if network.several():
         network.choose_interface()
     if store is not None and not torch.distributed.is_initialized():
-        bound_to = rank_device() if torch.cuda.is_available() else None  # NCCL is bound to it, as DeepSpeed itself does
+        bound_to = ranks.device() if torch.cuda.is_available() else None  # NCCL is bound to it, as DeepSpeed itself does
         torch.distributed.init_process_group(
             backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
             timeout=datetime.timedelta(seconds=timeout_s), device_id=bound_to,
@@ -179,139 +200,7 @@ def master_of(param: Any) -> tuple[int, torch.Tensor] | None:
     return int(mapping.lp_fragment_address.start), mapping.hp_fragment.data.view(-1)
 
 
-# ---------------------------------------------------------------- building under zero.Init (owner: models)
-
-# What a ds_config says about where partitions live; the rest of it may still hold "auto" while a model is built.
-_PLACEMENT_KEYS = (
-    "stage", "offload_param", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
-    "memory_efficient_linear", "sub_group_size",
-)  # fmt: skip
-
-
-class Partitioner:
-    """Turns parameters whose values are known into DeepSpeed's ZeRO-3 parameters, without a broadcast.
-
-    `deepspeed.zero.Init` is used for its bookkeeping only; its context is never entered, so torch stays unpatched.
-
-    Args:
-        config: the ds_config, values may still be "auto".
-        dtype: of the partitions, by default.
-    """
-
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype):
-        os.environ.setdefault("LOCAL_RANK", str(rank_device().index or 0))  # zero.Init reads it without a default
-        self._init = deepspeed.zero.Init(config_dict_or_path=_placement_config(config, dtype), dtype=None)
-        self._efficient_linear = config.get("zero_optimization", {}).get("memory_efficient_linear", True) is not False
-
-    @property
-    def local_device(self) -> torch.device:
-        """Where parameters are whole while they are used."""
-        return self._init.local_device
-
-    @property
-    def partition_device(self) -> torch.device:
-        """Where partitions live."""
-        remote = self._init.remote_device
-        return torch.device("cpu") if str(remote) in ("cpu", "nvme") else torch.device(remote)
-
-    @property
-    def must_see_whole(self) -> bool:
-        """True where DeepSpeed itself must cut the parameter: NVMe, secondary partitions, quantized partitions."""
-        init = self._init
-        return bool(
-            init.param_swapper or init.zero_param_process_group or init.quantized_weights or init.quantized_nontrainable_weights
-        )
-
-    def adopt(self, param: Any, shape: torch.Size, dtype: torch.dtype, values: torch.Tensor | None) -> None:
-        """Make `param` a partitioned parameter of `shape` and `dtype` whose own slice holds `values`.
-
-        Args:
-            param: any parameter that ZeRO-3 does not own yet; its data is dropped.
-            values: this rank's flat slice, padding included; None leaves the slice unset (a loader fills it).
-        """
-        before = set(param.__dict__)
-        param.data = torch.empty((), dtype=dtype, device=self.local_device).expand(shape)
-        self._init._convert_to_deepspeed_param(param)
-        size = -(-param.ds_numel // param.ds_zero_partition_world_size)
-        device = self.local_device if param.ds_persist else self.partition_device
-        if values is None:
-            part = torch.empty(size, dtype=dtype, device=device)
-        else:
-            part = values.to(device=device, dtype=dtype)
-        if self._init.pin_memory and part.device.type == "cpu" and torch.cuda.is_available():
-            part = part.pin_memory()
-        param.ds_tensor = part.requires_grad_(False)
-        param.ds_tensor.ds_numel = size
-        param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
-        param.ds_tensor.final_location = None
-        param.ds_numel_aligned = size * param.ds_zero_partition_world_size
-        partition_parameters.free_param(param)
-        param._bigtrain_added = set(param.__dict__) - before
-
-    def adopt_whole(self, param: Any, dtype: torch.dtype) -> None:
-        """Let DeepSpeed cut a parameter whose data is whole (see `must_see_whole`)."""
-        before = set(param.__dict__)
-        param.data = param.data.to(device=self.local_device, dtype=dtype)
-        self._init._convert_to_deepspeed_param(param)
-        self._init._partition([param])
-        param._bigtrain_added = set(param.__dict__) - before
-
-    @staticmethod
-    def release(param: Any) -> torch.Tensor:
-        """Undo `adopt`: the parameter is plain again (its data is left empty); returns this rank's flat slice."""
-        part = param.ds_tensor
-        for name in param.__dict__.pop("_bigtrain_added"):
-            param.__dict__.pop(name, None)
-        return part.data
-
-    def install_efficient_linear(self) -> None:
-        """DeepSpeed's own default at stage 3: without it autograd keeps every gathered weight alive from forward to backward."""
-        if self._efficient_linear:
-            self._init._enable_mem_efficient_linear()
-            startup.torchs_linear(deepspeed)
-
-
-def _placement_config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The few keys that zero.Init needs, with "auto" left out."""
-    section = {k: v for k, v in config.get("zero_optimization", {}).items() if k in _PLACEMENT_KEYS and v != "auto"}
-    offload = section.get("offload_param")
-    if isinstance(offload, dict):
-        section["offload_param"] = {k: v for k, v in offload.items() if v != "auto"}
-    out: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": section}
-    if dtype in (torch.bfloat16, torch.float16):
-        out["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
-    if "aio" in config:
-        out["aio"] = config["aio"]
-    return out
-
-
-def rank_device() -> torch.device:
-    """This rank's own device: a CUDA device, or the CPU where there is none.
-
-    Without a launcher's local rank, hosts are taken to be filled in rank order, so that two ranks never share device 0.
-    """
-    from bigtrain import ranks
-
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    known = any(name in os.environ for name in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"))
-    index = ranks.local_rank() if known else ranks.rank()
-    return torch.device("cuda", index % torch.cuda.device_count())
-
-
-def inside_zero_init() -> bool:
-    """True inside a caller's own `with deepspeed.zero.Init()`."""
-    return partition_parameters.zero_init_context > 0
-
-
-def mark_leaf(module: torch.nn.Module) -> None:
-    """ZeRO-3 gathers this module's parameters all at once and does not look inside."""
-    from deepspeed.utils import set_z3_leaf_module
-
-    set_z3_leaf_module(module, True)
-
-
-# ---------------------------------------------------------------- running (owner: engine)
+# ---------------------------------------------------------------- running
 
 
 def initialize(
@@ -348,7 +237,7 @@ def _odd_ones_sent_apart(model: torch.nn.Module, stage: int) -> Iterator[None]:
         p.data = p.data.contiguous()
     apart = [] if stage == 3 else list(odd.values())
     for p in apart:
-        value = p.data.to(rank_device()).reshape(-1)
+        value = p.data.to(ranks.device()).reshape(-1)
         torch.distributed.broadcast(value.view(torch.uint8), 0)
         p.data.copy_(value.view(p.shape))
         p.ds_optim_param = True  # type: ignore[attr-defined]
@@ -376,6 +265,11 @@ def set_leaf_modules(model: torch.nn.Module, classes: Sequence[type]) -> int:
     return len(deepspeed.utils.set_z3_leaf_modules(model, list(classes), raise_if_not_found=False))
 
 
+def mark_leaf(module: torch.nn.Module) -> None:
+    """ZeRO-3 gathers this module's parameters all at once and does not look inside."""
+    deepspeed.utils.set_z3_leaf_module(module, True)
+
+
 def is_persistent(param: torch.nn.Parameter) -> bool:
     """True if ZeRO-3 keeps this parameter whole between uses (it is below `stage3_param_persistence_threshold`)."""
     return bool(getattr(param, "ds_persist", False))
@@ -388,63 +282,3 @@ def checkpoint_classes() -> list[Any]:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     return [LossScaler, ZeroStageEnum, fragment_address]
-
-
-def cpu_adam(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> Any:
-    """DeepSpeed's compiled CPU AdamW; where it cannot be compiled, torch's AdamW and a warning that says why.
-
-    The compile runs once a host: local rank 0 first. All ranks take the same way, because the two round differently.
-    """
-    from bigtrain import ranks
-
-    why: str | None = None
-    with ranks.main_first("compiling DeepSpeed's CPU Adam"):
-        why = why_no_cpu_adam()
-    reasons = {r: w for r, w in enumerate(ranks.all_gather_object(why)) if w}
-    settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    if not reasons:
-        return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
-    first = min(reasons)
-    log.warning(
-        "DeepSpeed's CPU Adam cannot be used (rank %d: %s). Falling back to torch's AdamW on the CPU: same result within fp32 "
-        "rounding, several times slower a step.",
-        first,
-        reasons[first],
-    )
-    return torch.optim.AdamW(groups, foreach=False, **settings)
-
-
-def replay_cpu_adam(optimizer: Any) -> None:
-    """Bring DeepSpeed's CPU Adam to where the updates counted in its state brought it; other optimizers need nothing.
-
-    The compiled part multiplies the powers of the betas up, update by update, in float. In a new process it would begin with pow(),
-    which rounds differently (csrc/includes/cpu_adam.h, IncrementStep), and a resumed run would part from the unbroken one.
-    """
-    if not isinstance(optimizer, deepspeed.ops.adam.DeepSpeedCPUAdam):
-        return
-    updates = max((int(state.get("step", 0)) for state in optimizer.state.values()), default=0)
-    group = optimizer.param_groups[0]
-    rest = *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"]
-    nothing = [torch.zeros(1) for _ in range(4)]  # parameter, gradient, moments
-    for update in range(1, updates + 1):
-        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, update, group["lr"], *rest, *nothing)
-
-
-def why_no_cpu_adam() -> str | None:
-    """Why DeepSpeed's CPU Adam cannot be loaded here, the first cause first; None if it can. Compiles it if needed."""
-    import shutil
-
-    from deepspeed.git_version_info import installed_ops
-
-    if not installed_ops.get("cpu_adam", False):
-        compiler = os.environ.get("CXX", "c++").split()[0]
-        if shutil.which(compiler) is None:
-            return f"no C++ compiler: {compiler!r} is not on PATH; install g++ or set CXX"
-        if shutil.which("ninja") is None:
-            return "no ninja on PATH; `pip install ninja`"
-    startup.ask_cpu_once()
-    try:
-        load_op(deepspeed.ops.op_builder.CPUAdamBuilder())
-    except Exception as error:
-        return first_cause(error)
-    return None

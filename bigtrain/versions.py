@@ -1,0 +1,56 @@
+"""Versions of what decides a run's results, for its record and to compare hosts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGES = (
+    "torch",
+    "deepspeed",
+    "transformers",
+    "bitsandbytes",
+    "safetensors",
+    "datasets",
+    "accelerate",
+    "liger-kernel",
+    "numpy",
+)
+
+
+def versions(commit: bool = True) -> dict[str, str]:
+    """Versions of what decides results: Python, packages, CUDA, this project and (it takes a moment) its commit."""
+    from bigtrain import __version__
+
+    found = {"bigtrain": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    known = _commit() if commit else None
+    if known:
+        found["commit"] = known
+    return found
+
+
+def _commit() -> str | None:
+    """Commit of the clone that this package runs from, with a mark if files differ from it; None outside a clone."""
+    clone = Path(__file__).resolve().parents[1]
+    if not (clone / ".git").exists():
+        return None
+    try:
+        git = ["git", "-C", str(clone)]
+        commit = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+        dirty = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, timeout=10, check=False).returncode
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + (" (with local changes)" if dirty else "")

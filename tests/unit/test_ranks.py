@@ -1,0 +1,28 @@
+"""What a rank knows of its host from its launcher."""
+
+import os
+
+import pytest
+
+from bigtrain import ranks
+
+
+@pytest.mark.parametrize(
+    ("env", "here"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "4"}, 4),  # torchrun
+        ({"LOCAL_SIZE": "3"}, 3),  # DeepSpeed's launcher
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+        ({"LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "2"}, 2),
+    ],
+)
+def test_ranks_of_a_host_share_its_cores_under_every_launcher(env, here, monkeypatch):
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10)))
+    assert (ranks.local_world_size(), ranks.cores()) == (here, 10 // here)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert ranks.cores() == 1
