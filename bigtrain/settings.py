@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain import optim
-from bigtrain.config import ModelShape, Resolved, RunValues, left_open, load, resolve
+from bigtrain.config import ModelShape, Resolved, RunValues, left_open, load, refuse_undone, resolve
 from bigtrain.errors import ConfigError, UsageError
 
 # DeepSpeed's schedulers and what the same curve is called here.
@@ -108,6 +108,7 @@ def read(
         return ds_config.engine_config(), []
     config = load(ds_config)
     name = "ds_config" if isinstance(ds_config, Mapping) else str(ds_config)
+    refuse_undone(config, name, optimizer=optimizer is None, scheduler=lr_scheduler is None)
     beta1, beta2 = betas or (None, None)
     run = RunValues(
         optim=optimizer, adam_beta1=beta1, adam_beta2=beta2, adam_epsilon=eps, lr_scheduler_type=lr_scheduler, **given
