@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bigtrain import foreign, shapes
-from bigtrain.config import load
+from bigtrain.config import load, parse
 from bigtrain.errors import ConfigError
 from bigtrain.plan.spilled import share_problems
 
@@ -186,7 +186,8 @@ def _problems_with_compiling(args: TrainArguments) -> Iterator[str]:
 
 def _stage(ds_config: str) -> int:
     try:
-        return int((load(ds_config).get("zero_optimization") or {}).get("stage", 0))
+        config = parse(ds_config) if ds_config.lstrip().startswith("{") else load(ds_config)
+        return int((config.get("zero_optimization") or {}).get("stage", 0))
     except (ConfigError, TypeError, ValueError, AttributeError):
         return 0  # told elsewhere
 

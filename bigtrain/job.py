@@ -97,6 +97,7 @@ def read_ds_config(args: TrainArguments) -> dict[str, Any]:
     inline = args.ds_config.lstrip().startswith("{")
     config = ds.parse(args.ds_config) if inline else ds.load(args.ds_config)
     ds.check(config, world_size=ranks.world_size(), run=run_values(args, None), device=device_type(), name=_config_name(args))
+    ds.refuse_undone(config, _config_name(args))
     return config
 
 

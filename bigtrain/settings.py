@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain import optim
-from bigtrain.config import ModelShape, Resolved, RunValues, left_open, load, resolve
+from bigtrain.config import ModelShape, Resolved, RunValues, left_open, load, refuse_undone, resolve
 from bigtrain.config.batch import ACCUMULATION, GLOBAL, MICRO, BatchError, Given, solve_batch
 from bigtrain.config.run import DEFAULTS
 from bigtrain.errors import ConfigError, UsageError
@@ -105,6 +105,8 @@ def read(
     if isinstance(ds_config, Resolved):
         return ds_config.engine_config(), []
     config = load(ds_config)
+    name = "ds_config" if isinstance(ds_config, Mapping) else str(ds_config)
+    refuse_undone(config, name, optimizer=run.optim is None, scheduler=run.lr_scheduler_type is None)
     has_shape = isinstance(model_config, Mapping) or hasattr(model_config, "to_dict")
     resolved = resolve(
         config,
@@ -112,7 +114,7 @@ def read(
         model=ModelShape.from_config(model_config) if has_shape else None,
         world_size=world_size,
         device=device,
-        name="ds_config" if isinstance(ds_config, Mapping) else str(ds_config),
+        name=name,
     )
     warnings = [str(problem) for problem in resolved.problems if problem.severity == "warning"]
     settled = {name: value for name, value in resolved.engine_config().items() if name not in SETTLED_HERE}

@@ -25,7 +25,10 @@ def add_parsers(subparsers: Any) -> None:
         "--max_cell_s", type=_positive, metavar="S", help="kill a cell after this many seconds (default: the grid's, 900)"
     )
     p.add_argument(
-        "--total_s", type=_positive, metavar="S", help="end within so many seconds: start no cell after them, end one at them; the same command goes on"
+        "--total_s",
+        type=_positive,
+        metavar="S",
+        help="end within so many seconds: start no cell after them, end one at them; the same command goes on",
     )
     p.add_argument(
         "--gpu_memory_cap", type=_positive, metavar="GiB", help="what a cell may take of each GPU, unless the grid says"

@@ -337,15 +337,19 @@ def scalars_of(engine: Any) -> list[dict[str, Any]]:
 
 
 def set_scalars(engine: Any, saved: list[dict[str, Any]]) -> None:
-    """Put back what `scalars_of` gave."""
+    """Put back what `scalars_of` gave, the count of steps as this engine's optimizer keeps it: another may have saved it."""
     by_param = {p: entry["values"] for entry in saved for p in entry["params"]}
-    fused = bool(getattr(engine.deepspeed.optimizer, "optimizer", engine.deepspeed.optimizer).defaults.get("fused"))
+    outer = engine.deepspeed.optimizer
+    inner = getattr(outer, "optimizer", None) or getattr(outer, "inner", outer)
+    fused = bool(inner.defaults.get("fused"))
+    counts_in = "F32" if isinstance(inner, torch.optim.AdamW) else "int"  # DeepSpeed's CPU Adam, our own, bitsandbytes
     for flat in flat_tensors(engine):
         # A tensor without elements has no moments in a checkpoint; torch's AdamW would take a count of steps for all of its state.
         for name, *_ in flat.pieces[:1] if flat.tensor.numel() else ():
             for key, (type_name, value) in by_param.get(name, {}).items():
+                type_name = counts_in if key == "step" else type_name
                 flat.state[key] = _unscalar(type_name, value, flat.tensor.device if fused else torch.device("cpu"))
-    zero.replay_cpu_adam(getattr(engine.deepspeed.optimizer, "optimizer", None))
+    zero.replay_cpu_adam(getattr(outer, "optimizer", None))
 
 
 def _is_scalar_tensor(value: Any) -> bool:

@@ -13,6 +13,8 @@ Rules that hold for all three:
   So `(labels != -100).sum()` is the exact number of targets of any batch.
 * Neighbouring pieces (or windows) share one token: last of the one as target, first of the next as context. Cutting
   therefore loses no target: an isolated data set has sum(length - 1) targets at every `seq_len`.
+* Every row has a target: a piece or window without one (of a prompt longer than `seq_len`) would train nothing, and a step of
+  such rows alone could not be made.
 * Padding is known by its place, never by its id, so a pad id equal to the end id keeps every real end token in the loss.
   It stands on the right with label -100, where causal attention cannot see it, and its positions run on, so that no
   attention mask is needed and a row with one document keeps the fast causal kernels.
@@ -50,6 +52,7 @@ class PackStats:
     documents: int
     documents_without_targets: int  # left out: nothing in them could be learned (empty, or chat without an answer)
     documents_cut: int  # went into more than one row
+    pieces_left_out: int  # of documents that are cut (concatenate: windows): nothing in them is a target
     documents_truncated: int
     tokens: int
     tokens_left_out: int  # in documents without targets
@@ -71,6 +74,8 @@ class PackStats:
                 f", {self.documents_without_targets} documents left out ({self.tokens_left_out} tokens): nothing in them is "
                 f"a target{where}"
             )
+        if self.pieces_left_out:
+            text += f", {self.pieces_left_out} {'windows' if packing == 'concatenate' else 'pieces'} without a target left out"
         if self.documents_truncated:
             text += f", {self.documents_truncated} documents truncated ({self.tokens_truncated} tokens dropped)"
         return text
@@ -80,13 +85,14 @@ class PackStats:
 class Pieces:
     """Pieces of documents, grouped by row: row i holds the pieces row_start[i] ... row_start[i+1] - 1, in that order.
 
-    All arrays are int64; `start` and `length` are in tokens of the document.
+    All arrays are int64; `start` and `length` are in tokens of the document. `left_out`: pieces without a target, or windows.
     """
 
     document: np.ndarray
     start: np.ndarray
     length: np.ndarray
     row_start: np.ndarray
+    left_out: int = 0
 
 
 def cut(lengths: np.ndarray, documents: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -128,21 +134,24 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> list[list[int]]:
     return bins
 
 
-def _pack_isolated(lengths: np.ndarray, documents: np.ndarray, seq_len: int) -> Pieces:
-    document, start, length = cut(lengths, documents, seq_len)
+def _pack_isolated(store: TokenStore, documents: np.ndarray, seq_len: int) -> Pieces:
+    document, start, length = cut(store.lengths, documents, seq_len)
+    useful = store.labelled(document, start + 1, start + length) > 0
+    document, start, length = document[useful], start[useful], length[useful]
     bins = best_fit(length, seq_len)
     order = np.fromiter((index for one in bins for index in one), np.int64, len(document))
     row_start = np.concatenate([[0], np.cumsum([len(one) for one in bins])]).astype(np.int64)
-    return Pieces(document[order], start[order], length[order], row_start)
+    return Pieces(document[order], start[order], length[order], row_start, int((~useful).sum()))
 
 
-def _pack_none(lengths: np.ndarray, documents: np.ndarray, seq_len: int) -> Pieces:
-    length = np.minimum(lengths[documents], seq_len)
+def _pack_none(store: TokenStore, documents: np.ndarray, seq_len: int) -> Pieces:
+    length = np.minimum(store.lengths[documents], seq_len)
     return Pieces(documents, np.zeros_like(length), length, np.arange(len(documents) + 1))
 
 
-def _pack_concatenate(lengths: np.ndarray, documents: np.ndarray, seq_len: int) -> Pieces:
-    ends = np.cumsum(lengths[documents])
+def _pack_concatenate(store: TokenStore, documents: np.ndarray, seq_len: int) -> Pieces:
+    lengths = store.lengths[documents]
+    ends = np.cumsum(lengths)
     total, step = int(ends[-1]), seq_len - 1
     window_start = np.arange(max(1, -(-(total - 1) // step))) * step
     window_end = np.minimum(window_start + seq_len, total)
@@ -151,15 +160,20 @@ def _pack_concatenate(lengths: np.ndarray, documents: np.ndarray, seq_len: int) 
     last = np.searchsorted(ends, window_end - 1, side="right")
     row_start = np.concatenate([[0], np.cumsum(last - first + 1)]).astype(np.int64)
     row = np.repeat(np.arange(len(window_start)), last - first + 1)
-    place = np.arange(row_start[-1]) - row_start[row] + first[row]
-    begin_of = ends - lengths[documents]
+    nth = np.arange(row_start[-1]) - row_start[row]
+    place = nth + first[row]
+    begin_of = ends - lengths
     start = np.maximum(window_start[row] - begin_of[place], 0)
     stop = np.minimum(window_end[row], ends[place]) - begin_of[place]
-    return Pieces(documents[place], start, stop - start, row_start)
+    targets = np.add.reduceat(store.labelled(documents[place], start + (nth == 0), stop), row_start[:-1])
+    kept = targets[row] > 0
+    row_start = np.concatenate([[0], np.cumsum((last - first + 1)[targets > 0])]).astype(np.int64)
+    left_out = int((targets == 0).sum())
+    return Pieces(documents[place][kept], start[kept], (stop - start)[kept], row_start, left_out)
 
 
 # Packing -> how rows are made, and whether each piece is a document of its own (positions and first label restart).
-PACKINGS: dict[str, tuple[Callable[[np.ndarray, np.ndarray, int], Pieces], bool]] = {
+PACKINGS: dict[str, tuple[Callable[[TokenStore, np.ndarray, int], Pieces], bool]] = {
     "isolated": (_pack_isolated, True),
     "concatenate": (_pack_concatenate, False),
     "none": (_pack_none, True),
@@ -195,7 +209,7 @@ class Rows:
                 f"none of the {len(store)} samples has a token to learn from: they are empty, one token long, or have no "
                 "answer (role 'assistant') in them"
             )
-        self._pieces = pack(store.lengths, useful, seq_len)
+        self._pieces = pack(store, useful, seq_len)
         self.stats = self._count(targets, useful)
 
     @property
@@ -212,6 +226,7 @@ class Rows:
             documents=len(lengths),
             documents_without_targets=len(lengths) - len(useful),
             documents_cut=int((per_document > 1).sum()),
+            pieces_left_out=pieces.left_out,
             documents_truncated=int((over > 0).sum()),
             tokens=int(lengths.sum()),
             tokens_left_out=int(lengths.sum() - lengths[useful].sum()),

@@ -273,11 +273,10 @@ def flops_formula(model: Any, seq_len: int) -> FlopsFormula:
     from bigtrain import zero
 
     text = model.config.get_text_config() if hasattr(model, "config") else None
-    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
-    active = getattr(text, "num_experts_per_tok", None) or 1
+    routed = _share_of_experts(text)
     counts = {True: 0, False: 0}
     for name, param in model.named_parameters():
-        share = active / experts if ".experts." in name else 1.0
+        share = routed if ".experts." in name else 1.0
         counts[param.requires_grad] += int(zero.full_numel(param) * share)
     return FlopsFormula(
         trained_parameters=counts[True],
@@ -286,3 +285,19 @@ def flops_formula(model: Any, seq_len: int) -> FlopsFormula:
         hidden=getattr(text, "hidden_size", 0) or 0,
         seq_len=seq_len,
     )
+
+
+# The later names are Aria's, Ernie's and Gemma 4's.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVE = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+
+
+def _share_of_experts(text: Any) -> float:
+    """The part of its routed experts that a token goes through; 1 where the config does not tell both numbers."""
+
+    def first(names: Sequence[str]) -> int:
+        found = (getattr(text, name, None) for name in names)
+        return next((value for value in found if isinstance(value, int) and value > 0), 0)
+
+    experts, active = first(_EXPERTS), first(_ACTIVE)
+    return min(1.0, active / experts) if experts and active else 1.0

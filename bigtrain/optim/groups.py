@@ -18,9 +18,10 @@ _HEAD_NAME = re.compile(r"(^|\.)(lm_head|embed_out|output_embeddings|score|class
 def param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Trainable parameters in two groups, with and without weight decay, each in the model's own order.
 
-    No decay for biases, for everything that a normalisation layer owns, and for any parameter of one dimension or none.
-    Everything else decays, embeddings included: the rule of the Hugging Face Trainer, which differs only for 1-d parameters
-    that are neither bias nor norm (gates, scales; the Trainer decays them). Shapes are those of the model, so the groups are
+    No decay for biases (whatever has "bias" in its name: those of experts have two dimensions, T5's is a table), for everything
+    that a normalisation layer owns, and for any parameter of one dimension or none. Everything else decays, embeddings included:
+    the rule of the Hugging Face Trainer, which differs for 1-d parameters that are neither bias nor norm (gates, scales; the
+    Trainer decays them) and for matrices in a module that is called a norm (the Trainer does not). Shapes are those of the model, so the groups are
     the same with and without ZeRO-3. Frozen parameters are left out; a tied parameter is listed once. Each parameter gets the
     attribute `is_hidden_matrix`: True for the matrices between hidden spaces.
 
@@ -43,7 +44,7 @@ def param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
             continue
         module_name, module = owners[id(param)]
         (decay if _decays(name, param, module) else plain).append((name, param))
-        param.is_hidden_matrix = _is_hidden_matrix(param, module_name, module)  # type: ignore[attr-defined]
+        param.is_hidden_matrix = _is_hidden_matrix(name, param, module_name, module)  # type: ignore[attr-defined]
     if not decay and not plain:
         raise ModelError("no parameter of the model is trainable: everything is frozen. Unfreeze what should be trained.")
     pairs = [(decay, weight_decay), (plain, 0.0)]
@@ -61,12 +62,13 @@ def _owners(model: torch.nn.Module) -> dict[int, tuple[str, torch.nn.Module]]:
 
 
 def _decays(name: str, param: torch.nn.Parameter, module: torch.nn.Module) -> bool:
-    if len(zero.full_shape(param)) <= 1 or name.rsplit(".", 1)[-1] == "bias":
+    if len(zero.full_shape(param)) <= 1 or "bias" in name.lower():
         return False
-    return not _NORM_CLASS.search(type(module).__name__)
+    # Embeddings that scale or norm what they look up are named for it, too.
+    return isinstance(module, torch.nn.Embedding) or not _NORM_CLASS.search(type(module).__name__)
 
 
-def _is_hidden_matrix(param: torch.nn.Parameter, module_name: str, module: torch.nn.Module) -> bool:
-    if len(zero.full_shape(param)) != 2 or isinstance(module, torch.nn.Embedding):
+def _is_hidden_matrix(name: str, param: torch.nn.Parameter, module_name: str, module: torch.nn.Module) -> bool:
+    if len(zero.full_shape(param)) != 2 or "bias" in name.lower() or isinstance(module, torch.nn.Embedding):
         return False
     return not _HEAD_NAME.search(module_name) and not _NORM_CLASS.search(type(module).__name__)

@@ -143,6 +143,7 @@ def test_warmup_steps_below_one_are_a_share_as_in_transformers_5(base, tmp_path)
         ("--torch_compile_mode max-autotune", "--torch_compile compiles each block"),
         ("--torch_compile --checkpointing_policy selective", "torch_compile does not go with checkpointing_policy selective"),
         ("--torch_compile --ds_config ds_configs/zero3.json", "torch_compile does not go with ZeRO stage 3"),
+        ('--torch_compile --ds_config {"zero_optimization":{"stage":3}}', "torch_compile does not go with ZeRO stage 3"),
         ("--torch_compile --mlp_tile_tokens 64", "torch_compile does not go with mlp_tile_tokens"),
         ("--torch_compile --ds_config auto", "torch_compile does not go with ds_config auto"),
         ("--lora_r 8", "see launch/examples/lora.py"),

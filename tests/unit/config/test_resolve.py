@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bigtrain.config import ModelShape, RunValues, load, resolve, table
+from bigtrain.config import PRESETS, ModelShape, RunValues, load, resolve, table
 from bigtrain.errors import ConfigError
+from bigtrain.optim.table import OPTIMIZERS
 from tests.unit.config.wrong_configs import BASE, wrong
 
 
@@ -92,7 +93,7 @@ def test_B05_another_optimizer_gets_the_flags_it_needs(optim):
     assert done.config["zero_force_ds_cpu_optimizer"] is False
     assert done.config["zero_allow_untested_optimizer"] is True
     assert "optimizer" not in done.config, "DeepSpeed could not build it"
-    assert done.run.optim == optim
+    assert done.run.optim == ("adamw" if optim == "adamw_torch" else optim)  # what the Trainer calls so
     config = load("zero2")
     del config["zero_allow_untested_optimizer"]
     done = resolve(config, run=RunValues(optim=optim))
@@ -115,6 +116,16 @@ def test_B06_the_engine_gets_neither_section():
     assert done.config["scheduler"]["type"] == "WarmupDecayLR", "the printed file keeps them"
     engine["zero_optimization"]["stage"] = 0
     assert done.config["zero_optimization"]["stage"] == 2, "a copy"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_every_optimizer_may_be_chosen_for_every_preset(preset, optim):
+    """The presets leave the optimizer to the run; stage 3's say reduce_scatter true, which Muon cannot have beside it."""
+    done = resolve(load(preset), run=RunValues(optim=optim, max_grad_norm=1.0, total_steps=9), world_size=2)
+    assert done.run.optim == ("adamw" if optim == "adamw_torch" else optim)  # what the Trainer calls so
+    scatters = done.config["zero_optimization"]["reduce_scatter"]
+    assert scatters is not (optim == "muon" and done.config["zero_optimization"]["stage"] == 3)
 
 
 def test_muon_at_stage_3_needs_reduce_scatter_off():

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigtrain.data.pack import Rows, best_fit, build_rows, cut, stats_dict
+from bigtrain.data.tokens import TokenStore
 from bigtrain.errors import DataError
 
 EOS = PAD = 2
@@ -112,6 +113,40 @@ def test_truncation_that_removes_every_target_leaves_the_document_out(make_rows)
         make_rows([[1, 2, 3, 4]], 2, "none", labels=[[-100, -100, -100, 4]])
 
 
+def _targets_of_rows(rows):
+    return [int((rows[i]["labels"] != -100).sum()) for i in range(len(rows))]
+
+
+@pytest.mark.parametrize(
+    ("packing", "targets", "told"),
+    [("isolated", [2, 1], "2 pieces without a target left out"), ("concatenate", [3], "3 windows without a target left out")],
+)
+def test_every_row_has_a_target(make_rows, packing, targets, told):
+    """Of a prompt longer than seq_len only the last piece has one; a step of the others alone would end the run."""
+    rows = make_rows([list(range(1, 12)), [4, 5, 6]], 5, packing, labels=[[-100] * 9 + [10, 11], [-100, 5, -100]])
+    assert _targets_of_rows(rows) == targets and rows.stats.target_tokens == 3
+    assert told in rows.stats.describe(packing, 5) and rows.stats.pieces_left_out == int(told[0])
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=23), min_size=1, max_size=8), st.integers(2, 9), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_leaving_out_what_has_no_target_loses_none(learned, seq_len, isolated):
+    documents = [list(range(100 * d, 100 * d + len(one))) for d, one in enumerate(learned)]
+    labels = [[t if yes else -100 for t, yes in zip(ids, one)] for ids, one in zip(documents, learned)]
+    useful = [one for one in labels if not isolated or any(t != -100 for t in one[1:])]
+    try:
+        rows = Rows(TokenStore(Dataset.from_dict({"input_ids": documents, "labels": labels})), seq_len, _PACKING[isolated], 0)
+    except DataError:
+        assert not any(t != -100 for one in labels for t in one[1:])
+        return
+    expected = [t for d, one in enumerate(useful) for t in one[int(isolated or d == 0) :] if t != -100]
+    found = [t for i in range(len(rows)) for t in rows[i]["labels"].tolist() if t != -100]
+    assert sorted(found) == sorted(expected) and len(found) == rows.stats.target_tokens and min(_targets_of_rows(rows)) > 0
+
+
+_PACKING = {True: "isolated", False: "concatenate"}
+
+
 @pytest.mark.parametrize("packing", ["isolated", "concatenate", "none"])
 def test_nothing_to_learn_is_refused(make_rows, packing):
     with pytest.raises(DataError, match="none of the 2 samples has a token to learn from"):
@@ -192,6 +227,9 @@ class _MemoryStore:
 
     def target_counts(self, limit=None):
         return np.maximum((self.lengths if limit is None else np.minimum(self.lengths, limit)) - 1, 0)
+
+    def labelled(self, documents, start, stop):
+        return np.maximum(stop - start, 0)
 
     def first_targets(self, documents):
         return len(documents)

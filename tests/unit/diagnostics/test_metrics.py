@@ -12,6 +12,7 @@ from bigtrain.diagnostics.metrics import (
     ProcessMemory,
     RowLog,
     StepClock,
+    flops_formula,
     peak_bf16_flops,
     read_rows,
     spread,
@@ -64,6 +65,33 @@ def test_B72_flops_of_a_known_shape():
     formula = FlopsFormula(trained_parameters=1000, layers=1, hidden=4, seq_len=8)
     assert formula.per_token == 6 * 1000 + 6 * 1 * 8 * 4
     assert "6 x 1,000 trained parameters" in str(formula) and "recomputation not counted" in str(formula)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "share"),
+    [
+        ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}, 2 / 8),
+        ("deepseek_v3", {"n_routed_experts": 8, "num_experts_per_tok": 2}, 2 / 8),
+        ("aria_text", {"moe_num_experts": 8, "moe_topk": 2}, 2 / 8),
+        ("gemma4_text", {"num_experts": 8, "top_k_experts": 2}, 2 / 8),
+        ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": 2}, 2 / 8),
+        ("llama", {}, 1.0),
+    ],
+)
+def test_of_routed_experts_the_active_ones_count(family, values, share):
+    """Whatever a family calls them: all were counted for Aria, one for Gemma 4."""
+    import torch
+    from transformers import AutoConfig
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = AutoConfig.for_model(family, **values)
+            self.mlp = torch.nn.ModuleDict(
+                {"experts": torch.nn.Linear(16, 8, bias=False), "gate": torch.nn.Linear(3, 1, bias=False)}
+            )
+
+    assert flops_formula(Block(), 8).trained_parameters == int(16 * 8 * share) + 3
 
 
 def test_B72_flops_of_a_matmul_counted_by_torch():

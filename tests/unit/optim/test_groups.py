@@ -6,6 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from bigtrain.errors import ModelError
 from bigtrain.optim import param_groups
+from tests.ranks import families
 
 
 def _llama(tied=True):
@@ -54,6 +55,25 @@ def test_the_rule_is_the_trainers(tied, tmp_path):
     decay, _ = param_groups(model, 0.1)
     listed = {n for n, _ in model.named_parameters()}
     assert set(decay["names"]) == set(theirs) & listed
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "t5"])
+def test_biases_of_two_dimensions_do_not_decay_as_in_the_trainer(family):
+    model = families.make(family)
+    theirs = Trainer.get_decay_parameter_names(None, model)
+    decay, _ = param_groups(model, 0.1)
+    matrices = {n for n, p in model.named_parameters() if p.dim() > 1}
+    assert set(decay["names"]) == set(theirs) & matrices
+    biases = [p for n, p in model.named_parameters() if "bias" in n and n in matrices]
+    assert biases and not any(p.is_hidden_matrix for p in biases)  # nor is there anything for Muon to orthogonalise
+
+
+def test_an_embedding_named_for_its_norm_decays():
+    class NormedEmbedding(torch.nn.Embedding):
+        pass
+
+    (group,) = param_groups(torch.nn.Sequential(NormedEmbedding(5, 3)), 0.1)
+    assert group["weight_decay"] == 0.1
 
 
 def test_frozen_parameters_are_left_out_and_tied_ones_listed_once():
