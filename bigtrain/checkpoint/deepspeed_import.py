@@ -201,7 +201,7 @@ def _set_split_masters(engine: Engine, index: Index, tensors: list[torch.Tensor]
 def _restore(engine: Engine, folder: Path, source: DeepSpeedFolder, run: dict[str, Any] | None) -> None:
     counters = source.counters
     steps = source.steps or max(0, counters["global_steps"] - counters["skipped_steps"])
-    live.set_scalars(engine, [{"params": list(_trained(engine)), "values": {"step": _step_value(engine, steps)}}])
+    live.set_scalars(engine, [{"params": list(_trained(engine)), "values": {"step": ("int", steps)}}])
     refresh_weights(engine.deepspeed.optimizer)
     if run is not None:
         live.set_run_state(engine, run)
@@ -221,10 +221,3 @@ def _restore(engine: Engine, folder: Path, source: DeepSpeedFolder, run: dict[st
 
 def _trained(engine: Engine) -> list[str]:
     return [name for name, param in engine.module.named_parameters() if param.requires_grad]
-
-
-def _step_value(engine: Engine, steps: int) -> tuple[str, float | int]:
-    """torch's own AdamW counts in an fp32 tensor, the others in an int."""
-    outer = engine.deepspeed.optimizer
-    inner = getattr(outer, "optimizer", None) or getattr(outer, "inner", outer)
-    return ("F32", float(steps)) if isinstance(inner, torch.optim.AdamW) else ("int", steps)

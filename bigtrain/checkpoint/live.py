@@ -339,12 +339,18 @@ def scalars_of(engine: Any) -> list[dict[str, Any]]:
 def set_scalars(engine: Any, saved: list[dict[str, Any]]) -> None:
     """Put back what `scalars_of` gave."""
     by_param = {p: entry["values"] for entry in saved for p in entry["params"]}
-    fused = bool(getattr(engine.deepspeed.optimizer, "optimizer", engine.deepspeed.optimizer).defaults.get("fused"))
+    outer = engine.deepspeed.optimizer
+    inner = getattr(outer, "optimizer", None) or getattr(outer, "inner", outer)
+    beside = bool(inner.defaults.get("fused"))
     for flat in flat_tensors(engine):
         # A tensor without elements has no moments in a checkpoint; torch's AdamW would take a count of steps for all of its state.
         for name, *_ in flat.pieces[:1] if flat.tensor.numel() else ():
             for key, (type_name, value) in by_param.get(name, {}).items():
-                flat.state[key] = _unscalar(type_name, value, flat.tensor.device if fused else torch.device("cpu"))
+                if (
+                    key == "step"
+                ):  # torch's AdamW counts in a tensor, all others in an int; the run that saved may have had another
+                    type_name = "F32" if isinstance(inner, torch.optim.AdamW) else "int"
+                flat.state[key] = _unscalar(type_name, value, flat.tensor.device if beside else torch.device("cpu"))
     zero.replay_cpu_adam(getattr(engine.deepspeed.optimizer, "optimizer", None))
 
 
