@@ -206,6 +206,9 @@ def _instead_of_data(value: str) -> str:
         return ": it is one path; for several files give their folder, or a pattern in quotes"
     folder = next((parent for parent in Path(value).expanduser().parents if parent.is_dir()), Path())
     near = difflib.get_close_matches(Path(value).name, sorted(p.name for p in folder.iterdir()), n=3)
+    if not near and not Path(value).suffix and value.count("/") <= 1 and not value.startswith((".", "/", "~")):
+        save = f"from datasets import load_dataset; load_dataset('{value}', split='train').to_json('train.jsonl')"
+        return f': data is read from disk; save one of the hub first: python -c "{save}"'
     return f"; did you mean {', '.join(str(folder / name) for name in near)}?" if near else ""
 
 

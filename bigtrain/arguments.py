@@ -254,6 +254,8 @@ def make_parser() -> argparse.ArgumentParser:
         def error(self, message: str) -> Any:  # argparse would print and exit on every rank
             if message.startswith("unrecognized arguments: "):  # an unquoted pattern, or a list in a run file
                 message += ": a flag takes one value; write a pattern in quotes ('data/*.jsonl'), or name the folder"
+            if re.search(r"steps: invalid int value: '0?\.\d+'", message):
+                message += ": a share of all steps is not taken; write a number of steps"
             raise UsageError(re.sub(r"/--[\w-]+", "", message))  # of each flag the first spelling
 
     parser = Parser(

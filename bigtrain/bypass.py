@@ -114,6 +114,15 @@ class Origin:
         self._in_forward = True
         try:
             yield
+        except RuntimeError as error:
+            if "BFloat16" in str(
+                error
+            ):  # two dtypes meet: `train_step` and `evaluate` convert what they are given, this does not
+                error.add_note(
+                    "The weights are bfloat16: hand floating inputs over as x.to(engine.device, engine.dtype), or take "
+                    "engine.train_step, which does it."
+                )
+            raise
         finally:
             self._in_forward = False
 

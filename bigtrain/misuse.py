@@ -14,7 +14,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.nn.utils import clip_grad
@@ -77,8 +77,36 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     return any(getattr(module, name, None) is not None for name in ("_compiled_call_impl", "_bigtrain_compiled"))
 
 
+_OWN_SCHEDULE = "the engine builds and steps them itself (optimizer=, lr_scheduler=, warmup_steps=, total_steps=); the rate now is engine.lr"
+_CLIPS = "the engine clips itself (max_grad_norm=), and step() returns the norm (StepResult.grad_norm)"
+# Names that scripts for plain torch, DeepSpeed or the Trainer ask an engine for -> what there is here.
+_ELSEWHERE = {
+    **dict.fromkeys(("optimizer", "lr_scheduler", "param_groups"), _OWN_SCHEDULE),
+    **dict.fromkeys(("get_lr", "get_last_lr"), "use engine.lr"),
+    **dict.fromkeys(("clip_grad_norm_", "get_global_grad_norm", "gradient_clipping"), _CLIPS),
+    "zero_grad": "step() empties the gradients: leave it out",
+    "global_steps": "use engine.global_step",
+    "gradient_accumulation_steps": "use engine.accumulation",
+    "train_micro_batch_size_per_gpu": "use engine.micro_batch",
+    "local_rank": "use engine.device",
+    **dict.fromkeys(("save_pretrained", "save_16bit_model", "save_model"), "use engine.export(DIR)"),
+    **dict.fromkeys(
+        ("state_dict", "load_state_dict"), "use engine.save_checkpoint(DIR) and load_checkpoint(DIR), or engine.export(DIR)"
+    ),
+    **dict.fromkeys(("set_train_batch_size", "train_batch_size"), "it follows from micro_batch=, accumulation= and the ranks"),
+}
+
+
 class NotCopied:
-    """What steps DeepSpeed's objects cannot be there twice."""
+    """What steps DeepSpeed's objects cannot be there twice. Names that it does not have say what there is instead."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            module = getattr(self.__dict__.get("_ds"), "module", None)
+            on_module = f"use engine.module.{name}" if not name.startswith("_") and hasattr(module, name) else ""
+            instead = _ELSEWHERE.get(name) or on_module
+            raise AttributeError(f"'Engine' object has no attribute {name!r}" + (f": {instead}" if instead else ""))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import statistics
@@ -47,10 +48,16 @@ def classify(ended: Ended, text: str, steps_done: int, steps: int) -> str:
 
 
 def error_line(text: str) -> str:
-    """The line of a log that says what went wrong: the last exception, else the last line."""
-    found = _ERROR.findall(text)
+    """The line of a log that says what went wrong: the last exception, with its list if it announces one, else the last line."""
+    found = list(_ERROR.finditer(text))
     lines = [line for line in text.splitlines() if line.strip()]
-    return (found[-1] if found else lines[-1] if lines else "").strip()[:400]
+    if not found:
+        return (lines[-1] if lines else "").strip()[:400]
+    told = found[-1].group(1)
+    if told.rstrip().endswith(":"):
+        after = text[found[-1].end() :].lstrip("\n").splitlines()
+        told += "".join(" " + line.strip() for line in itertools.takewhile(lambda line: line.startswith("  "), after))
+    return told.strip()[:400]
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:

@@ -150,7 +150,11 @@ def check_name(root: Path, final: Path, step: int) -> None:
     """Refuse names that a reader would not look at, that would leave the root, or that speak of another step."""
     numbered = _NAME.fullmatch(final.name)
     if numbered and int(numbered.group(1)) != step:
-        raise CheckpointError(f"{final.name!r} cannot name a checkpoint of step {step}: choose another tag", str(final))
+        raise CheckpointError(
+            f"{final.name!r} cannot name a checkpoint of step {step}: leave the tag out (then it is checkpoint-{step}), or choose "
+            "a name without a number",
+            str(final),
+        )
     if final.parent != root or final.name.startswith(".") or final.name == "latest":
         raise CheckpointError(f"{final} cannot be a checkpoint in {root}: use letters, digits, '-' and '_'", str(final))
     if final.name.isdecimal():

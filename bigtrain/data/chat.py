@@ -40,7 +40,9 @@ def clean_messages(raw: Any, sample: int) -> list[Message]:
     messages = []
     for place, entry in enumerate(raw):
         if not isinstance(entry, dict) or not isinstance(entry.get("role"), str):
-            raise DataError(f"sample {sample}: message {place} needs a 'role', got {entry!r:.200}")
+            sharegpt = isinstance(entry, dict) and {"from", "value"} <= entry.keys()
+            how = "; rename 'from' to 'role' (human: user, gpt: assistant) and 'value' to 'content'" if sharegpt else ""
+            raise DataError(f"sample {sample}: message {place} needs a 'role', got {entry!r:.200}{how}")
         message = {key: value for key, value in entry.items() if value is not None}
         if not message.keys() & {"content", "tool_calls"}:
             raise DataError(f"sample {sample}: message {place} ({message['role']}) has no 'content'")

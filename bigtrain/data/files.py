@@ -177,8 +177,11 @@ def _tell_doubles(files: Sequence[Path]) -> None:
 
 def _refuse_tables(files: Iterable[Path]) -> None:
     if tables := [str(file) for file in files if _suffix_of(file) in _TABLES]:
+        tabs = ", sep='\\t'" if ".tsv" in tables[0] else ""
         raise DataError(
-            f"{_some(tables)} would be read as one text each: write tables as JSON Lines or Parquet, for example with pandas"
+            f"{_some(tables)} would be read as one text each: write tables as JSON Lines or Parquet, for example "
+            f"python -c \"import pandas; pandas.read_csv('{tables[0]}'{tabs}, dtype=str, keep_default_na=False).to_json("
+            "'train.jsonl', orient='records', lines=True)\""
         )
 
 

@@ -229,5 +229,19 @@ def sample_kind(columns: Sequence[str] | Mapping[str, Any], text_column: str = "
         )
     raise DataError(
         f"the samples have the columns {list(columns)}; needed is one of: {text_column!r} (plain text), 'messages' (chat), "
-        "'prompt' and 'completion', 'input_ids' (pre-tokenised). Rename the column (from Python: text_column=)"
+        f"'prompt' and 'completion', 'input_ids' (pre-tokenised). {_renaming(columns)}"
     )
+
+
+def _renaming(columns: Sequence[str] | Mapping[str, Any]) -> str:
+    """What to do with columns that are those of another format."""
+    if "chosen" in columns and "rejected" in columns:
+        return (
+            "Pairs of answers are for DPO or a reward model, which bigtrain does not train; to learn the chosen answers, drop "
+            "'rejected' and rename 'chosen' to 'completion' (text, beside 'prompt') or 'messages' (a chat)"
+        )
+    if "conversations" in columns:
+        return "Rename 'conversations' to 'messages', and in it 'from' to 'role' (human: user, gpt: assistant) and 'value' to 'content'"
+    if "instruction" in columns and "output" in columns:
+        return "Write 'instruction' and 'input' as one 'prompt', and rename 'output' to 'completion'"
+    return "Rename the column (from Python: text_column=)"

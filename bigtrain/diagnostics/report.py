@@ -245,9 +245,11 @@ def spelled(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
 
 
 def flatten(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Numbers with their units made readable: bytes as GiB, seconds and rates with few digits."""
+    """Numbers with their units made readable: bytes as GiB, seconds and rates with few digits. Without a GPU, nothing of its memory."""
     out = []
     for name, value in numbers.items():
+        if name.startswith("peak_gpu_") and not value:
+            continue
         if isinstance(value, Mapping):
             out.append((name, f"{_readable(name, value['median'])}  (p10 {_readable(name, value['p10'])}, "
                               f"p90 {_readable(name, value['p90'])})"))  # fmt: skip

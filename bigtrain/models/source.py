@@ -174,7 +174,9 @@ def _constructor(config: Any, attn_implementation: str | None, trust_remote_code
             try:
                 return cls._from_config(config, dtype=torch.get_default_dtype(), attn_implementation=attention)
             except (ValueError, ImportError) as error:
-                raise ModelError(f"{cls.__name__} cannot be built from this config: {error}") from error
+                asked = isinstance(error, ImportError) and attention not in (None, "sdpa", "eager")
+                instead = f" Install it, or leave attn_implementation {attention} out." if asked else ""
+                raise ModelError(f"{cls.__name__} cannot be built from this config: {error}{instead}") from error
 
     return construct
 

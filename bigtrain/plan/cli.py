@@ -324,7 +324,17 @@ def _print_choice(args: argparse.Namespace, choice: Choice, rates: Rates, assume
             print(f"\n{measured_text(measured)}chosen: {best.describe()}\n")
             print(plan_text(plan, gpu, host, rates))
             _warn_about_locks(plan)
+            if args.model and not measured:
+                print(f"to train so, on such cards: {_command(args.model, best.input)}")
     return 0 if choice.best else DOES_NOT_FIT
+
+
+def _command(model: str, best: PlanInput) -> str:
+    """What chooses `best` again on the machine that has the cards."""
+    return (
+        f"launch/train.py --ds_config auto --model_name_or_path {model} --seq_len {best.seq_len} --optim {best.optimizer} "
+        f"--per_device_train_batch_size {best.micro_batch} --gradient_accumulation_steps {best.accumulation} ..."
+    )
 
 
 def _values(assumed: Assumed) -> dict[str, Any]:

@@ -1,7 +1,10 @@
 """Names that scripts rely on, and the flags that a run takes."""
 
+import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,3 +85,21 @@ def test_constraints_name_every_direct_dependency():
 def test_package_data_travels():
     text = (ROOT / "setup.cfg").read_text()
     assert "diagnostics/*.jinja" in text and "bench/*.jinja" in text and "py.typed" in text
+
+
+def test_an_editable_installation_is_found_beside_the_clone(tmp_path):
+    """There the clone itself looks like a package `bigtrain` without files; a finder of setuptools would come after it."""
+    clone, site = tmp_path / "work" / "bigtrain", tmp_path / "site"
+    for name in ("setup.cfg", "setup.py", "README.md", "LICENSE", "bigtrain/__init__.py"):
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, clone / name)
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_editable(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", build, str(site)], capture_output=True, text=True, cwd=clone, check=False)
+    assert done.returncode == 0, done.stderr
+    zipfile.ZipFile(next(site.glob("*.whl"))).extractall(site)
+    code = f"import site; site.addsitedir({str(site)!r}); from bigtrain import __version__, __file__; print(__file__)"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=clone.parent, check=False, env=environment
+    )
+    assert done.stdout.strip() == str(clone / "bigtrain" / "__init__.py"), done.stderr

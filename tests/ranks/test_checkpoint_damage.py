@@ -135,6 +135,6 @@ def _dead_renamed(root: str) -> str:
 
 
 def test_B30_a_folder_may_not_carry_another_step(rank_pool, tmp_path):
-    assert "cannot name a checkpoint of step 1" in rank_pool(2).run(_dead_renamed, str(tmp_path))[0]
+    assert "cannot name a checkpoint of step 1: leave the tag out" in rank_pool(2).run(_dead_renamed, str(tmp_path))[0]
     (tmp_path / "checkpoint-1").rename(tmp_path / "checkpoint-9")
     assert "step 1" in verify(tmp_path)[1][0]

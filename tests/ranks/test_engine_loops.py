@@ -301,3 +301,46 @@ def test_weights_in_another_dtype_than_the_ds_config_says_are_refused(rank_pool,
         assert "a.weight is bfloat16 and the ds_config has no bf16" in said and '{"bf16": {"enabled": true}}' in said
     for said in rank_pool(2).run(_built_in, torch.float32, stage, True):  # DeepSpeed rounds whole weights, no partitioned ones
         assert "a.weight is float32 and the ds_config has bf16" in said if stage == 3 else said == {torch.bfloat16}
+
+
+def _float_inputs(stage):
+    engine = Engine(nn.Linear(4, 2), ds_config=config(stage, bf16=True), learning_rate=1e-3, hang_s=None)
+    try:
+        engine(torch.ones(1, 4))
+    except RuntimeError as error:
+        right = engine(torch.ones(1, 4).to(engine.device, engine.dtype))
+        return error.__notes__, right.dtype
+    finally:
+        engine.close()
+
+
+def test_inputs_of_another_dtype_say_what_to_convert_them_to(rank_pool):
+    (notes, dtype), *_ = rank_pool(1).run(_float_inputs, 2)
+    assert "x.to(engine.device, engine.dtype)" in notes[0] and dtype == torch.bfloat16
+
+
+def _asked_for(name):
+    engine = Engine(nn.Linear(4, 2), ds_config=config(2), learning_rate=1e-3, hang_s=None)
+    try:
+        return str(getattr(engine, name))
+    except AttributeError as error:
+        return str(error)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("optimizer", ": the engine builds and steps them itself (optimizer=, lr_scheduler="),
+        ("get_lr", ": use engine.lr"),
+        ("save_16bit_model", ": use engine.export(DIR)"),
+        ("parameters", ": use engine.module.parameters"),
+        ("no_such_thing", ""),
+    ],
+)
+def test_names_that_an_engine_does_not_have_say_what_there_is(rank_pool, name, instead):
+    said = rank_pool(1).run(_asked_for, name)[0]
+    assert said.startswith(f"'Engine' object has no attribute '{name}'{instead}") and (
+        instead or said.endswith("'no_such_thing'")
+    )

@@ -150,6 +150,11 @@ def test_warmup_steps_below_one_are_a_share_as_in_transformers_5(base, tmp_path)
         ("--block_size 8", "use --seq_len N"),
         ("--zero_stage 3", "the ZeRO stage and offloading come from --ds_config"),
         ("--save_steps 0", "leave it out for none"),
+        ("--save_steps 0.1", "a share of all steps is not taken; write a number of steps"),
+        ("--hub_model_id x/y", "hf upload OWNER/NAME OUT/model"),
+        ("--adafactor True", "use --optim adamw_8bit"),
+        ("--log_level debug", "--logging_steps N says how often"),
+        ("--eval_data imdb", "load_dataset('imdb', split='train').to_json('train.jsonl')"),
     ],
 )
 def test_the_remedy_for_a_pasted_flag(base, pasted, remedy):

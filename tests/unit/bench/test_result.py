@@ -30,6 +30,8 @@ def test_classify(codes, timed_out, text, done, status):
 def test_error_line_is_the_exception_not_the_last_words():
     log = "Traceback ...\n  File x\nValueError: first\n\nDuring handling ...\n[rank0]: RuntimeError: second\nwarning: leaked\n"
     assert result.error_line(log) == "RuntimeError: second"
+    listed = "rank 0: CPU\nUsageError: 1 problem(s) in the arguments:\n  - train_data: d does not exist\nbye\n"
+    assert result.error_line(listed) == "UsageError: 1 problem(s) in the arguments: - train_data: d does not exist"
     assert result.error_line("Killed\n\n") == "Killed" and result.error_line("") == ""
 
 

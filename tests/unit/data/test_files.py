@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
+import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -85,6 +88,16 @@ def test_tables_are_refused_however_they_are_named(tmp_path):
     for path in ("a.csv", "b.tsv.gz", "*.csv", "."):
         with pytest.raises(DataError, match="write tables as JSON Lines or Parquet"):
             load_source(str(tmp_path / path))
+
+
+def test_the_command_for_a_table_makes_what_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.tsv").write_text('n\ttext\n1\t"NA, ""007"""\n2\t\u00e4\n')
+    with pytest.raises(DataError) as refused:
+        load_source("a.tsv")
+    code = re.search(r'python -c "(.*)"', str(refused.value))[1]
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert load_source("train.jsonl")["text"][:] == ['NA, "007"', "\u00e4"]
 
 
 def test_files_that_are_trained_and_evaluated_on_are_found(tmp_path):

@@ -235,6 +235,14 @@ def test_kind_by_columns():
     assert sample_kind(["prompt", "completion"]) == "prompt"
     with pytest.raises(DataError, match=r"\['prompt'\]"):
         sample_kind(["prompt"])
+    for columns, told in {
+        ("prompt", "chosen", "rejected"): "Pairs of answers are for DPO",
+        ("id", "conversations"): "Rename 'conversations' to 'messages', and in it 'from' to 'role'",
+        ("instruction", "input", "output"): "Write 'instruction' and 'input' as one 'prompt'",
+        ("body",): "Rename the column",
+    }.items():
+        with pytest.raises(DataError, match=told):
+            sample_kind(columns)
     with pytest.raises(DataError, match="'messages' and 'text': text trains on every token"):
         sample_kind(["id", "text", "messages"])
     with pytest.raises(DataError, match="'prompt' with 'completion' and 'body'"):

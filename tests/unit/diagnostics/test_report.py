@@ -104,6 +104,7 @@ def test_headline_and_readable_numbers(run_folder):
     cards = dict(headline(summary))
     assert cards["host memory, fullest rank"] == "15.00 GiB" and cards["loss, first to last"] == "7.950 → 5.000"
     assert dict(flatten({"peak_host_rss_bytes": 2**30, "steps": 1200, "x_s": 0.5}))["peak_host_rss_bytes"] == "1.00 GiB"
+    assert flatten({"peak_gpu_used_bytes": 0, "peak_host_rss_bytes": 0}) == [("peak_host_rss_bytes", "0.00 GiB")]
 
 
 def test_B38_nothing_asks_for_a_loss_scale(run_folder):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import json
 from pathlib import Path
 
@@ -36,6 +37,9 @@ def test_a_folder_with_only_a_config_a_dict_and_a_config_object_build_the_same(t
 def test_attention_that_there_is_not_is_refused():
     with pytest.raises(ModelError, match=r'LlamaForCausalLM cannot be built .*attn_implementation="nope"'):
         build_model(dict(LLAMA), attn_implementation="nope")
+    if importlib.util.find_spec("flash_attn") is None:
+        with pytest.raises(ModelError, match="Install it, or leave attn_implementation flash_attention_2 out"):
+            build_model(dict(LLAMA), attn_implementation="flash_attention_2")
 
 
 def test_a_preset_builds():

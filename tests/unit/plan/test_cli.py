@@ -333,3 +333,12 @@ def test_the_fastest_that_was_measured_is_chosen(capsys):
     assert args.run(args) == 0
     said = capsys.readouterr().out
     assert len(seen) == 2 and f"chosen: {seen[1].describe()}" in said and "to train with it: train" in said
+
+
+def test_what_auto_chose_comes_with_the_command_that_trains_so(capsys):
+    assert run("--model", "preset:llama-1b", *LIMITS, "--auto", "--optim", "adamw_8bit", "--global_batch", 16) == 0
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert command.startswith(
+        "to train so, on such cards: launch/train.py --ds_config auto --model_name_or_path preset:llama-1b --seq_len "
+    )
+    assert "--seq_len 1024 --optim adamw_8bit --per_device_train_batch_size 16 --gradient_accumulation_steps 1 ..." in command
