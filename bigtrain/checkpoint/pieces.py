@@ -16,7 +16,7 @@ from bigtrain.checkpoint import files, snapshot
 from bigtrain.checkpoint.datafile import PAGE_BYTES
 from bigtrain.checkpoint.manifest import CHUNK_BYTES, RankManifest, SavedSlice
 from bigtrain.checkpoint.slices import DTYPE_NAMES, LocalSlice, raw
-from bigtrain.checkpoint.snapshot import Copy
+from bigtrain.checkpoint.snapshot import Copy, HostMemory
 from bigtrain.errors import CheckpointError
 
 UNIT_BYTES = 4 * CHUNK_BYTES  # 16 MiB: the most that an update waits for the writer to let go of
@@ -47,7 +47,7 @@ class Job:
     """One save of this rank; `hashes` fill up while it is written.
 
     Attributes:
-        imaged: all state is copied when the save starts, to where it belongs in an image of the data file.
+        imaged: all state is copied when the save starts, to where it belongs in an image of the data file, unless there is no room.
         image: the blocks of that, in order.
         device: the GPU that holds some of the state.
         ready: its state is final from here on.
@@ -75,6 +75,18 @@ class Job:
         """Where in the image a unit belongs."""
         block, begin = divmod(unit.offset, snapshot.BLOCK_BYTES)
         return self.image[block].tensor[begin : begin + unit.tensor.nbytes].view(unit.tensor.dtype)
+
+    def make_image(self, host: HostMemory) -> bool:
+        """Take the image's blocks; False: `host` has no room for all of them, and none is taken."""
+        block = torch.empty(snapshot.BLOCK_BYTES, dtype=torch.uint8, device="meta")
+        for _ in range(0, self.data_bytes, snapshot.BLOCK_BYTES):
+            copy = host.take(block)
+            if copy is None:
+                while self.image:
+                    self.image.pop().give_back()
+                return False
+            self.image.append(copy)
+        return True
 
     def complete_image(self) -> None:
         """Beside the units copied there: the header, units that were copied elsewhere, and zeros in the gaps between them."""

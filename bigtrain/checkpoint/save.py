@@ -6,12 +6,14 @@ for the disk and the extra memory is at most one snapshot: none where the disk i
 
 Where a GPU computes, all state is copied to host memory at once, beside forward and backward of the next step: what lies on the GPU
 to pinned memory, on a stream of its own; no GPU memory is allocated. Host memory is kept for the next save (`snapshot.HostMemory`).
-Where all of it lies on the GPU, the copy is an image of the data file, which goes to the disk as it is, without another copy.
+Where all of it lies on the GPU, the copy is an image of the data file, which goes to the disk as it is, without another copy. What
+the host has no room for stays on the GPU until the writer comes to it, and the update waits for that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import threading
@@ -25,14 +27,14 @@ from typing import Any
 import torch
 
 from bigtrain import ranks
-from bigtrain.checkpoint import files, hashing, manifest, second, snapshot, store
+from bigtrain.checkpoint import files, hashing, manifest, second, store
 from bigtrain.checkpoint.confirm import Confirmation, LostRankError
 from bigtrain.checkpoint.datafile import BLOCK_BYTES, READY_BYTES, DataFile, DiskThread, buffers
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.manifest import CHUNK_BYTES
 from bigtrain.checkpoint.pieces import BUSY, COPIED, DONE, LIVE, Job, Unit, plan
 from bigtrain.checkpoint.slices import LocalSlice, raw, share_of
-from bigtrain.checkpoint.snapshot import Copy, HostMemory, copy_host
+from bigtrain.checkpoint.snapshot import HostMemory, copy_host
 from bigtrain.errors import CheckpointError
 from bigtrain.plan.disk import SPARE_BYTES
 from bigtrain.whereabouts import HERE
@@ -324,39 +326,36 @@ class Saver:
         units = [unit for unit in job.units if unit.state == LIVE and (job.imaged or unit.tensor.is_cuda)]
         need = sum(unit.tensor.nbytes for unit in units)
         self._pinned.reserve(job.data_bytes if job.imaged else need, _copiers(), job.device)
-        if job.imaged:
-            block = torch.empty(snapshot.BLOCK_BYTES, dtype=torch.uint8, device="meta")
-            job.image += (self._room(block) for _ in range(0, job.data_bytes, snapshot.BLOCK_BYTES))
+        if job.imaged and not job.make_image(self._pinned):
+            job.imaged, units = False, [unit for unit in units if unit.tensor.is_cuda]
         with _beside(job):
             began = time.perf_counter()
-            for unit in units:
-                self._fetch_unit(job, unit)
+            fetched = list(itertools.takewhile(lambda unit: self._fetch_unit(job, unit), units))
             with contextlib.suppress(RuntimeError):  # the interpreter's end, where no thread can be started: no update comes
                 self._copy_host_units(job)
-        self.fetched_bytes, self.fetch_s = need, time.perf_counter() - began
+        self.fetched_bytes, self.fetch_s = sum(unit.tensor.nbytes for unit in fetched), time.perf_counter() - began
+        if len(fetched) < len(units):
+            log.warning(
+                "step %d: the host has room for %.1f of the %.1f GiB that lie on the GPU; the next update waits until the rest is on disk",
+                job.step, self.fetched_bytes / 2**30, need / 2**30,
+            )  # fmt: skip
         with self._lock:
-            for unit in units:
+            for unit in fetched:
                 unit.state = COPIED
             self._lock.notify_all()
 
-    def _fetch_unit(self, job: Job, unit: Unit) -> None:
+    def _fetch_unit(self, job: Job, unit: Unit) -> bool:
+        """Begin to copy it to the host; False: there is no room, and it stays where it lies until the writer comes to it."""
         if job.imaged:
             unit.image = target = job.place(unit)
         else:
-            unit.copy = self._room(unit.tensor)
+            unit.copy = self._pinned.take(unit.tensor)
+            if unit.copy is None:
+                return False
             target = unit.copy.tensor
         unit.state = BUSY
         target.copy_(unit.tensor, non_blocking=True)
-
-    def _room(self, like: torch.Tensor) -> Copy:
-        """Raises CheckpointError: there is none."""
-        copy = self._pinned.take(like)
-        if copy is None:
-            raise CheckpointError(
-                f"the host is short of memory for a copy of the GPU's state ({self._pinned.nbytes / 2**30:.1f} GiB are held). "
-                "Leave it more: fewer data workers, or less state offloaded to the host."
-            )
-        return copy
+        return True
 
     def _write(self, job: Job) -> tuple[str, int, str]:
         name = manifest.stem(ranks.rank(), ranks.world_size())
@@ -393,16 +392,21 @@ class Saver:
         for index, units in job.by_slice():
             hashes = hashing.ChunkHashes(CHUNK_BYTES)
             for unit in units:
-                self._write_unit(unit, data, hashes)
+                self._write_unit(job, unit, data, hashes)
             job.hashes[index] = hashes.end()
 
-    def _write_unit(self, unit: Unit, data: DataFile, hashes: hashing.ChunkHashes) -> None:
+    def _write_unit(self, job: Job, unit: Unit, data: DataFile, hashes: hashing.ChunkHashes) -> None:
         """Hash a unit and hand it to the disk; when this returns, its memory may change."""
         with self._lock:
             while unit.state == BUSY:
                 self._lock.wait(0.5)
             if unit.state == LIVE:
                 unit.state = BUSY
+        if unit.copy is None and unit.tensor.is_cuda:  # there was no room for it; by now there is that of units before it
+            unit.copy = self._pinned.take(unit.tensor, even_if_short=True)
+            assert unit.copy is not None
+            with _beside(job):
+                unit.copy.tensor.copy_(unit.tensor, non_blocking=True)
         data.write(raw(unit.content), unit.offset, hashes)
         HERE.touch()
         self._done(unit)

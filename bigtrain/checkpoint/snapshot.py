@@ -18,11 +18,14 @@ import torch
 from bigtrain import heap, pastcache
 from bigtrain.checkpoint.slices import raw
 from bigtrain.optim import lanes
+from bigtrain.plan.room import room
 
 BLOCK_BYTES = 64 << 20
 ALIGN_BYTES = 64
 KEEP_SHARE = 0.25  # blocks are kept while this share of the host's memory is available
-SHORT_SHARE = 0.04  # no new block below this one: the next allocation of anyone might be the one that gets a process killed
+SHORT_SHARE = (
+    0.1  # no new block below this one: a copy that can be done without must not set off the watch (plan/room.py, 0.08)
+)
 
 
 @dataclass(frozen=True)
@@ -155,10 +158,6 @@ def copy_host(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _available_share() -> float:
-    """Memory that can be had without swapping, as a share of all; 1 where the system does not say."""
-    try:
-        with open("/proc/meminfo") as file:
-            entries = dict(line.split(":", 1) for line in file)
-        return int(entries["MemAvailable"].split()[0]) / int(entries["MemTotal"].split()[0])
-    except (OSError, KeyError, ValueError):
-        return 1.0
+    """Memory that can be had without swapping, of the machine or the container that is fuller, as a share; 1 where it is not told."""
+    now = room()
+    return 1.0 if now is None else 1.0 - now.share

@@ -7,6 +7,7 @@ from bigtrain.checkpoint import store
 from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
 from bigtrain.checkpoint.slices import LocalSlice
+from bigtrain.checkpoint.snapshot import BLOCK_BYTES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DTYPES = {"weight": torch.bfloat16, "low": torch.int16, "exp_avg": torch.uint8, "master": torch.float32}
@@ -54,3 +55,22 @@ def test_a_save_takes_no_gpu_memory_and_the_state_of_its_moment(tmp_path, host, 
             load_slices(store.open_checkpoint(tmp_path / f"checkpoint-{step}"), slices)
             assert all(torch.equal(_bits(s.tensor), bits) for s, bits in zip(slices, expected))
         assert saver.held_bytes == held  # kept, and enough
+
+
+@pytest.mark.parametrize("host", [(), ("low", "exp_avg")], ids=["gpu", "gpu and host"])
+def test_what_the_host_has_no_room_for_is_written_from_the_card(tmp_path, host, monkeypatch):
+    """The update waits for it; a few blocks of 64 MiB are enough, and no GPU memory is taken."""
+    monkeypatch.setattr("bigtrain.checkpoint.snapshot._available_share", lambda: 0.05)
+    slices = _slices(torch.device("cuda"), host)
+    expected = [_bits(s.tensor).clone() for s in slices]
+    saver, before = Saver(tmp_path), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    saver.start(1, slices, run={}, rank_state={}, layout={})
+    saver.before_update()
+    for s in slices:
+        s.tensor.zero_()
+    saver.wait()
+    assert torch.cuda.max_memory_allocated() == before
+    assert saver.held_bytes <= 5 * BLOCK_BYTES < sum(s.tensor.nbytes for s in slices)
+    load_slices(store.open_checkpoint(tmp_path / "checkpoint-1"), slices)
+    assert all(torch.equal(_bits(s.tensor), bits) for s, bits in zip(slices, expected))

@@ -6,7 +6,9 @@ import functools
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -288,3 +290,42 @@ def _save_while_it_changes(saver: Saver):
 def test_buffers_are_saved_as_they_were_when_the_save_began(rank_pool, tmp_path, imaged):
     rank_pool(2).run(_save_while_forward_goes_on, str(tmp_path), imaged)
     assert all(rank_pool(2).run(_load, str(tmp_path / "checkpoint-1")))
+
+
+class _OnCard(torch.Tensor):
+    """Stands for a tensor on a GPU, where there is none."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
+
+def _save_where_memory_is_short(root: str, on_card: bool) -> tuple[bool, int, int]:
+    """(whether it can be loaded, bytes held for copies, bytes saved) of a save of which one block has room."""
+    slices = _slices(True)
+    if on_card:
+        slices = [dataclasses.replace(s, tensor=s.tensor.as_subclass(_OnCard)) for s in slices]
+    patch = pytest.MonkeyPatch()
+    patch.setattr(snapshot, "_available_share", lambda: 0.05)
+    patch.setattr(save, "_beside", lambda job: contextlib.nullcontext())
+    patch.setattr(torch.cuda, "Event", mock.MagicMock())
+    patch.setattr(torch.cuda, "current_stream", mock.MagicMock())
+    patch.setattr(snapshot, "threads_on", lambda device, count: ThreadPoolExecutor(count))
+    try:
+        with _image(True):
+            saver = Saver(Path(root), disk=_Late())
+            saver.start(1, slices, run={"n": 1}, rank_state={"rank": ranks.rank()}, layout={})
+            saver.before_update()
+            for s in slices:
+                s.tensor.fill_(99.0)
+            saver.wait()
+    finally:
+        patch.undo()
+    return _load(str(Path(root) / "checkpoint-1")), saver.held_bytes, sum(s.tensor.nbytes for s in slices)
+
+
+@pytest.mark.parametrize("on_card", [False, True])
+def test_a_save_that_the_host_has_no_room_for_waits_for_the_disk(rank_pool, tmp_path, on_card):
+    """It failed: state on a GPU was copied to the host as a whole or not saved at all."""
+    for loaded, held, saved in rank_pool(2).run(_save_where_memory_is_short, str(tmp_path), on_card):
+        assert loaded and held <= 4 << 20 < 16 << 20 < saved
