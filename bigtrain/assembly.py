@@ -97,7 +97,9 @@ def assemble(
     with SharedMaster() if own else contextlib.nullcontext():
         ds = zero.initialize(model, s.config, optimizer, through_host=s.offload_gradients > 0.0)
     optim.after_initialize(s.optimizer, ds)
-    master_of = optimizer.master_of if isinstance(optimizer, MasterOptimizer) else zero.master_of
+    master_of: MasterOf = optimizer.master_of if isinstance(optimizer, MasterOptimizer) else zero.master_of
+    if getattr(ds.optimizer, "round_robin_gradients", False):
+        master_of = flat.master_of(ds.optimizer)
     _fill_masters(model, master_of)
     heap.give_back()
     restored = buffers.restore(model, saved)

@@ -13,7 +13,7 @@ A test in tests/architecture checks that DeepSpeed has each of them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,21 @@ def partition_layouts(ds_optimizer: Any) -> dict[torch.Tensor, PartitionLayout]:
         flat: _layout_flat(params, starts, flat.numel(), group)
         for flat, params, starts, group in zip(flats, members, offsets, ds_optimizer.real_dp_process_group)
     }
+
+
+def master_of(ds_optimizer: Any) -> Callable[[Any], tuple[int, torch.Tensor] | None]:
+    """As `zero.master_of`, by where parameters lie at stages 1 and 2.
+
+    DeepSpeed links each parameter to its part of the fp32 copy by the order of the model, also where `round_robin_gradients` has
+    dealt the parameters to the partitions in another (0.19.8, stage_1_and_2.py, _link_all_hp_params): to that of another parameter.
+    """
+    found = {
+        id(placed.param): (placed.spans[layout.rank][0], flat.data.view(-1).narrow(0, placed.at, placed.spans[layout.rank][1]))
+        for flat, layout in partition_layouts(ds_optimizer).items()
+        for placed in layout.matrices
+        if flat.dtype == torch.float32 and placed.spans[layout.rank][1]
+    }
+    return lambda param: found.get(id(param))
 
 
 def _layout_flat(params: Sequence[torch.nn.Parameter], starts: Sequence[int], size: int, group: Any) -> PartitionLayout:

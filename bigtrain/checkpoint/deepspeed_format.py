@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,7 +161,8 @@ def load(engine: Engine, directory: str | Path, tag: str | None, trust: bool) ->
     folder = Path(ranks.main_decides(lambda: str(_folder(root, tag)), f"choosing a checkpoint in {root}"))
     with ranks.together(f"checking {folder}"):
         run = check(folder, engine.world_size, engine.stage) if (folder / COMPLETE).is_file() else None
-    if run is None or (run["world_size"], run["stage"]) != (engine.world_size, engine.stage):
+    now = engine.world_size, engine.stage, _dealt_round(engine.settings.config)
+    if run is None or (run["world_size"], run["stage"], _dealt_round(run["config"])) != now:
         return deepspeed_import.load(engine, folder)
     with ranks.together(f"checking {folder}"):
         own = json.loads((folder / f"rank_{engine.rank}.json").read_text())
@@ -179,6 +180,11 @@ def load(engine: Engine, directory: str | Path, tag: str | None, trust: bool) ->
     live.set_run_state(engine, run)
     set_random_state(own)
     return run["state"]
+
+
+def _dealt_round(config: Mapping[str, Any]) -> bool:
+    """Whether parameters lie in the flat partitions in another order than the model's; DeepSpeed's own load does not look."""
+    return bool((config.get("zero_optimization") or {}).get("round_robin_gradients"))
 
 
 def _folder(root: Path, tag: str | None) -> Path:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ranks import families
-from tests.ranks.tiny import TinyLM, config, rows, share
+from tests.ranks.tiny import TinyLM, config, rows, share, whole_weights
 
 EDITED = "model.layers.1.self_attn.o_proj.weight"
 
@@ -123,3 +123,41 @@ def test_a_weight_that_was_put_elsewhere_comes_back_with_the_step(rank_pool):
     for (weights, home), (others, back) in rank_pool(2).run(_a_weight_that_moved):
         assert home and back
         assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+
+
+def _masters_dealt_round(folder, stage):
+    """What the fp32 masters hold after the start, and the weights after a write and a step at a rate of 0, by rank's own parts."""
+    from bigtrain.checkpoint import live
+    from bigtrain.engine import Engine
+    from bigtrain.models import build_model
+
+    ds_config = config(stage, bf16=True, round_robin_gradients=True, offload_optimizer={"device": "cpu"})
+    engine = Engine(
+        build_model(folder, ds_config=ds_config), ds_config=ds_config, optimizer="adamw", learning_rate=0.0, weight_decay=0.0
+    )
+    started = [(s.param, s.start, s.tensor.clone()) for s in live.slices_of(engine) if s.kind == "master"]
+    with torch.no_grad():
+        engine.module.model.norm.weight.fill_(3.0)
+    ids = torch.arange(3, 9)[None]
+    engine.train_step([{"input_ids": ids, "labels": ids}])
+    weights = whole_weights(engine.module)
+    engine.close()
+    return started, weights
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_masters_are_those_of_their_parameters_where_they_are_dealt_round(rank_pool, tmp_path, stage):
+    """round_robin_gradients: DeepSpeed links parameters to parts of the fp32 copy by another order than that of the parts."""
+    model = families.make("llama_odd", dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    values = {name: value.detach() for name, value in model.named_parameters()}
+    results = rank_pool(2).run(_masters_dealt_round, str(tmp_path), stage)
+    seen = 0
+    for started, weights in results:
+        for name, start, held in started:
+            assert torch.equal(held.view(-1), values[name].view(-1)[start : start + held.numel()]), name
+            seen += held.numel()
+        for name, value in values.items():
+            want = torch.full_like(value, 3.0) if name == "model.norm.weight" else value.bfloat16().float()
+            assert torch.equal(weights[name], want), name
+    assert seen == sum(value.numel() for value in values.values())
