@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -42,8 +43,8 @@ PROGRAMS = {
     "raw_deepspeed": "launch/peers/raw_deepspeed.py",
     "hf_trainer": "launch/peers/hf_trainer.py",
 }
-# Arguments that may name a folder from where the sweep is started.
-FOLDERS = ("model_name_or_path", "tokenizer_name_or_path")
+# Arguments that may name a file, folder or pattern from where the sweep is started.
+PATHS = ("model_name_or_path", "tokenizer_name_or_path", "train_data", "eval_data")
 # With less time than this left of a call no cell is started: most of it would be imports.
 LEAST_CELL_S = 25.0
 # Cells that ended so are run again when asked to; the others are results.
@@ -205,9 +206,9 @@ def _without_a_compiler(config: dict[str, Any]) -> None:
 
 
 def _here(arguments: Mapping[str, Any]) -> dict[str, Path]:
-    """Folders that were named from where the sweep was started: its ranks run in folders of their own."""
-    named = {name: Path(str(arguments[name])) for name in FOLDERS if arguments.get(name)}
-    return {name: folder.resolve() for name, folder in named.items() if folder.exists()}
+    """Files and folders that were named from where the sweep was started: its ranks run in folders of their own."""
+    named = {name: Path(str(arguments[name])).expanduser() for name in PATHS if arguments.get(name)}
+    return {name: path.absolute() for name, path in named.items() if path.exists() or glob.glob(str(path), recursive=True)}
 
 
 def flags(values: Mapping[str, Any]) -> list[str]:

@@ -111,3 +111,14 @@ def test_a_model_named_from_here_is_found_by_ranks_that_run_elsewhere(tmp_path, 
     command = sweep.Sweep(out=tmp_path / "out", machine=MACHINE, code="c")._command(cell, tmp_path / "out/cell")
     assert command[command.index("--model_name_or_path") + 1] == str(tmp_path / "models/mine")
     assert cell.settings()["model_name_or_path"] == "models/mine"  # what the row says is what the grid said
+
+
+@pytest.mark.parametrize("data", ["../rows.jsonl", "../*.jsonl", "../nothing.jsonl"])
+def test_data_named_from_here_is_found_by_ranks_that_run_elsewhere(tmp_path, monkeypatch, data):
+    (tmp_path / "here/out/cell").mkdir(parents=True)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    monkeypatch.chdir(tmp_path / "here")
+    (cell,) = cells(model="preset:llama-tiny", train_data=data)
+    command = sweep.Sweep(out=tmp_path / "here/out", machine=MACHINE, code="c")._command(cell, tmp_path / "here/out/cell")
+    there = data if "nothing" in data else str(tmp_path / "here" / data)
+    assert command[command.index("--train_data") + 1] == there
