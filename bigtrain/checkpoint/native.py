@@ -117,8 +117,7 @@ class Checkpoints:
             layout=self._layout(),
             model_files=self._files_of_model(),
         )
-        if wait:
-            saver.before_update()
+        if wait:  # nothing changes the state meanwhile: nothing to copy
             saver.wait()
         return final
 

@@ -1,6 +1,8 @@
 """Public reports of kind d on memory, writers and background saves, each by its id."""
 
+import contextlib
 import errno
+import time
 from pathlib import Path
 
 import pytest
@@ -131,3 +133,29 @@ def test_B35_a_save_is_whole_with_load_universal_left_on(rank_pool, tmp_path, wo
     assert verify(tmp_path)[1] == []
     for state, *_ in rank_pool(world).run(_load, str(tmp_path), 3, "adamw_torch"):
         assert state == saved[0]
+
+
+class _SlowDisk(Disk):
+    """Gives the data file so late that an update would find nothing written."""
+
+    @contextlib.contextmanager
+    def doing(self, what, path):
+        if what == "create" and path.suffix == ".safetensors":
+            time.sleep(0.3)
+        with super().doing(what, path):
+            yield
+
+
+def _held_after_waiting(root):
+    engine = _engine(0)
+    _step(engine, 0)
+    engine.checkpoints.disk = _SlowDisk()
+    engine.save_checkpoint(root)
+    held = engine.checkpoints.copied()["held_bytes"]
+    engine.close()
+    return held, verify(Path(root))[1]
+
+
+def test_a_save_that_is_waited_for_copies_nothing(rank_pool, tmp_path):
+    """Nothing changes the state meanwhile."""
+    assert rank_pool(1).run(_held_after_waiting, str(tmp_path)) == [(0, [])]
