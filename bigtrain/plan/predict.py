@@ -12,9 +12,11 @@ from bigtrain.plan.device import device_tape, device_tapes
 from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.host import host_tape, page_locked_bytes
 from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.resident import one_memory
 from bigtrain.plan.rows import formula, source
 from bigtrain.plan.shared import enough_bytes, steady_ledger
+from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Ledger, Tape
 from bigtrain.plan.zero_flat import ranks_to_plan
 
@@ -155,9 +157,19 @@ class Plan:
         return not any(replay(tape, limit, expandable=plan.expandable).short_bytes for tape in tapes)
 
     @property
+    def save_copy_bytes(self) -> int:
+        """Host memory of a rank, beside everything else, while a checkpoint is written beside training; at most, and where there is room.
+
+        A whole master, or the bf16 weight with its remainder, and moments.
+        """
+        plan, layout = self.input, LAYOUTS[self.input.optimizer]
+        of_one = layout.remainder + (2 if layout.own_offload else 0) + layout.moments
+        return int(of_one * plan.trained_elems / plan.world_size)
+
+    @property
     def notes(self) -> tuple[str, ...]:
-        """What this plan does not know exactly, in words."""
-        plan, found = self.input, []
+        """What this plan does not know exactly, or does not count, in words."""
+        plan, found = self.input, list[str]()
         if plan.parameters.kind == "shapes":
             found.append("activations are an estimate: only a list of shapes is known")
         elif not plan.geometry.exact:
@@ -166,6 +178,10 @@ class Plan:
             found.append("images are counted as their text tokens: the vision tower's own activations are not in the plan")
         if plan.kernels == "liger":
             found.append("liger kernels: checked against one measured run only")
+        found.append(
+            f"a checkpoint beside training takes up to {show_bytes(self.save_copy_bytes)} more of the host for each rank while it is written, if "
+            "there is room; what there is no room for keeps the next update waiting for the disk"
+        )
         return tuple(found)
 
     def to_json(self) -> dict[str, Any]:
@@ -194,6 +210,7 @@ class Plan:
             "host_node_bytes": self.host_node_bytes,
             "host_pinned_bytes": self.host_pinned_bytes,
             "host_need_bytes": self.host_need_bytes(),
+            "save_copy_bytes": self.save_copy_bytes,
             "notes": list(self.notes),
             "trees": [_tree_json(tree) for tree in self.rows],
         }

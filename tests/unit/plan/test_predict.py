@@ -253,6 +253,13 @@ def test_a_list_of_shapes_is_enough_and_said_to_be_an_estimate():
     assert "only a list of shapes" in plan.to_json()["notes"][0]
 
 
+def test_what_a_save_copies_is_what_is_measured_of_one_and_said():
+    """3B, adamw_split_8bit on one H200: 19,376,897,376 bytes were copied from the card (docs/results/checkpoint.md)."""
+    plan = tiny("llama-3b", optimizer="adamw_split_8bit")
+    assert predict(plan).save_copy_bytes == pytest.approx(19_376_897_376, rel=1e-4)
+    assert any("18.05 GiB more of the host" in note for note in predict(plan).notes)
+
+
 @pytest.mark.parametrize("name", shapes.names())
 @pytest.mark.parametrize("stage, offload", [(2, "none"), (3, "all")])
 def test_every_preset_can_be_planned_and_written_as_json(name, stage, offload):
