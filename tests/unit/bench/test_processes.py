@@ -41,9 +41,9 @@ def test_time_limit_kills_grandchildren_in_other_sessions_too(tmp_path):
         f"print(os.environ[{MARK!r}], flush=True)\n"
         "time.sleep(60)\n"
     )
-    ended = run(tmp_path, code, world=1, limit_s=1.0)
+    ended = run(tmp_path, code, world=1, limit_s=5.0)
     mark = (tmp_path / "rank0.log").read_text().strip()
-    assert ended.timed_out and ended.exit_codes == [None] and ended.seconds < 10
+    assert ended.timed_out and ended.exit_codes == [None] and ended.seconds < 20
     assert mark and list(marked(mark)) == []
 
 
