@@ -22,6 +22,7 @@ from bigtrain.checkpoint.save import Saver
 from bigtrain.checkpoint.slices import LocalSlice
 from bigtrain.checkpoint.verify import verify
 from bigtrain.errors import BigtrainError, CheckpointError, UsageError
+from bigtrain.plan.room import Room
 from bigtrain.runfolder import RunFolder
 
 SHAPES = {"a": (7, 5), "b": (1,), "c": (1031,), "d": (3, 2_000_003)}
@@ -306,7 +307,7 @@ def _save_where_memory_is_short(root: str, on_card: bool) -> tuple[bool, int, in
     if on_card:
         slices = [dataclasses.replace(s, tensor=s.tensor.as_subclass(_OnCard)) for s in slices]
     patch = pytest.MonkeyPatch()
-    patch.setattr(snapshot, "_available_share", lambda: 0.05)
+    patch.setattr(snapshot, "room", lambda: Room(95, 100, "here"))
     patch.setattr(save, "_beside", lambda job: contextlib.nullcontext())
     patch.setattr(torch.cuda, "Event", mock.MagicMock())
     patch.setattr(torch.cuda, "current_stream", mock.MagicMock())
