@@ -34,7 +34,7 @@ from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.manifest import CHUNK_BYTES
 from bigtrain.checkpoint.pieces import BUSY, COPIED, DONE, LIVE, Job, Unit, plan
 from bigtrain.checkpoint.slices import LocalSlice, raw, share_of
-from bigtrain.checkpoint.snapshot import HostMemory, copy_host
+from bigtrain.checkpoint.snapshot import Copy, HostMemory, copy_host
 from bigtrain.errors import CheckpointError
 from bigtrain.plan.disk import SPARE_BYTES
 from bigtrain.whereabouts import HERE
@@ -165,15 +165,16 @@ class Saver:
                 self._disk.make_folder(scratch)
                 if ranks.is_main():
                     job.claim = files.claim(self.root)
+                for unit in job.units:
+                    if mine[unit.slice_index].volatile:
+                        unit.state = BUSY
+                        self._copy(unit, even_if_short=True)
         except BaseException:
+            self._release(job)
             files.release(job.claim)
             if ranks.is_main():
                 Disk().remove_tree(scratch)
             raise
-        for unit in job.units:
-            if mine[unit.slice_index].volatile:
-                unit.state = BUSY
-                self._copy(unit, even_if_short=True)
         self._job = job
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"save-{step}", daemon=False)
         self._thread.start()
@@ -186,15 +187,12 @@ class Saver:
         if job is None:
             return
         began = time.perf_counter()
-        self._copy_the_rest(job)
-        self._job = None
-        self.blocked_s += time.perf_counter() - began
-
-    def _copy_the_rest(self, job: Job) -> None:
         self._copy_host_units(job)
         with self._lock:
             while any(u.state in (LIVE, BUSY) for u in job.units) and self._error is None:
                 self._lock.wait(0.5)
+        self._job = None
+        self.blocked_s += time.perf_counter() - began
 
     @property
     def writing(self) -> bool:
@@ -243,21 +241,20 @@ class Saver:
 
     def _copy(self, unit: Unit, even_if_short: bool = False) -> None:
         """Copy a unit that is BUSY. Short of memory, it is LIVE again: the update waits for the writer, which takes it from there."""
+        copy: Copy | None = None
         try:
             copy = self._host.take(unit.tensor, even_if_short)
             if copy is None:
-                with self._lock:
-                    unit.state = LIVE if unit.state == BUSY else unit.state
-                    self._lock.notify_all()
+                self._leave(unit)
                 return
             if unit.tensor.is_cuda:
                 copy.tensor.copy_(unit.tensor)
             else:
                 copy_host(unit.tensor, copy.tensor)
         except BaseException:  # out of memory: the update is not done, so the writer can take the live state after all
-            with self._lock:
-                unit.state = LIVE
-                self._lock.notify_all()
+            self._leave(unit)
+            if copy is not None:
+                copy.give_back()
             raise
         with self._lock:
             wanted = unit.state == BUSY  # else the writer has failed meanwhile, and let go of everything
@@ -266,6 +263,11 @@ class Saver:
             self._lock.notify_all()
         if not wanted:
             copy.give_back()
+
+    def _leave(self, unit: Unit) -> None:
+        with self._lock:
+            unit.state = LIVE if unit.state == BUSY else unit.state
+            self._lock.notify_all()
 
     # ------------------------------------------------------------ the writing thread
 

@@ -8,6 +8,7 @@ most: nothing, where the disk is done before the update. Where memory is short n
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bigtrain import heap, pastcache
+from bigtrain import heap, pastcache, ranks
 from bigtrain.checkpoint.slices import raw
 from bigtrain.optim import lanes
 from bigtrain.plan.room import room
@@ -23,9 +24,8 @@ from bigtrain.plan.room import room
 BLOCK_BYTES = 64 << 20
 ALIGN_BYTES = 64
 KEEP_SHARE = 0.25  # blocks are kept while this share of the host's memory is available
-SHORT_SHARE = (
-    0.1  # no new block below this one: a copy that can be done without must not set off the watch (plan/room.py, 0.08)
-)
+# No new block below this one: a copy that can be done without must not set off the watch (plan/room.py, 0.08).
+SHORT_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,9 @@ class HostMemory:
         """
         with self._lock:
             free = sum(users == 0 for users in self._users)
-        missing = -(-nbytes // BLOCK_BYTES) - free
+        # Threads and ranks look before any of them has made its block: a rank makes its part of what there is room for, no more.
+        has_room = _spare_bytes(SHORT_SHARE) / BLOCK_BYTES / ranks.local_world_size()
+        missing = int(min(-(-nbytes // BLOCK_BYTES) - free, has_room))
         if missing <= 0:
             return
         with contextlib.suppress(RuntimeError):  # no thread can be started at the interpreter's end: `take` makes them
@@ -96,13 +98,13 @@ class HostMemory:
         for number, users in enumerate(self._users):
             if users == 0 and number != self._open:
                 return number
-        if self._blocks and not even_if_short and _available_share() < SHORT_SHARE:
+        if self._blocks and not even_if_short and _spare_bytes(SHORT_SHARE) < BLOCK_BYTES:
             return None
         self._append(self._new_block())
         return len(self._blocks) - 1
 
     def _add_block(self) -> None:
-        if _available_share() >= SHORT_SHARE:
+        if _spare_bytes(SHORT_SHARE) >= BLOCK_BYTES:
             block = self._new_block()
             with self._lock:
                 self._append(block)
@@ -132,7 +134,7 @@ class HostMemory:
     def settle(self) -> None:
         """After a save: let go of all blocks where memory is short."""
         with self._lock:
-            if self._blocks and not any(self._users) and _available_share() < KEEP_SHARE:
+            if self._blocks and not any(self._users) and _spare_bytes(KEEP_SHARE) < 0:
                 self._blocks.clear()
                 self._users.clear()
                 self._locked.clear()
@@ -157,7 +159,7 @@ def copy_host(source: torch.Tensor, target: torch.Tensor) -> None:
     pastcache.copy(raw(target), raw(source))
 
 
-def _available_share() -> float:
-    """Memory that can be had without swapping, of the machine or the container that is fuller, as a share; 1 where it is not told."""
+def _spare_bytes(share: float) -> float:
+    """Memory that can be had, of the machine or the container that is fuller, until no more than `share` of it is available."""
     now = room()
-    return 1.0 if now is None else 1.0 - now.share
+    return math.inf if now is None else (1.0 - share) * now.limit_bytes - now.used_bytes

@@ -8,6 +8,7 @@ from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
 from bigtrain.checkpoint.slices import LocalSlice
 from bigtrain.checkpoint.snapshot import BLOCK_BYTES
+from bigtrain.plan.room import Room
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DTYPES = {"weight": torch.bfloat16, "low": torch.int16, "exp_avg": torch.uint8, "master": torch.float32}
@@ -60,7 +61,7 @@ def test_a_save_takes_no_gpu_memory_and_the_state_of_its_moment(tmp_path, host, 
 @pytest.mark.parametrize("host", [(), ("low", "exp_avg")], ids=["gpu", "gpu and host"])
 def test_what_the_host_has_no_room_for_is_written_from_the_card(tmp_path, host, monkeypatch):
     """The update waits for it; a few blocks of 64 MiB are enough, and no GPU memory is taken."""
-    monkeypatch.setattr("bigtrain.checkpoint.snapshot._available_share", lambda: 0.05)
+    monkeypatch.setattr("bigtrain.checkpoint.snapshot.room", lambda: Room(95, 100, "here"))
     slices = _slices(torch.device("cuda"), host)
     expected = [_bits(s.tensor).clone() for s in slices]
     saver, before = Saver(tmp_path), torch.cuda.memory_allocated()

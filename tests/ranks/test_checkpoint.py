@@ -22,6 +22,7 @@ from bigtrain.checkpoint.save import Saver
 from bigtrain.checkpoint.slices import LocalSlice
 from bigtrain.checkpoint.verify import verify
 from bigtrain.errors import BigtrainError, CheckpointError, UsageError
+from bigtrain.plan.room import Room
 from bigtrain.runfolder import RunFolder
 
 SHAPES = {"a": (7, 5), "b": (1,), "c": (1031,), "d": (3, 2_000_003)}
@@ -292,6 +293,34 @@ def test_buffers_are_saved_as_they_were_when_the_save_began(rank_pool, tmp_path,
     assert all(rank_pool(2).run(_load, str(tmp_path / "checkpoint-1")))
 
 
+def _fail_to_copy_buffers(root: str) -> tuple[str, int, bool]:
+    """(what a save raises of whose buffers rank 1 cannot make a copy, bytes of copies still in use, whether the next one can be loaded)"""
+    saver, patch = Saver(Path(root)), pytest.MonkeyPatch()
+    slices = [dataclasses.replace(s, volatile=True) for s in _slices(True)]
+
+    def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+        if ranks.rank() == 1 and source.numel() == slices[2].tensor.numel():
+            raise MemoryError("no memory for a buffer")
+        target.copy_(source)
+
+    patch.setattr(save, "copy_host", copy)
+    try:
+        with pytest.raises((BigtrainError, MemoryError)) as told:
+            saver.start(1, slices, run={}, rank_state={}, layout={})
+    finally:
+        patch.undo()
+    used = sum(saver._host._users)
+    _save_while_it_changes(saver)
+    return str(told.value), used, _load(str(Path(root) / "checkpoint-1"))
+
+
+def test_a_save_that_cannot_begin_is_told_to_all_ranks_and_leaves_nothing(rank_pool, tmp_path):
+    """It was raised on that rank alone: the others waited an hour for what it wrote, and no later save had the folder to itself."""
+    for text, used, loaded in rank_pool(2).run(_fail_to_copy_buffers, str(tmp_path)):
+        assert "no memory for a buffer" in text and used == 0 and loaded
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1"]
+
+
 class _OnCard(torch.Tensor):
     """Stands for a tensor on a GPU, where there is none."""
 
@@ -306,7 +335,7 @@ def _save_where_memory_is_short(root: str, on_card: bool) -> tuple[bool, int, in
     if on_card:
         slices = [dataclasses.replace(s, tensor=s.tensor.as_subclass(_OnCard)) for s in slices]
     patch = pytest.MonkeyPatch()
-    patch.setattr(snapshot, "_available_share", lambda: 0.05)
+    patch.setattr(snapshot, "room", lambda: Room(95, 100, "here"))
     patch.setattr(save, "_beside", lambda job: contextlib.nullcontext())
     patch.setattr(torch.cuda, "Event", mock.MagicMock())
     patch.setattr(torch.cuda, "current_stream", mock.MagicMock())

@@ -3,6 +3,7 @@
 import os
 import random
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from bigtrain.checkpoint.hashing import ChunkHashes
 from bigtrain.checkpoint.snapshot import BLOCK_BYTES as HOST_BLOCK_BYTES
 from bigtrain.checkpoint.snapshot import HostMemory, copy_host
 from bigtrain.errors import CheckpointError
+from bigtrain.plan.room import Room
 
 CHUNK = 1 << 20
 FOLDERS = ["disk", "memory"] if Path("/dev/shm").is_dir() else ["disk"]
@@ -117,7 +119,7 @@ def test_copies_share_blocks_and_blocks_are_used_again():
 
 def test_no_block_is_made_where_memory_is_short(monkeypatch):
     host, tensor = HostMemory(pinned=False), torch.zeros(HOST_BLOCK_BYTES, dtype=torch.uint8)
-    monkeypatch.setattr(snapshot, "_available_share", lambda: 0.01)
+    monkeypatch.setattr(snapshot, "room", lambda: Room(99, 100, "here"))
     first = host.take(tensor)
     assert first is not None and host.take(tensor) is None  # one block is too little to matter
     host.reserve(10 * HOST_BLOCK_BYTES, threads=2)
@@ -125,6 +127,25 @@ def test_no_block_is_made_where_memory_is_short(monkeypatch):
     assert host.take(tensor, even_if_short=True) is not None and host.nbytes == 2 * HOST_BLOCK_BYTES
     first.give_back()
     assert host.take(tensor).block == first.block
+
+
+@pytest.mark.parametrize("ranks_here", [1, 2])
+def test_threads_that_make_blocks_together_stop_where_one_would(monkeypatch, ranks_here):
+    """Each looked before any other had made its own: 8 ranks with 8 threads went 4 GiB beyond, where the watch ends a run that grows."""
+    made = []
+
+    def slow(_: HostMemory) -> torch.Tensor:
+        time.sleep(0.05)
+        made.append(HOST_BLOCK_BYTES)
+        return torch.empty(0, dtype=torch.uint8)
+
+    limit = 100 * HOST_BLOCK_BYTES
+    monkeypatch.setattr(HostMemory, "_new_block", slow)
+    monkeypatch.setattr(snapshot, "room", lambda: Room(86 * HOST_BLOCK_BYTES + sum(made), limit, "here"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
+    host = HostMemory(pinned=False)
+    host.reserve(50 * HOST_BLOCK_BYTES, threads=8)
+    assert len(made) == 4 // ranks_here  # the other ranks of the host make as many
 
 
 def test_reserved_blocks_are_the_ones_taken():
