@@ -101,16 +101,16 @@ class TokenStore:
         return counts
 
     def labelled(self, documents: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """How many of the labels [start, stop) of each of these pieces of documents are not -100; int64, all of one shape."""
+        """How many of the labels [start, stop) of each of these pieces are not -100; int64, all of one shape, `documents` ascending."""
         if self._labels is None:
             return np.maximum(stop - start, 0)
         counts = np.zeros(len(documents), np.int64)
         for chunk in range(len(self._labels.values)):
             first, values, offsets = self._labels.per_document(chunk)
             running = np.concatenate([[0], np.cumsum(values != IGNORE)])
-            here = np.flatnonzero((documents >= first) & (documents < first + len(offsets) - 1))
+            here = slice(*np.searchsorted(documents, (first, first + len(offsets) - 1)))  # chunks are thousands
             at = offsets[documents[here] - first]
-            counts[here] = running[at + stop[here]] - running[at + np.minimum(start, stop)[here]]
+            counts[here] = running[at + stop[here]] - running[at + np.minimum(start[here], stop[here])]
         return counts
 
     def first_targets(self, documents: np.ndarray) -> int:
