@@ -85,6 +85,13 @@ _ELSEWHERE = {
     **dict.fromkeys(("get_lr", "get_last_lr"), "use engine.lr"),
     **dict.fromkeys(("clip_grad_norm_", "get_global_grad_norm", "gradient_clipping"), _CLIPS),
     "zero_grad": "step() empties the gradients: leave it out",
+    "forward": "call the engine itself: engine(**batch)",
+    **dict.fromkeys(
+        ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type"),
+        "the engine has its rank's device and the ds_config's dtype (engine.device, engine.dtype): leave it out",
+    ),
+    "compile": "compile the model before: bigtrain.models.compile_blocks(model)",
+    "requires_grad_": "freeze the model before the engine is made",
     "global_steps": "use engine.global_step",
     "gradient_accumulation_steps": "use engine.accumulation",
     "train_micro_batch_size_per_gpu": "use engine.micro_batch",
@@ -102,11 +109,14 @@ class NotCopied:
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> NoReturn:
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property that failed: what it failed with is told by nobody but itself
+                return object.__getattribute__(self, name)
             module = getattr(self.__dict__.get("_ds"), "module", None)
             on_module = f"use engine.module.{name}" if not name.startswith("_") and hasattr(module, name) else ""
             instead = _ELSEWHERE.get(name) or on_module
-            raise AttributeError(f"'Engine' object has no attribute {name!r}" + (f": {instead}" if instead else ""))
+            told = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(f"{told}: {instead}" if instead else told)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(

@@ -106,7 +106,6 @@ def read(
         return ds_config.engine_config(), []
     config = load(ds_config)
     name = "ds_config" if isinstance(ds_config, Mapping) else str(ds_config)
-    refuse_undone(config, name, optimizer=run.optim is None, scheduler=run.lr_scheduler_type is None)
     has_shape = isinstance(model_config, Mapping) or hasattr(model_config, "to_dict")
     resolved = resolve(
         config,
@@ -116,6 +115,7 @@ def read(
         device=device,
         name=name,
     )
+    refuse_undone(config, name, optimizer=run.optim is None, scheduler=run.lr_scheduler_type is None)
     warnings = [str(problem) for problem in resolved.problems if problem.severity == "warning"]
     settled = {name: value for name, value in resolved.engine_config().items() if name not in SETTLED_HERE}
     for section in SETTLED_HERE:
@@ -346,6 +346,8 @@ def _batch(config: dict[str, Any], world: int, micro: int | None, accum: int | N
                 f"{name}: the Engine was given {argument}, the ds_config says {value}. Say it in one place, or the same."
             )
         found = _or(argument, value)
+        if found is not None and int(found) != found:
+            raise ConfigError(f"{name or key} is {found}: a whole number is needed.")
         known[key] = None if found is None else Given(int(found), "ds_config" if argument is None else "Engine")
     try:
         batch = solve_batch(known[MICRO], known[ACCUMULATION], known[GLOBAL], world)

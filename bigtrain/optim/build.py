@@ -29,7 +29,7 @@ class Options:
         pin_memory: whether that memory is page-locked.
         offload_buffers: chunks of it that may be on the GPU at a time.
         offload_gradients: share of the gradients that leave the GPU during backward.
-        device: "cuda" or "cpu", where the model is.
+        device: where the model is; kept as "cuda" or "cpu", whichever card.
 
     Raises:
         UsageError: on values out of range.
@@ -44,9 +44,10 @@ class Options:
     pin_memory: bool = True
     offload_buffers: int = STATE_BUFFERS
     offload_gradients: float = 0.0
-    device: str = "cuda"
+    device: str | torch.device = "cuda"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "device", torch.device(self.device).type)
         if not self.lr >= 0.0:
             raise UsageError(f"the learning rate is {self.lr}: it must be 0 or more.")
         if len(self.betas) != 2 or not all(0.0 <= b < 1.0 for b in self.betas):

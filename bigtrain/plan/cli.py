@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -325,16 +326,28 @@ def _print_choice(args: argparse.Namespace, choice: Choice, rates: Rates, assume
             print(plan_text(plan, gpu, host, rates))
             _warn_about_locks(plan)
             if args.model and not measured:
-                print(f"to train so, on such cards: {_command(args.model, best.input)}")
+                print(f"to train so, on such cards: {_command(args, best.input)} ...")
     return 0 if choice.best else DOES_NOT_FIT
 
 
-def _command(model: str, best: PlanInput) -> str:
-    """What chooses `best` again on the machine that has the cards."""
-    return (
-        f"launch/train.py --ds_config auto --model_name_or_path {model} --seq_len {best.seq_len} --optim {best.optimizer} "
-        f"--per_device_train_batch_size {best.micro_batch} --gradient_accumulation_steps {best.accumulation} ..."
-    )
+def _command(args: argparse.Namespace, best: PlanInput) -> str:
+    """What chooses `best` again on the machine that has the cards: with what the choice was bound by."""
+    path, preset = Path(args.model), shapes.PREFIX + args.model.lower().removeprefix(shapes.PREFIX)
+    values = {
+        "model_name_or_path": path.parent if path.is_file() else path if path.exists() else preset,
+        "seq_len": best.seq_len,
+        "optim": best.optimizer,
+        "per_device_train_batch_size": best.micro_batch,
+        "gradient_accumulation_steps": best.accumulation,
+        "gradient_checkpointing": None if args.recompute is None else str(args.recompute).lower(),
+        "checkpointing_policy": args.policy if args.policy != defaults.CHECKPOINTING_POLICY else None,
+        "checkpoint_blocks": args.blocks,
+        "mlp_tile_tokens": args.mlp_tile_tokens or None,
+        "offload_gradients": args.offload_gradients if args.offload_gradients != AUTO else None,
+        "use_liger_kernel": "false" if best.device == "cuda" and best.kernels == "hf" else None,
+    }
+    words = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
+    return shlex.join(["launch/train.py", "--ds_config", AUTO, *words, *(["--freeze", *args.freeze] if args.freeze else [])])
 
 
 def _values(assumed: Assumed) -> dict[str, Any]:

@@ -160,11 +160,12 @@ class Plan:
     def save_copy_bytes(self) -> int:
         """Host memory of a rank, beside everything else, while a checkpoint is written beside training; at most, and where there is room.
 
-        A whole master, or the bf16 weight with its remainder, and moments.
+        A whole master, or the bf16 weight with its remainder, and moments; of what is frozen, the bf16 weight.
         """
         plan, layout = self.input, LAYOUTS[self.input.optimizer]
         of_one = layout.remainder + (2 if layout.own_offload else 0) + layout.moments
-        return int(of_one * plan.trained_elems / plan.world_size)
+        frozen_elems = plan.parameters.elems - plan.trained_elems
+        return int((of_one * plan.trained_elems + 2 * frozen_elems) / plan.world_size)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -336,6 +336,8 @@ def _asked_for(name):
         ("get_lr", ": use engine.lr"),
         ("save_16bit_model", ": use engine.export(DIR)"),
         ("parameters", ": use engine.module.parameters"),
+        ("forward", ": call the engine itself"),
+        ("cuda", ": the engine has its rank's device"),
         ("no_such_thing", ""),
     ],
 )

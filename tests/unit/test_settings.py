@@ -49,6 +49,20 @@ def test_values_that_would_be_read_as_others_are_refused(given, said):
     assert settle(base(), warmup_steps=2.0, total_steps=10).warmup_steps == 2
 
 
+@pytest.mark.parametrize(
+    ("config", "given", "said"),
+    [
+        ({}, {"micro_batch": 1.5}, "micro_batch is 1.5"),
+        ({}, {"accumulation": 2.5}, "accumulation is 2.5"),
+        ({"train_batch_size": 8.5}, {}, "train_batch_size is 8.5"),
+    ],
+)
+def test_a_part_of_a_row_is_not_cut_off(config, given, said):
+    with pytest.raises(ConfigError, match=f"{said}: a whole number"):
+        settle(base(**config), **given)
+    assert settle(base(), micro_batch=2.0).micro_batch == 2
+
+
 def test_clipping_defaults_to_one_and_auto_is_not_a_value():
     assert settle(base()).max_grad_norm == 1.0
     assert settle(base(gradient_clipping="auto")).max_grad_norm == 1.0

@@ -45,6 +45,21 @@ def test_what_training_would_not_follow_is_refused(reads, section, kind, key, va
     reads(file_with(section, kind))
 
 
+@pytest.mark.parametrize("reads", [by_engine, by_program])
+@pytest.mark.parametrize(
+    ("section", "written"),
+    [
+        ("optimizer", "adamw"),
+        ("scheduler", {"type": "WarmupLR", "params": [1]}),
+        ("scheduler", {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "cos_min_ratio": None}}),
+        ("scheduler", {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "cos_min_ratio": "0.1"}}),
+    ],
+)
+def test_values_of_a_wrong_kind_are_told_by_the_lint(reads, section, written):
+    with pytest.raises(ConfigError, match=f"error +{section}"):
+        reads({**file_with("optimizer", "AdamW"), section: written})
+
+
 def test_a_section_that_does_not_count_is_not_looked_at():
     config = file_with("scheduler", "WarmupLR", warmup_min_lr=1e-4)
     refuse_undone(config, scheduler=False)

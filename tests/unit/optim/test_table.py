@@ -8,6 +8,7 @@ import torch
 
 from bigtrain import optim
 from bigtrain.errors import UsageError
+from bigtrain.optim.build import Options
 from bigtrain.optim.table import ALIASES, OPTIMIZERS
 
 
@@ -75,3 +76,11 @@ def test_a_patch_can_be_changed_without_changing_the_table():
 def test_values_out_of_range_are_refused(bad):
     with pytest.raises(UsageError):
         optim.build_optimizer("adamw", [{"params": [torch.nn.Parameter(torch.zeros(2))]}], **{"lr": 1e-3, **bad}, device="cpu")
+
+
+def test_a_device_may_be_one_card_or_an_object():
+    assert [Options(lr=1e-3, device=d).device for d in ("cuda:1", torch.device("cuda", 0), torch.device("cpu"))] == [
+        "cuda",
+        "cuda",
+        "cpu",
+    ]

@@ -3,6 +3,7 @@
 import argparse
 import json
 import resource
+import shlex
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 
 from bigtrain import cli as verbs
 from bigtrain import shapes
+from bigtrain.arguments import parse
 from bigtrain.errors import ConfigError, UsageError
 from bigtrain.plan import cli
 from bigtrain.plan.machine import HostMemory, cgroup_limit, gpu_memory, host_memory, parse_bytes, show_bytes
@@ -342,3 +344,20 @@ def test_what_auto_chose_comes_with_the_command_that_trains_so(capsys):
         "to train so, on such cards: launch/train.py --ds_config auto --model_name_or_path preset:llama-1b --seq_len "
     )
     assert "--seq_len 1024 --optim adamw_8bit --per_device_train_batch_size 16 --gradient_accumulation_steps 1 ..." in command
+
+
+def test_the_command_that_trains_so_has_all_that_the_choice_was_bound_by(tmp_path, capsys):
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(shapes.config_dict("llama-1b")))
+    bound = ["--gradient_checkpointing", "false", "--mlp_tile_tokens", "512", "--offload_gradients", "0"]
+    bound += ["--use_liger_kernel", "false", "--freeze", "model.embed_tokens", "model.layers"]
+    assert run("--model", folder / "config.json", *LIMITS, "--auto", "--optim", "adamw", *bound) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("to train so, on such cards: launch/train.py"))
+    args = parse([*words[:-1], "--train_data", str(folder), "--output_dir", str(tmp_path / "out")])
+    assert args.model_name_or_path == str(folder) and args.freeze == ["model.embed_tokens", "model.layers"]
+    assert (args.gradient_checkpointing, args.use_liger_kernel, args.mlp_tile_tokens) == (False, False, 512)
+    assert args.offload_gradients == "0"
+    assert run("--model", "Llama-1B", *LIMITS, "--auto", "--checkpoint_blocks", 3, "--checkpointing_policy", "selective") == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert " preset:llama-1b " in said and " --checkpointing_policy selective --checkpoint_blocks 3 ..." in said

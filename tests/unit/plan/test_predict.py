@@ -258,6 +258,10 @@ def test_what_a_save_copies_is_what_is_measured_of_one_and_said():
     plan = tiny("llama-3b", optimizer="adamw_split_8bit")
     assert predict(plan).save_copy_bytes == pytest.approx(19_376_897_376, rel=1e-4)
     assert any("18.05 GiB more of the host" in note for note in predict(plan).notes)
+    embedding = 128256 * 3072  # frozen, a save has its bf16 weight alone
+    frozen = tiny("llama-3b", optimizer="adamw_split_8bit", frozen=("model.embed_tokens",))
+    less = predict(plan).save_copy_bytes - predict(frozen).save_copy_bytes
+    assert less == pytest.approx((4 + 2 + 8 / 256 - 2) * embedding, abs=1)
 
 
 @pytest.mark.parametrize("name", shapes.names())
