@@ -290,7 +290,8 @@ def _search(
         return round(total_s, 3), plan.settings.offload_optimizer, optimizers.index(plan.optimizer), plan.settings.stage
 
     def bound(plan: PlanInput) -> Rank:
-        least = plan.but(checkpointing="none") if blocks else plan
+        least = plan.but(grad_bytes=2)  # which is faster, and what it may have to come to (`_first_fitting`)
+        least = least.but(checkpointing="none") if blocks else least
         return rank(plan, step_time(with_all_buffers(least, rates), rates).total_s)
 
     def settle(candidate: Candidate) -> Candidate:

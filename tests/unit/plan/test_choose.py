@@ -71,6 +71,16 @@ def test_what_is_not_planned_would_not_have_been_chosen(name, world, gpu, host):
         assert found.advice == every.advice
 
 
+def test_what_has_to_sum_gradients_in_bf16_is_planned_although_it_would_be_slow_in_fp32():
+    """Stage 1 in fp32 does not fit and would be slower than three others; in bf16 it is the fastest that fits."""
+    start = base("llama-1b", 4, seq_len=2048)
+    start = start.but(settings=search.search_settings(start.geometry.hidden))
+    limits = {"gpu_memory_bytes": 24 * GIB, "host_memory_bytes": 500 * GIB, "global_batch": 32, "recompute": False}
+    every, found = choose(start, **limits), choose(start, **limits, wanted=3)
+    assert every.best.input.settings.stage == 1 and every.best.input.settings.grad_bytes == 2
+    assert [c.input for c in found.fitting] == [c.input for c in every.fitting[:3]]
+
+
 def test_what_a_run_leaves_open_is_settled_for_few(monkeypatch):
     """It takes plans and replays each time: only where it decides which are the fastest."""
     seen = []
