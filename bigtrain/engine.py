@@ -104,19 +104,10 @@ class Engine(NotCopied):
             refuse_unfit(model)
             beta1, beta2 = betas or (None, None)
             run = RunValues(
-                optim=optimizer,
-                learning_rate=learning_rate,
-                adam_beta1=beta1,
-                adam_beta2=beta2,
-                adam_epsilon=eps,
-                weight_decay=weight_decay,
-                lr_scheduler_type=lr_scheduler,
-                warmup_steps=warmup_steps,
-                total_steps=total_steps,
-                max_grad_norm=max_grad_norm,
-                micro_batch=micro_batch,
-                accumulation=accumulation,
-            )
+                optim=optimizer, learning_rate=learning_rate, adam_beta1=beta1, adam_beta2=beta2, adam_epsilon=eps,
+                weight_decay=weight_decay, lr_scheduler_type=lr_scheduler, warmup_steps=warmup_steps, total_steps=total_steps,
+                max_grad_norm=max_grad_norm, micro_batch=micro_batch, accumulation=accumulation,
+            )  # fmt: skip
             world, device = ranks.world_size(), ranks.device().type
             config, notes = settings.read(
                 ds_config, run, world_size=world, device=device, model_config=getattr(model, "config", None)

@@ -9,13 +9,14 @@ save after the other, each as `save_checkpoint(wait=False)` with training going 
     training   the next update comes after a forward and backward, as in training. The first save also makes the host buffers.
     at_once    the next update is due at once: training waits for the whole copy. The worst case, which no training loop has.
 
-Of each: `stall_s`, seconds that the training thread stood still (the call, and its wait before the update), against `floor_s`, the
-bytes on the GPU over the speed of a pinned copy measured in this process (`floor_54_s`: over 54 GB/s); what `memory_allocated` was
-before, in every step during, and after; its peak against that of steps without a save; the median step beside the writer against
-those before and after (`lost`), the same of means (`lost_of_mean`), both without the first step, which has the wait for the copy
-in it; and with all in it (`lost_with_stall`). `slowest_beside`: seconds of the slowest steps and their number in the save. Then
-the load, from disk, and a comparison of samples of the state with what they were when it was saved. On a machine without a GPU
-everything runs as well, on the host.
+Of each: `stall_s`, seconds that the training thread stood still (the call, and its wait before the update), against `floor_s`,
+the bytes on the GPU over the speed of a pinned copy measured in this process (`floor_54_s`: over 54 GB/s); `stall_of_steps_s`,
+that and what the first step beside the save took longer, in which the GPU's update waits for the copy; what `memory_allocated`
+was before, in every step during, and after; its peak against that of steps without a save; the median step beside the writer
+against those before and after (`lost`), the same of means (`lost_of_mean`), both without the first step, which has the wait for
+the copy in it; and with all in it (`lost_with_stall`). `slowest_beside`: seconds of the slowest steps and their number in the
+save. Then the load, from disk, and a comparison of samples of the state with what they were when it was saved. On a machine
+without a GPU everything runs as well, on the host.
 
 `processor` tells of each busy thread its seconds in user and system mode a step and how often it waited and was taken off its
 processor. A thread that waits for the GPU computes all the time.
@@ -237,6 +238,7 @@ def save(training: Training, engine: Engine, root: Path, mode: str, around: int)
     alone = training.seconds[first - around : first] + training.seconds[-around:]
     alone_s = statistics.median(alone)
     row |= {"step_before_s": before_s, "step_after_s": after_s, "lost": row["step_beside_s"] / alone_s - 1}
+    row["stall_of_steps_s"] = row["stall_s"] + max(0.0, beside[0] - row["wait_s"] - alone_s)
     row["lost_of_mean"] = statistics.mean(beside[1:] or beside) / statistics.mean(alone) - 1
     row["lost_with_stall"] = total_s / (len(beside) * alone_s) - 1
     row["slowest_beside"] = sorted(((s, number) for number, s in enumerate(beside)), reverse=True)[:8]
@@ -251,6 +253,7 @@ def against_floor(row: dict[str, Any], gpu_bytes: int, copy_bytes_s: float | Non
         return row
     floor, nominal = gpu_bytes / copy_bytes_s, gpu_bytes / D2H_BYTES_S
     ratios = {"stall_over_floor": row["stall_s"] / floor, "stall_over_floor_54": row["stall_s"] / nominal}
+    ratios["stall_of_steps_over_floor"] = row["stall_of_steps_s"] / floor
     return {**row, **ratios, "copy_over_floor": row["fetch_s"] / floor}
 
 
