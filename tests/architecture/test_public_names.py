@@ -99,7 +99,7 @@ def test_an_editable_installation_is_found_beside_the_clone(tmp_path):
     zipfile.ZipFile(next(site.glob("*.whl"))).extractall(site)
     code = f"import site; site.addsitedir({str(site)!r}); from bigtrain import __version__, __file__; print(__file__)"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=clone.parent, check=False, env=environment
+    done = subprocess.run(  # -S: the environment's own editable installation would be found first
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=clone.parent, check=False, env=environment
     )
     assert done.stdout.strip() == str(clone / "bigtrain" / "__init__.py"), done.stderr
