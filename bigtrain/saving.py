@@ -33,13 +33,19 @@ class Saving:
 
     def __init__(self, args: Any, engine: Any, steps: StepPlan, root: Path, state: dict[str, Any]):
         self.args, self.engine, self.steps, self.root, self.state = args, engine, steps, root, state
-        self.step = engine.global_step or -1
+        self.step, self._prepared = engine.global_step or -1, False
         engine.checkpoints.copy_to = args.copy_checkpoints_to and Path(args.copy_checkpoints_to).resolve()
 
     @property
     def resumable(self) -> bool:
         """True if a run can go on from what is saved."""
         return self.args.saves and not self.args.save_only_model
+
+    def prepare(self) -> None:
+        """After the first step that this process makes: what saves need is made beside the steps before the first of them."""
+        if self.resumable and not self._prepared:
+            self.engine.checkpoints.prepare(self.root)
+        self._prepared = True
 
     def due(self, what: str = "save", step: int | None = None) -> bool:
         """True if it is time to "save", "eval" or log ("logging") after this step: a pure function of the step, so that a resumed run does alike."""

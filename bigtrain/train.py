@@ -165,6 +165,7 @@ class Run:
             stopping = self.record(result)
             if stopping:
                 return self.stopped(result.step)
+            self.saving.prepare()
             self.evaluate()
             if self.saving.due():
                 self.save()
