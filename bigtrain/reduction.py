@@ -13,7 +13,8 @@ Attributes of DeepSpeed 0.19.8's objects used, on instances only:
              partition_gradients, process_gradients, params_in_partition,
              partition_size, cpu_offload, is_gradient_accumulation_boundary, dp_process_group,
              _epilogue_ran_this_backward, overlapping_partition_gradients_reduce_epilogue, scaled_global_norm, use_grad_accum_attribute,
-             gradient_accumulation_dtype, has_overflow, _add_to_grad_partition_buffer
+             gradient_accumulation_dtype, has_overflow, _add_to_grad_partition_buffer, _use_compact_grad_partition_buffer,
+             _get_compact_grad_partition_buffer
   zero3      fp16_groups, reduce_ready_partitions_and_remove_grads, overlapping_partition_gradients_reduce_epilogue,
              _get_norm_groups
   bf16       fp32_groups_has_gradients, get_grads_for_norm, fp32_groups_flat_partition
@@ -46,6 +47,7 @@ class Reduction:
         kind: which wrapper DeepSpeed chose (`zero.optimizer_kind`).
         during_backward: True if gradients are reduced inside backward, so that ranks must use the same parameters.
         alone: in this step gradients stay where autograd puts them.
+        straight: in this step each gradient is added to its sum as soon as autograd gives it.
         order_hash: hash of the order of reduction since the last step.
     """
 
@@ -66,13 +68,14 @@ class Reduction:
         self._dtypes = self._dtypes_of_sums()
         self._flags = flags
         self._arrange(only=False)
+        self._sums: dict[int, torch.Tensor] = {}  # of the step under way, where gradients are added straight
         self._norms: torch.Tensor | None = None  # of each gradient, in the order of the partitions
         self._taken: torch.Tensor | None = None  # the step's norm, if it was asked for before
         if self.kind in ("zero12", "zero3"):
             self._substitute()
 
     def _nobody_to_reduce_with(self) -> bool:
-        """One rank at stage 2 without offload: gradients that are summed in their own dtype can stay where autograd puts them.
+        """One rank at stage 2 without offload: gradients can stay where autograd puts them, or go from there into wider sums.
 
         DeepSpeed would copy each into a bucket, divide it by one, and copy it out again: 65 ms a step and two buckets of
         memory for 3.2e9 parameters on an H200.
@@ -94,13 +97,15 @@ class Reduction:
         One backward has nothing to sum, so its own dtype gives the same bits (tests/ranks/test_engine_alone.py) without a
         partition in a wider one.
         """
-        self.alone = False
+        self.alone = self.straight = False
         if self._dtypes is not None:
-            own, sums = self._dtypes
-            self.optimizer.gradient_accumulation_dtype = own if only else sums
+            (own, sums), o = self._dtypes, self.optimizer
+            o.gradient_accumulation_dtype = own if only else sums
             self.alone = self._one_rank and (only or own == sums)
+            groups = range(len(o.params_in_partition))
+            self.straight = self._one_rank and not self.alone and all(map(o._use_compact_grad_partition_buffer, groups))
         # Whether each gradient is finite is seen from its norm, where that is taken anyway.
-        self._flags.summing = not self.alone or torch.device(self.ds.device).type != "cuda"
+        self._flags.summing = not (self.alone or self.straight) or torch.device(self.ds.device).type != "cuda"
 
     # ------------------------------------------------------------ which parameters this backward uses
 
@@ -217,7 +222,7 @@ class Reduction:
             ModelError: for the second time in one backward: what is reduced already would be lost at stage 3.
         """
         index = self._index[id(param)]
-        if index in self._seen and self.during_backward and not self.alone:
+        if index in self._seen and self.during_backward and not (self.alone or self.straight):
             shape = tuple(zero.full_shape(param))
             raise ModelError(
                 f"the gradient of a parameter of shape {shape} came in two parts of one backward: reentrant checkpoints share it. "
@@ -235,13 +240,40 @@ class Reduction:
             self.stream.prefetch()
 
     def _process_or_leave(self, param: torch.nn.Parameter, group: int) -> None:
-        if not self.alone:
+        if not (self.alone or self.straight):
             self._process(param, group)
             return
         self._bring_up_state()
         self._see(param)
-        if self.stream is not None and self.stream.gradients is not None:
+        if self.straight:
+            self._add_straight(param)
+        elif self.stream is not None and self.stream.gradients is not None:
             self.stream.gradients.leave(param, norm_of)
+
+    def _add_straight(self, param: torch.nn.Parameter) -> None:
+        """One rank: add a gradient to its place in DeepSpeed's buffer of wider sums, in which all begin as zeros."""
+        if not self._sums:
+            self._sums = dict(zip(map(id, self._summed_params()), self._wide_sums()))
+        if param.grad is not None and param.numel():
+            add_to(self._sums[id(param)].view(-1), param.grad.view(-1))
+        param.grad = None
+
+    def _summed_params(self) -> list[torch.nn.Parameter]:
+        """In the order of the sums."""
+        return [p for params in self.optimizer.params_in_partition for p in params if p.numel()]
+
+    def _wide_sums(self) -> list[torch.Tensor]:
+        o = self.optimizer
+        return _unpadded({i: o._get_compact_grad_partition_buffer(i) for i in range(len(o.params_in_partition))})
+
+    def _hand_over_sums(self) -> None:
+        """One rank: DeepSpeed's step finds the sums where it looks for them."""
+        if self.optimizer.is_gradient_accumulation_boundary():
+            self._norms = torch.stack(norms_of(self._wide_sums()))
+            if not self._flags.summing:
+                self._flags.take(self._norms, self._summed_params())
+            self._sums = {}
+        self.optimizer._epilogue_ran_this_backward = True
 
     def _hand_over(self) -> None:
         """One rank: what autograd has accumulated is the averaged gradient; the step finds it in the partition's order."""
@@ -279,6 +311,9 @@ class Reduction:
         if self.alone:
             self._seen.clear()
             return self._hand_over()
+        if self.straight:
+            self._seen.clear()
+            return self._hand_over_sums()
         missing = [entry for i, entry in enumerate(self._entries) if i not in self._seen]
         if missing and self.kind == "zero12":
             self.optimizer.setup_buckets()
