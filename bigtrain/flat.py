@@ -35,7 +35,7 @@ MASTERS = {
     "zero12": "single_partition_of_fp32_groups",
     "zero3": "fp32_partitioned_groups_flat",
     "bf16": "fp32_groups_flat_partition",
-    "plain": "masters",  # bigtrain.master.MasterOptimizer
+    "plain": "masters",  # bigtrain.engine.master.MasterOptimizer
 }
 
 

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from bigtrain import config as ds
-from bigtrain import data, defaults, models, optim, plan, precision, ranks, settings, shapes
+from bigtrain import data, defaults, models, optim, plan, ranks, shapes
 from bigtrain.arguments import TrainArguments
 from bigtrain.auto import AUTO
 from bigtrain.checkpoint import fit
 from bigtrain.checkpoint.live import layout_of
 from bigtrain.config import ModelShape, Resolved, RunValues
 from bigtrain.data.tokens import model_limits
+from bigtrain.engine import precision, settings
 from bigtrain.errors import ModelError, UsageError
 from bigtrain.kernels.attach import use_liger
 from bigtrain.plan.spilled import asked_share

@@ -65,7 +65,7 @@ def flat_tensors(engine: Any) -> list[Flat]:
             Flat(i, tensor, inner.state[tensor], list(_pieces(layout, names)), False)
             for i, (tensor, layout) in enumerate(layouts.items())
         ]
-    wrapped = ds.optimizer  # stage 0: bigtrain.master.MasterOptimizer
+    wrapped = ds.optimizer  # stage 0: bigtrain.engine.master.MasterOptimizer
     return [
         Flat(i, master, wrapped.state[master], [(names[id(p)], tuple(p.shape), 0, 0, p.numel())], True)
         for i, (p, master) in enumerate(zip(wrapped.model_params, wrapped.masters))

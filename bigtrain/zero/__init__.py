@@ -12,7 +12,7 @@ Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__
                        runtime.zero.partition_parameters.free_param, .zero_init_context, .InsertPostInitMethodToModuleSubClasses;
                        runtime.swap_tensor.partitioned_param_swapper.PartitionedParamStatus; utils.set_z3_leaf_module
    for the doctor:     ops.adam.FusedAdam, ops.op_builder.AsyncIOBuilder, which it takes from `zero.deepspeed`
-Objects of DeepSpeed are handed on; `bigtrain.flat` and `bigtrain.reduction` list what they use and substitute on them.
+Objects of DeepSpeed are handed on; `bigtrain.flat` and `bigtrain.engine.reduction` list what they use and substitute on them.
 A test in tests/architecture checks that each exists with the arguments used here.
 """
 

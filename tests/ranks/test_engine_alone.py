@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bigtrain.engine import Engine
-from bigtrain.reduction import Reduction
+from bigtrain.engine.reduction import Reduction
 from tests.ranks.tiny import TinyLM, config, rows, share, whole_weights
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from bigtrain import settings
 from bigtrain.arguments import TrainArguments
 from bigtrain.config import PRESETS, RunValues, dump, generate
 from bigtrain.config.undone import undone
+from bigtrain.engine import settings
 from bigtrain.errors import ConfigError
 from bigtrain.job import read_ds_config
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from bigtrain import steps
+from bigtrain.engine import steps
 
 
 class Says(nn.Module):

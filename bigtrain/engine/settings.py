@@ -246,7 +246,7 @@ def _own_offload_only(name: str, zero: dict[str, Any]) -> None:
 
 
 def _gradients_can_leave(share: float, name: str, private: dict[str, Any], world_size: int, offload: bool) -> None:
-    """Refuse a share of gradients to be offloaded where they would not stay as autograd leaves them (bigtrain/reduction.py)."""
+    """Refuse a share of gradients to be offloaded where they would not stay as autograd leaves them (bigtrain/engine/reduction.py)."""
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 <= share <= 1.0:
         raise UsageError(f"offload_gradients is {share!r}: it is a share of the gradients, from 0 to 1.")
     summed_in = (private.get("data_types") or {}).get("grad_accum_dtype")
@@ -365,7 +365,7 @@ def _private(
     zero = config["zero_optimization"] = {**(config.get("zero_optimization") or {}), "stage": stage}
     config.setdefault("steps_per_print", 1_000_000_000)  # the Engine's own log has these numbers, and more
     if stage == 0:
-        # bigtrain.master holds the fp32 masters and accumulators and clips: DeepSpeed is not to do either a second time.
+        # bigtrain.engine.master holds the fp32 masters and accumulators and clips: DeepSpeed is not to do either a second time.
         config["bf16"] = {"enabled": False}
         config["gradient_clipping"] = 0.0
         config.pop("data_types", None)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bigtrain import ranks, steps
+from bigtrain import ranks
+from bigtrain.engine import steps
+from bigtrain.engine.steps import Batch, EvalResult
 from bigtrain.errors import RanksDisagreeError
 from bigtrain.meeting import Point, meet
-from bigtrain.steps import Batch, EvalResult
 
 if TYPE_CHECKING:
     from bigtrain.engine import Engine

@@ -6,6 +6,7 @@
 
 A step is forward, backward, step, in that order below. What is decided is in `settings`, what is judged in `guards`, how
 gradients reach the optimizer in `reduction`, how ranks notice that they parted in `meeting`, and that nothing moves in `watch`.
+The other modules of this folder are its parts, which it imports and which do not import it.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from typing import Any
 
 import torch
 
-from bigtrain import agreement, evaluation, guards, ranks, settings, steps, watch, weights, zero
-from bigtrain.accumulation import Accumulation
-from bigtrain.assembly import assemble
-from bigtrain.branches import Comparison
-from bigtrain.bypass import Origin, refuse_unfit
+from bigtrain import guards, ranks, watch, weights, zero
 from bigtrain.checkpoint import deepspeed_format
 from bigtrain.checkpoint.native import Checkpoints
 from bigtrain.config import Resolved, RunValues
+from bigtrain.engine import agreement, evaluation, settings, steps
+from bigtrain.engine.accumulation import Accumulation
+from bigtrain.engine.assembly import assemble
+from bigtrain.engine.branches import Comparison
+from bigtrain.engine.bypass import Origin, refuse_unfit
+from bigtrain.engine.misuse import NotCopied
+from bigtrain.engine.precision import keep_parameters_in_fp32, summary
+from bigtrain.engine.steps import Batch, EvalResult, StepResult
 from bigtrain.meeting import Point, meet, naming_the_lost
-from bigtrain.misuse import NotCopied
 from bigtrain.optim.schedules import GroupRates
-from bigtrain.precision import keep_parameters_in_fp32, summary
-from bigtrain.steps import Batch, EvalResult, StepResult
 from bigtrain.whereabouts import HERE
 
 log = logging.getLogger(__name__)

@@ -18,10 +18,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from bigtrain import ranks, steps, zero
+from bigtrain import ranks, zero
+from bigtrain.engine import steps
+from bigtrain.engine.misuse import Misuse, refuse_wrapped
 from bigtrain.errors import BypassError, UsageError
 from bigtrain.meeting import announce_failure
-from bigtrain.misuse import Misuse, refuse_wrapped
 
 _OUTPUT = "bigtrain_output"  # in the metadata of autograd's nodes
 _taken: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules of engines that were not closed

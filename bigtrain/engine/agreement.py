@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from bigtrain import guards, ranks, zero
-from bigtrain.branches import REMEDY
+from bigtrain.engine.branches import REMEDY
 from bigtrain.errors import ModelError, RanksDisagreeError
 from bigtrain.meeting import Point, announce_failure, meet
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from bigtrain import agreement, guards
+from bigtrain import guards
+from bigtrain.engine import agreement
+from bigtrain.engine.reduction import GradientFlags
 from bigtrain.errors import DataError, RanksDisagreeError
 from bigtrain.guards import RankStep
 from bigtrain.meeting import Point, meet, pack, unpack
-from bigtrain.reduction import GradientFlags
 
 
 class Accumulation:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigtrain.misuse import NotCopied
+from bigtrain.engine.misuse import NotCopied
 
 
 class Mine(NotCopied):

@@ -10,19 +10,20 @@ from typing import Any
 
 import torch
 
-from bigtrain import buffers, flat, guards, heap, optim, ranks, weights, zero
+from bigtrain import flat, guards, heap, optim, ranks, weights, zero
+from bigtrain.engine import buffers
+from bigtrain.engine.master import MasterOptimizer
+from bigtrain.engine.misuse import refuse_compiled
+from bigtrain.engine.precision import refuse_other_dtypes, to_bf16
+from bigtrain.engine.reduction import GradientFlags, Reduction
+from bigtrain.engine.settings import Settings
+from bigtrain.engine.writes import ForeignWrites, MasterOf
 from bigtrain.errors import ModelError
-from bigtrain.master import MasterOptimizer
-from bigtrain.misuse import refuse_compiled
 from bigtrain.models.sharding import refuse_empty
 from bigtrain.optim.build import build_optimizer
 from bigtrain.optim.groups import param_groups
-from bigtrain.precision import refuse_other_dtypes, to_bf16
-from bigtrain.reduction import GradientFlags, Reduction
-from bigtrain.settings import Settings
 from bigtrain.startup import SharedMaster
 from bigtrain.weights.guard import guard_state_dict
-from bigtrain.writes import ForeignWrites, MasterOf
 
 log = logging.getLogger(__name__)
 

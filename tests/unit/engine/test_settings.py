@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
-from bigtrain import settings
 from bigtrain.config import RunValues, resolve
+from bigtrain.engine import settings
 from bigtrain.errors import ConfigError, UsageError
 
 
