@@ -1,7 +1,7 @@
 """Memory from the system and back: fresh pages in one call, freed ones returned.
 
 glibc keeps freed blocks below its mmap threshold in its heap: by itself up to 32 MiB (malloc/malloc.c, DEFAULT_MMAP_THRESHOLD_MAX),
-on CPUs what `startup.map_blocks` has set.
+on CPUs what `zero.startup.map_blocks` has set.
 Building a model and starting the engine leave fp32 slices and conversion copies there: 0.6 GB of 1.1 GB resident for 360 M
 parameters on each of two CPU ranks, which no later, differently sized block fits into.
 """

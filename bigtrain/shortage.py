@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import flat, plan, watch
+from bigtrain import plan, watch
 from bigtrain.diagnostics.hostwatch import HostWatch
 from bigtrain.diagnostics.metrics import ProcessMemory
 from bigtrain.errors import BigtrainError, DoesNotFitError
@@ -26,6 +26,7 @@ from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.predict import Plan, Tree
 from bigtrain.plan.roofline import step_time
 from bigtrain.plan.room import Room
+from bigtrain.zero import flat
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from bigtrain.checkpoint.blocks import MOMENTS, SCALES, Reblock, in_place, reblo
 from bigtrain.checkpoint.reshard import Index, Wanted, plan_reads
 from bigtrain.checkpoint.slices import DTYPE_NAMES, DTYPES, LocalSlice
 from bigtrain.errors import CheckpointError
-from bigtrain.flat import partition_layouts
 from bigtrain.guards import listing
 from bigtrain.optim import OPTIMIZERS
 from bigtrain.optim.split import first_codes
+from bigtrain.zero.flat import partition_layouts
 
 READING_RANKS = 4  # up to so many CPU ranks, each reads all masters
 SCALAR_TYPES = (int, float)

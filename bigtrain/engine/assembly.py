@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import flat, guards, heap, optim, ranks, weights, zero
+from bigtrain import guards, heap, optim, ranks, weights, zero
 from bigtrain.engine import buffers
 from bigtrain.engine.master import MasterOptimizer
 from bigtrain.engine.misuse import refuse_compiled
@@ -22,8 +22,9 @@ from bigtrain.errors import ModelError
 from bigtrain.models.sharding import refuse_empty
 from bigtrain.optim.build import build_optimizer
 from bigtrain.optim.groups import param_groups
-from bigtrain.startup import SharedMaster
 from bigtrain.weights.guard import guard_state_dict
+from bigtrain.zero import flat
+from bigtrain.zero.startup import SharedMaster
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from bigtrain import flat, zero
+from bigtrain import zero
 from bigtrain.errors import ModelError, UsageError
+from bigtrain.zero import flat
 
 
 def refuse_other_dtypes(model: torch.nn.Module, bf16: bool) -> None:

@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 
-from bigtrain import flat, zero
+from bigtrain import zero
 from bigtrain.engine.hostgradients import HostGradients, add_to, norm_of, norms_of
 from bigtrain.errors import ModelError
+from bigtrain.zero import flat
 
 INVALID_NORM = -1.0  # DeepSpeed's sign for a norm that is not finite: it discards the step
 

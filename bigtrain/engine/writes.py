@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from bigtrain import flat, zero
+from bigtrain import zero
 from bigtrain.guards import listing
+from bigtrain.zero import flat
 
 log = logging.getLogger(__name__)
 

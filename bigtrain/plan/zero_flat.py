@@ -127,7 +127,7 @@ class FlatSharding:
         self.rank = found.heaviest if rank is None else rank
         self.owned, self.touched = found.owned(self.rank)
         self.compact = self.zero.grad_bytes == 4
-        self.own = LAYOUTS[plan.optimizer].own_offload  # the weights are its masters (bigtrain/startup.py)
+        self.own = LAYOUTS[plan.optimizer].own_offload  # the weights are its masters (bigtrain/zero/startup.py)
         # One rank at stage 2 leaves bf16 gradients where autograd puts them (bigtrain/engine/reduction.py `_nobody_to_reduce_with`).
         self.alone = world == 1 and self.zero.stage == 2 and not self.zero.offload_optimizer and not self.compact
         self.flight: list[tuple[str, int]] = []  # gradients on their way to the host, oldest first

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigtrain.startup import (
+from bigtrain.zero.startup import (
     SMALLEST,
     SharedMaster,
     ask_cpu_once,
@@ -93,7 +93,7 @@ def test_an_allocator_that_the_user_has_set_up_is_left_alone(monkeypatch):
 # larger than the last: none fits into a hole that was left before. Prints MiB that the heap holds and nobody uses.
 HOLES = """
 import ctypes, sys, torch
-from bigtrain.startup import map_blocks
+from bigtrain.zero.startup import map_blocks
 
 class Info(ctypes.Structure):  # malloc.h: struct mallinfo2, ten sizes
     _fields_ = (("sizes", ctypes.c_size_t * 10),)
@@ -134,7 +134,7 @@ def test_malloc_is_left_alone_with_a_gpu_and_where_the_user_has_set_it_up(monkey
 
 PRODUCTS = """
 import ctypes, sys, torch
-from bigtrain.startup import forget_products, map_blocks
+from bigtrain.zero.startup import forget_products, map_blocks
 class Info(ctypes.Structure):  # malloc.h: struct mallinfo2, ten sizes
     _fields_ = (("sizes", ctypes.c_size_t * 10),)
 
