@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import guards, heap, optim, ranks, weights, zero
+from bigtrain import guards, optim, ranks, weights, zero
 from bigtrain.engine import buffers
 from bigtrain.engine.master import MasterOptimizer
 from bigtrain.engine.misuse import refuse_compiled
@@ -19,6 +19,7 @@ from bigtrain.engine.reduction import GradientFlags, Reduction
 from bigtrain.engine.settings import Settings
 from bigtrain.engine.writes import ForeignWrites, MasterOf
 from bigtrain.errors import ModelError
+from bigtrain.memory import heap
 from bigtrain.models.sharding import refuse_empty
 from bigtrain.optim.build import build_optimizer
 from bigtrain.optim.groups import param_groups

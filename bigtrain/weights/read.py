@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from bigtrain import heap
 from bigtrain.errors import WeightsError
+from bigtrain.memory import heap
 
 BLOCK_BYTES = 16 << 20  # one request; larger ones are no faster on page cache or NVMe
 ADVISE_GAP_BYTES = 64 << 10  # reads this close are asked for in one: the disk is as fast, and it saves system calls

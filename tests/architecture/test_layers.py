@@ -16,7 +16,7 @@ ROWS: list[set[str]] = [
     {"errors"},
     {"defaults", "foreign", "partition", "ports", "runfile", "shapes", "versions"},
     {"guards", "config", "plan", "whereabouts"},
-    {"builds", "heap", "network", "pastcache", "ranks"},
+    {"builds", "memory", "network", "ranks"},
     {"placement", "stopping", "watch", "zero"},
     {"kernels"},
     {"weights", "optim", "data", "diagnostics", "meeting"},

@@ -6,7 +6,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from bigtrain import pastcache
+from bigtrain.memory import pastcache
 
 
 @pytest.fixture(autouse=True)
