@@ -39,7 +39,7 @@ import load_phases
 from bench_load import CONFIG, PREIMPORTED, WAYS, _io, _status
 
 from bigtrain.bench.processes import python_path
-from bigtrain.ports import free_port
+from bigtrain.hosts.ports import free_port
 
 BLOCK_BYTES = 64 << 20  # of random values, repeated; a tensor begins at a place of its own in it
 REQUEST_BYTES = 16 << 20

@@ -35,9 +35,10 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 import deepspeed
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from bigtrain import network, ranks
+from bigtrain import ranks
 from bigtrain.errors import ModelError
-from bigtrain.ports import free_port
+from bigtrain.hosts import network
+from bigtrain.hosts.ports import free_port
 from bigtrain.zero import startup
 from bigtrain.zero.adam import cpu_adam, replay_cpu_adam, why_no_cpu_adam
 from bigtrain.zero.building import Partitioner, inside_zero_init

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer, LlamaConfig
 
-from bigtrain.arguments import TrainArguments
 from bigtrain.data.demo import train_tokenizer
 from bigtrain.errors import UsageError
-from bigtrain.job import choose_seq_len, tell_foreign_tokenizer
+from bigtrain.run.arguments import TrainArguments
+from bigtrain.run.job import choose_seq_len, tell_foreign_tokenizer
 
 ARGS = TrainArguments(model_name_or_path="m", train_data="d", output_dir="o", ds_config="c")
 

@@ -34,7 +34,7 @@ def refuse_different(args: Any, ds_config: Mapping[str, Any]) -> None:
     its ranks together, and compared by their xxh3_128.
 
     Args:
-        args: `bigtrain.arguments.TrainArguments`.
+        args: `bigtrain.run.arguments.TrainArguments`.
         ds_config: as it was read on this rank.
 
     Raises:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bigtrain.saving import Saving
+from bigtrain.run.saving import Saving
 
 
 @pytest.mark.parametrize(("saves", "weights_only", "prepared"), [(True, False, 1), (False, False, 0), (True, True, 0)])

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from bigtrain import ranks
-from bigtrain.runfolder import RunFolder
+from bigtrain.run.runfolder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def after_restart(args: Any) -> Any:
     job has long left behind. Both would throw steps away.
 
     Args:
-        args: `bigtrain.arguments.TrainArguments`.
+        args: `bigtrain.run.arguments.TrainArguments`.
 
     Returns:
         `args`, on a restart with `--resume_from_checkpoint auto` where this job may have written to its output folder.

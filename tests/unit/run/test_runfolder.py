@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from bigtrain.errors import UsageError
-from bigtrain.runfolder import RunFolder, this_process
+from bigtrain.run.runfolder import RunFolder, this_process
 from bigtrain.versions import versions
 
 
@@ -145,7 +145,7 @@ def test_versions_name_what_decides_results():
 
 
 def test_other_data_is_told_fact_by_fact(caplog):
-    from bigtrain.job import Job
+    from bigtrain.run.job import Job
 
     mine = SimpleNamespace(data_told={"seq_len": 64, "rows": 10, "content": "a1"})
     for told in (mine.data_told, {}, {"seq_len": 64}):

@@ -6,8 +6,8 @@ import os
 import sys
 import traceback
 
-from bigtrain import placement
 from bigtrain.errors import BigtrainError, RanksDisagreeError, StoppedError
+from bigtrain.hosts import placement
 
 
 def report(error: Exception) -> int:
@@ -47,10 +47,10 @@ def tell_hosts(error: Exception) -> None:
     if _has_met():
         return
     try:
-        from bigtrain import hosts
+        from bigtrain.hosts import rollcall
     except ImportError:  # torch itself may be what is missing
         return
-    hosts.tell(error)
+    rollcall.tell(error)
 
 
 def _has_met() -> bool:

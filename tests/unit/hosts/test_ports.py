@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from bigtrain import ports
-from bigtrain.ports import ephemeral_ports, free_port, is_free
+from bigtrain.hosts import ports
+from bigtrain.hosts.ports import ephemeral_ports, free_port, is_free
 
 
 def test_B53_an_occupied_port_is_noticed():

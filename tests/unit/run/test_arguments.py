@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from bigtrain.arguments import TrainArguments, make_parser, parse
 from bigtrain.errors import UsageError
+from bigtrain.run.arguments import TrainArguments, make_parser, parse
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_what_is_saved_must_be_possible(base, said, problem):
 def test_no_flag_of_others_is_one_of_ours_and_every_remedy_names_flags_that_there_are():
     import re
 
-    from bigtrain.foreign import FOREIGN
+    from bigtrain.run.foreign import FOREIGN
 
     known = make_parser()._option_string_actions
     launchers = {"--num_gpus", "--num_accelerators", "--nproc_per_node", "--master_port"}
@@ -406,7 +406,7 @@ def test_every_flag_has_a_help_text():
 
 
 def test_parsing_needs_no_torch():
-    code = "import sys; from bigtrain.arguments import make_parser; make_parser(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from bigtrain.run.arguments import make_parser; make_parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import BigtrainError, UsageError
-from bigtrain.ports import free_port, is_free
+from bigtrain.hosts.ports import free_port, is_free
 
 logger = logging.getLogger(__name__)
 

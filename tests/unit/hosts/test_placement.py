@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from bigtrain import placement
 from bigtrain.errors import BigtrainError, StoppedError, UsageError
-from bigtrain.placement import Place, device_index, explain_port, refuse_shared_cards, scheduler_conflict
-from bigtrain.ports import free_port
+from bigtrain.hosts import placement
+from bigtrain.hosts.placement import Place, device_index, explain_port, refuse_shared_cards, scheduler_conflict
+from bigtrain.hosts.ports import free_port
 from bigtrain.stopping import EXIT_INTERRUPTED, StopSignal
 from tests import ROOT
 
@@ -59,7 +59,7 @@ def test_B64_more_cards_than_slurm_gave(env, conflict):
 
 LAUNCHED = """
 import os, sys, time
-from bigtrain import placement
+from bigtrain.hosts import placement
 placement._deepspeed_launcher = lambda: "{launcher}"
 with placement.meeting_port(os.environ, wait_s=20) as port:
     time.sleep(1)

@@ -6,11 +6,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bigtrain.hosts.restart import restarts
+from bigtrain.hosts.network import choose_interface, interface_to, several
 from bigtrain.hosts.rollcall import roll_call, tell
-from bigtrain.hosts.sameness import _data_files, _flat, _model_files, differences, digest, installed, settings
-from bigtrain.network import choose_interface, interface_to, several
 from bigtrain.ranks import _only_differences
+from bigtrain.run.restart import restarts
+from bigtrain.run.sameness import _data_files, _flat, _model_files, differences, digest, installed, settings
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 
-from bigtrain import defaults, plan, ranks, shapes, shortage
-from bigtrain.arguments import TrainArguments
-from bigtrain.auto import AUTO, flags, pick
+from bigtrain import defaults, plan, ranks, shapes
 from bigtrain.checkpoint.files import free_bytes
 from bigtrain.config import Decision, RunValues
 from bigtrain.errors import DoesNotFitError, UsageError
-from bigtrain.job import Job, choose_seq_len, device_type, fused_kernels, load_model_config, run_values
 from bigtrain.plan.constants import CUDA_CONTEXT_BYTES, nccl_bytes
 from bigtrain.plan.disk import Writes, saves_to_come
 from bigtrain.plan.machine import expandable_segments, host_memory, show_bytes
@@ -26,7 +23,11 @@ from bigtrain.plan.settled import buffers_are_open, buffers_wanted, settled
 from bigtrain.plan.show import plan_text
 from bigtrain.plan.spilled import asked_share
 from bigtrain.plan.states import layout_name
-from bigtrain.runfolder import RunFolder
+from bigtrain.run import shortage
+from bigtrain.run.arguments import TrainArguments
+from bigtrain.run.auto import AUTO, flags, pick
+from bigtrain.run.job import Job, choose_seq_len, device_type, fused_kernels, load_model_config, run_values
+from bigtrain.run.runfolder import RunFolder
 
 logger = logging.getLogger(__name__)
 

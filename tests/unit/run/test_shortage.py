@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from bigtrain import capacity, plan, shapes
+from bigtrain import plan, shapes
 from bigtrain.errors import DoesNotFitError
-from bigtrain.shortage import CATEGORIES, Explained, held_bytes, nearest, planned_bytes, table
+from bigtrain.run import capacity
+from bigtrain.run.shortage import CATEGORIES, Explained, held_bytes, nearest, planned_bytes, table
 
 GIB = 2**30
 

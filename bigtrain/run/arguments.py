@@ -21,9 +21,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from bigtrain import defaults, foreign
-from bigtrain.argument_problems import TRACKERS, find_problems
+from bigtrain import defaults
 from bigtrain.errors import UsageError
+from bigtrain.run import foreign
+from bigtrain.run.argument_problems import TRACKERS, find_problems
 from bigtrain.runfile import read_run_file
 
 logger = logging.getLogger("bigtrain")

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bigtrain import foreign, shapes
+from bigtrain import shapes
 from bigtrain.config import load, parse
 from bigtrain.errors import ConfigError
 from bigtrain.plan.spilled import share_problems
+from bigtrain.run import foreign
 
 if TYPE_CHECKING:
-    from bigtrain.arguments import TrainArguments
+    from bigtrain.run.arguments import TrainArguments
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 PATHS = (

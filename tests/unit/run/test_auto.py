@@ -4,16 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from bigtrain import capacity, shapes
 from bigtrain import config as ds
-from bigtrain import job as jobs
-from bigtrain.arguments import TrainArguments
-from bigtrain.auto import config_of, pick
+from bigtrain import shapes
 from bigtrain.config import ModelShape, RunValues
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.choose import rows_per_rank
 from bigtrain.plan.inputs import plan_input
 from bigtrain.plan.zero_settings import settings_from_config
+from bigtrain.run import capacity
+from bigtrain.run import job as jobs
+from bigtrain.run.arguments import TrainArguments
+from bigtrain.run.auto import config_of, pick
 
 GIB = 2**30
 LLAMA_3B = shapes.config_dict("llama-3b")

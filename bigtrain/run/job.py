@@ -16,8 +16,6 @@ import torch
 
 from bigtrain import config as ds
 from bigtrain import data, defaults, models, optim, plan, ranks, shapes
-from bigtrain.arguments import TrainArguments
-from bigtrain.auto import AUTO
 from bigtrain.checkpoint import fit
 from bigtrain.checkpoint.live import layout_of
 from bigtrain.config import ModelShape, Resolved, RunValues
@@ -26,6 +24,8 @@ from bigtrain.engine import precision, settings
 from bigtrain.errors import ModelError, UsageError
 from bigtrain.kernels.attach import use_liger
 from bigtrain.plan.spilled import asked_share
+from bigtrain.run.arguments import TrainArguments
+from bigtrain.run.auto import AUTO
 
 logger = logging.getLogger(__name__)
 
