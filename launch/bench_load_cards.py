@@ -229,7 +229,7 @@ def worker(folder: Path, out: str, repeats: int, phases: bool, threads: int | No
     dist.barrier()
     read.GPU_THREADS, read.PINNED_BYTES = threads or read.GPU_THREADS, (staging_mib << 20 if staging_mib else read.PINNED_BYTES)
     most = read.GPU_THREADS if torch.cuda.is_available() else read.CPU_THREADS
-    threads = read.default_threads(most)
+    threads = min(ranks.cores(), most)
     ours = [measured(lambda: build_model(str(folder), ds_config=CONFIG), at == repeats - 1, phases) for at in range(repeats)]
     floors = {
         "pread_s": read_share(folder, ranks.rank(), ranks.world_size(), threads, fresh=False),

@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Mapping
 from typing import Any
+
+from bigtrain import ranks
 
 INWARD = ("lo", "docker", "veth", "virbr", "br-")  # no other host is behind these
 
 
-def several(env: Mapping[str, str] = os.environ) -> bool:
+def several() -> bool:
     """True if the launcher started ranks on more hosts than this one."""
-    world = env.get("WORLD_SIZE", "1")
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
-        if env.get(name, "").isdigit() and world.isdigit():
-            return int(world) > int(env[name])
-    return env.get("SLURM_STEP_NUM_NODES", "1").isdigit() and int(env.get("SLURM_STEP_NUM_NODES", "1")) > 1
+    return ranks.world_size() > ranks.local_world_size()
 
 
 def choose_interface(env: Any = os.environ) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -255,9 +254,7 @@ def named_auto(job: Job, asked: TrainArguments) -> Job:
 
 def ranks_per_host() -> int:
     """Ranks that share the fullest host, as the launchers said: hosts may differ, plans must not. Collective."""
-    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-    mine = next((int(said) for name in names if (said := os.environ.get(name, "")).isdigit()), ranks.world_size())
-    return max(ranks.all_gather_object(mine, "how many ranks each host has"))
+    return max(ranks.all_gather_object(ranks.local_world_size(), "how many ranks each host has"))
 
 
 def cap_gpu_memory(cap_gib: float | None) -> None:

@@ -23,10 +23,15 @@ from bigtrain.run.sameness import _data_files, _flat, _model_files, differences,
         ({"WORLD_SIZE": "2", "LOCAL_SIZE": "2"}, False),
         ({"WORLD_SIZE": "16", "SLURM_STEP_NUM_NODES": "2"}, True),  # srun without a launcher of its own
         ({"WORLD_SIZE": "8", "SLURM_STEP_NUM_NODES": "1"}, False),
+        ({"WORLD_SIZE": "8"}, False),
     ],
 )
-def test_several_hosts_are_known_by_what_launchers_set(env, expected):
-    assert several(env) is expected
+def test_several_hosts_are_known_by_what_launchers_set(env, expected, monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_NUM_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert several() is expected
 
 
 def test_on_one_host_nobody_is_called(monkeypatch):
