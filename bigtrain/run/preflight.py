@@ -1,7 +1,6 @@
 """Before each run: what `bigtrain doctor` finds in a second, and a word between all ranks. What is broken stops the run.
 
 facts            versions that fail together, limits, /dev/shm, interfaces, cards, space in the output folder: once a host
-sameness         every rank has the same versions of what decides results
 communication    an all-reduce, all-gather and reduce-scatter on the run's own ranks and backend, values checked, within LIMIT_S
 """
 
@@ -23,7 +22,6 @@ from bigtrain import ranks, watch
 from bigtrain.diagnostics.doctor.examine import preflight
 from bigtrain.diagnostics.doctor.finding import Finding
 from bigtrain.errors import RanksDisagreeError, UsageError
-from bigtrain.versions import versions
 from bigtrain.whereabouts import HERE
 
 logger = logging.getLogger(__name__)
@@ -58,9 +56,8 @@ def check(output_dir: str, workers: int) -> None:
     if stopping:
         lines = "\n  ".join(stopping)
         raise UsageError(f"this run would fail:\n  {lines}\nNothing was built. --no_preflight starts it all the same.")
-    same_versions()
     communicate()
-    logger.info("preflight: machine, versions and communication are fine (%.1f s)", time.monotonic() - begun)
+    logger.info("preflight: machine and communication are fine (%.1f s)", time.monotonic() - begun)
 
 
 def facts(output_dir: str, workers: int) -> list[Finding]:
@@ -84,16 +81,6 @@ def _milder(finding: Finding) -> Finding:
 def line(finding: Finding) -> str:
     """A finding in one line, with its remedy."""
     return f"{finding.name}: {finding.what} ({finding.measured}; needed: {finding.needed}). To mend it: {finding.remedy}"
-
-
-def same_versions() -> None:
-    """Every rank runs the same packages.
-
-    Raises:
-        RanksDisagreeError: on every rank alike.
-    """
-    mine = {name: version for name, version in versions(commit=False).items() if name != "platform"}
-    ranks.agree(tuple(sorted(mine.items())), "what is installed")
 
 
 # ---------------------------------------------------------------- communication
