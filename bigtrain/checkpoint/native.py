@@ -16,10 +16,10 @@ from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
 from bigtrain.errors import CheckpointError
-from bigtrain.flat import refresh_weights, weight_partitions
 from bigtrain.meeting import Point, meet, naming_the_lost
 from bigtrain.weights.companions import companion_files, exported_config
 from bigtrain.whereabouts import HERE
+from bigtrain.zero.flat import refresh_weights, weight_partitions
 
 if TYPE_CHECKING:
     from bigtrain.engine import Engine

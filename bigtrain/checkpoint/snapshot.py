@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
-from bigtrain import heap, pastcache, ranks
+from bigtrain import ranks
 from bigtrain.checkpoint.slices import raw
-from bigtrain.optim import lanes
+from bigtrain.memory import heap, pastcache
+from bigtrain.memory import pinned as lanes
 from bigtrain.plan.room import room
 
 BLOCK_BYTES = 64 << 20

@@ -127,7 +127,7 @@ class FlatSharding:
         self.rank = found.heaviest if rank is None else rank
         self.owned, self.touched = found.owned(self.rank)
         self.compact = self.zero.grad_bytes == 4
-        self.own = LAYOUTS[plan.optimizer].own_offload  # the weights are its masters (bigtrain/startup.py)
+        self.own = LAYOUTS[plan.optimizer].own_offload  # the weights are its masters (bigtrain/zero/startup.py)
         self.alone, self.straight = plan.no_buckets and not self.compact, plan.no_buckets and self.compact
         self.flight: list[tuple[str, int]] = []  # gradients on their way to the host, oldest first
         self.bucket: list[int] = []
@@ -277,7 +277,7 @@ class FlatSharding:
     def _keep(self, i: int) -> None:
         owned = self.owned[i]
         if self.zero.offload_optimizer and owned and self.last and self.plan.device == "cuda":
-            # On a CPU neither copy is made (bigtrain/hostgradients.py).
+            # On a CPU neither copy is made (bigtrain/engine/hostgradients.py).
             self.tape.touch(8 * owned, "gradient norm in fp64", self.side)
             if not self.compact:
                 self.tape.touch(4 * owned, "gradient, fp32 slice", self.side)
@@ -315,7 +315,7 @@ class FlatSharding:
             self.tape.phase("optimizer step")
             self.tape.drop("compact")
             return
-        self.tape.phase("norm")  # each gradient is summed up without a copy (bigtrain/reduction.py)
+        self.tape.phase("norm")  # each gradient is summed up without a copy (bigtrain/engine/reduction.py)
         self.tape.phase("optimizer step")
         if self.streamed is not None:
             self._stream()

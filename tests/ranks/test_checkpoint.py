@@ -25,7 +25,7 @@ from bigtrain.checkpoint.slices import LocalSlice
 from bigtrain.checkpoint.verify import verify
 from bigtrain.errors import BigtrainError, CheckpointError, UsageError
 from bigtrain.plan.room import Room
-from bigtrain.runfolder import RunFolder
+from bigtrain.run.runfolder import RunFolder
 
 SHAPES = {"a": (7, 5), "b": (1,), "c": (1031,), "d": (3, 2_000_003)}
 

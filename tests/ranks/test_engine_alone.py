@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bigtrain.engine import Engine
-from bigtrain.reduction import Reduction
+from bigtrain.engine.reduction import Reduction
 from tests.ranks.test_engine_loops import Shared
 from tests.ranks.tiny import VOCAB, TinyLM, config, rows, share, whole_weights
 

@@ -6,7 +6,6 @@ import itertools
 import pytest
 
 from bigtrain import shapes
-from bigtrain.auto import pick
 from bigtrain.bench.grid import expand
 from bigtrain.bench.prediction import Machine, planned
 from bigtrain.cli import main
@@ -15,6 +14,7 @@ from bigtrain.errors import UsageError
 from bigtrain.plan import block_count, choose, least_blocks, plan_input, predict, step_time
 from bigtrain.plan.judge import judge
 from bigtrain.plan.zero_settings import ZeroSettings
+from bigtrain.run.auto import pick
 
 GIB = 2**30
 
