@@ -9,7 +9,7 @@ import torch
 
 from bigtrain import guards
 from bigtrain.engine import agreement
-from bigtrain.engine.reduction import GradientFlags
+from bigtrain.engine.flags import GradientFlags
 from bigtrain.errors import DataError, RanksDisagreeError
 from bigtrain.guards import RankStep
 from bigtrain.meeting import Point, meet, pack, unpack

@@ -12,10 +12,11 @@ import torch
 
 from bigtrain import guards, optim, ranks, weights, zero
 from bigtrain.engine import buffers
+from bigtrain.engine.flags import GradientFlags
 from bigtrain.engine.master import MasterOptimizer
 from bigtrain.engine.misuse import refuse_compiled
 from bigtrain.engine.precision import refuse_other_dtypes, to_bf16
-from bigtrain.engine.reduction import GradientFlags, Reduction
+from bigtrain.engine.reduction import Reduction
 from bigtrain.engine.settings import Settings
 from bigtrain.engine.writes import ForeignWrites, MasterOf
 from bigtrain.errors import ModelError

@@ -164,7 +164,7 @@ class PlanInput:
     def no_buckets(self) -> bool:
         """One rank at stage 2 leaves bf16 gradients where autograd puts them, or adds them to fp32 sums as they come.
 
-        bigtrain/reduction.py `_nobody_to_reduce_with`.
+        bigtrain/engine/reduction.py `_nobody_to_reduce_with`.
         """
         return self.world_size == 1 and self.settings.stage == 2 and not self.deepspeed_settings.offload_optimizer
 
