@@ -18,7 +18,8 @@ import torch
 
 from bigtrain import ranks
 from bigtrain.checkpoint.slices import raw
-from bigtrain.memory import heap, pastcache, pinned
+from bigtrain.memory import heap, pastcache
+from bigtrain.memory.pinned import HostMemory as PageLocked
 from bigtrain.plan.room import room
 
 BLOCK_BYTES = 64 << 20
@@ -53,7 +54,7 @@ class HostMemory:
         self._lock = threading.Lock()
         self._blocks: list[torch.Tensor] = []
         self._users: list[int] = []
-        self._locked: list[pinned.HostMemory] = []  # what unlocks the blocks' pages when it goes
+        self._locked: list[PageLocked] = []  # what unlocks the blocks' pages when it goes
         self._open, self._filled = -1, 0
 
     @property
@@ -154,12 +155,12 @@ def threads_on(device: torch.device | None, count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count) if device is None else ThreadPoolExecutor(count, "gpu", torch.cuda.set_device, (device,))
 
 
-def page_locked(nbytes: int) -> pinned.HostMemory:
+def page_locked(nbytes: int) -> PageLocked:
     """Host memory of exactly this size that a GPU copies to and from at the bus's speed; its tensor is called "bytes".
 
     It is the program's own, registered with the driver: good for direct I/O too, and given back to the system.
     """
-    return pinned.HostMemory({"bytes": (nbytes, torch.uint8)}, pin=True)
+    return PageLocked({"bytes": (nbytes, torch.uint8)}, pin=True)
 
 
 def copy_host(source: torch.Tensor, target: torch.Tensor) -> None:
