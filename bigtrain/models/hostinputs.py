@@ -51,11 +51,11 @@ class HostInputs:
 
     def _leaves(self, tensor: torch.Tensor) -> bool:
         """Whether this argument of a block is one to be kept on the host."""
-        return tensor.is_cuda and tensor.requires_grad
+        return _is_on_card(tensor) and tensor.requires_grad
 
     def send(self, tensor: torch.Tensor) -> Any:
         """What to keep of a result of the block that runs: little ones, such as seeds, stay where they are."""
-        if not tensor.is_cuda or tensor.nbytes < _WORTH_COPYING:
+        if not _is_on_card(tensor) or tensor.nbytes < _WORTH_COPYING:
             return tensor.detach()
         self._sent += 1
         return self._send(tensor, self._sent)
@@ -72,6 +72,10 @@ class HostInputs:
 
 
 _WORTH_COPYING = 2**16
+
+
+def _is_on_card(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _unpack(packed: Any) -> torch.Tensor:

@@ -148,6 +148,39 @@ def test_a_kept_result_serves_a_second_backward_and_a_write_into_it_is_noticed(p
         runner(policy, 1)(writes, x).sum().backward()
 
 
+def test_operators_of_other_libraries_are_known_by_their_names():
+    """As flash-attn has them, and torch for rows of several documents: called from an autograd.Function, or with a backward of their own."""
+    ran = []
+
+    @torch.library.custom_op("tests_flash_attn::_varlen_forward", mutates_args=())
+    def forward(x: torch.Tensor, dropout_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+        ran.append(dropout_p)
+        return 2 * x, x.sum(-1)
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, dropout):
+            out, stats = torch.ops.tests_flash_attn._varlen_forward(x, dropout)
+            ctx.save_for_backward(x, out, stats)
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, out, _ = ctx.saved_tensors
+            return out / x * grad, None
+
+    forward.register_autograd(
+        lambda ctx, grad, _: (2 * grad, None), setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[0])
+    )
+    x = torch.ones(2, 4, requires_grad=True)
+    for run in (lambda x, p: Function.apply(x * 3, p).square(), lambda x, p: forward(x * 3, p)[0].square()):
+        for dropout, times in ((0.0, 1), (0.5, 2)):
+            for policy in ("attention", "offload", "selective"):
+                ran.clear()
+                (grad,) = torch.autograd.grad(runner(policy, 1)(run, x, dropout).sum(), x)
+                assert torch.equal(grad, torch.full((2, 4), 72.0)) and len(ran) == times
+
+
 def test_where_nothing_of_attention_can_be_kept_that_is_said_once(caplog):
     def block(x, dropout):
         return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
