@@ -61,13 +61,18 @@ def card(monkeypatch):
 
 
 class Block(nn.Module):
+    made: list[int]  # weak references to the memory of attention's results
+
     def __init__(self):
         super().__init__()
+        self.made = []
         self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
 
     def forward(self, x):
         q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        self.made.append(attended.untyped_storage()._weak_ref())
+        return x + self.out(attended.transpose(1, 2).flatten(2))
 
 
 def _gradients(run):
@@ -104,3 +109,15 @@ def test_a_result_lies_as_it_did(card):
         assert torch.equal(back, one) and back.stride() == one.stride() and back.data_ptr() != one.data_ptr()
     seed = torch.ones(3)
     assert HostInputs().send(seed).data_ptr() == seed.data_ptr()
+
+
+@pytest.mark.parametrize("policy, there", [("full", False), ("attention", True), ("offload", False)])
+def test_results_on_the_host_are_nowhere_else(card, policy, there):
+    """Between forward and backward; whatever names the tensor then would keep its memory."""
+    block, run = Block(), runner(policy, 1)
+    for _ in range(2):  # the first one is checked
+        block.made.clear()
+        loss = run(block, torch.randn(2, 24, 32, requires_grad=True)).sum()
+        assert torch.UntypedStorage._expired(block.made[0]) is not there
+        loss.backward()
+    assert torch.UntypedStorage._expired(block.made[0])
