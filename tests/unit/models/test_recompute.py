@@ -128,6 +128,22 @@ def test_each_policy_runs_again_what_it_does_not_keep():
         assert seen[policy]["flip"] > seen[None]["flip"]
 
 
+def test_operators_beside_attention_are_not_looked_at(monkeypatch):
+    """A mode that sees each operator takes the host as long as the block itself (docs/log.md)."""
+    from bigtrain.models import recompute
+
+    seen = []
+    for mode in (recompute._Keep, recompute._Replay):
+
+        def noted(self, func, types, args=(), kwargs=None, was=mode.__torch_dispatch__):
+            seen.append(str(func).split(".")[1])
+            return was(self, func, types, args, kwargs)
+
+        monkeypatch.setattr(mode, "__torch_dispatch__", noted)
+    _gradients("attention")
+    assert seen.count(ATTENTION) == 6 and not {"addmm", "flip", "add"} & set(seen)
+
+
 @pytest.mark.parametrize("policy", ["attention", "offload"])
 def test_a_kept_result_serves_a_second_backward_and_a_write_into_it_is_noticed(policy):
     def block(x):
