@@ -37,6 +37,7 @@ class Point(enum.IntEnum):
     SAVE = 6
     LOAD = 7
     EXPORT = 8
+    PREPARE = 9
 
 
 _PLACE = {
@@ -49,6 +50,7 @@ _PLACE = {
     Point.SAVE: "engine.save_checkpoint()",
     Point.LOAD: "engine.load_checkpoint()",
     Point.EXPORT: "engine.export()",
+    Point.PREPARE: "engine.checkpoints.prepare()",
 }
 
 

@@ -50,9 +50,10 @@ def local_rank() -> int:
 
 
 def local_world_size() -> int:
-    """Ranks on this host, as the launcher said (torchrun, deepspeed, Open MPI), else 1."""
+    """Ranks on this host, as the launcher said (torchrun, deepspeed, Open MPI), else this host's part of all (srun says how many hosts)."""
     names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), 1)
+    told = (int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal())
+    return next(told, -(-world_size() // int(os.environ.get("SLURM_STEP_NUM_NODES") or 1)))
 
 
 def cores() -> int:

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bigtrain import failure
 from bigtrain.errors import BigtrainError, StoppedError
 from bigtrain.plan.room import WARNING_SHARE
+from bigtrain.run import failure
 from bigtrain.stopping import StopSignal
 
 logger = logging.getLogger("bigtrain")
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tools_on_path()
     with StopSignal() as stop:
         try:
-            from bigtrain.arguments import parse
+            from bigtrain.run.arguments import parse
 
             start_logging()
             args = parse(words)
@@ -48,21 +48,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     """One run; returns its summary. Every rank calls it with the same arguments."""
-    from bigtrain import capacity, hosts, placement, preflight, ranks, watch, zero
-    from bigtrain import job as jobs
+    from bigtrain import ranks, watch, zero
     from bigtrain.diagnostics.metrics import flops_formula
     from bigtrain.engine import Engine
-    from bigtrain.runfolder import RunFolder
-    from bigtrain.shortage import Explained
+    from bigtrain.hosts import placement, rollcall
+    from bigtrain.run import capacity, preflight, restart, sameness
+    from bigtrain.run import job as jobs
+    from bigtrain.run.runfolder import RunFolder
+    from bigtrain.run.shortage import Explained
 
     config = jobs.read_ds_config(args)  # every fault of the file, before anything starts
     with stop.leaving_at_once(), placement.meeting_port():
-        zero.init_distributed(timeout_s=args.ddp_timeout, store=hosts.roll_call())
+        zero.init_distributed(timeout_s=args.ddp_timeout, store=rollcall.roll_call())
         ranks.control_group()
     ranks.agree(args.as_dict(), "the arguments")
     watch.begin(args.hang_limit, args.output_dir)
-    hosts.refuse_different(args, config)
-    args = hosts.after_restart(args)
+    sameness.refuse_different(args, config)
+    args = restart.after_restart(args)
     if not args.no_preflight:
         preflight.check(args.output_dir, args.dataloader_num_workers)
     places = check_places()
@@ -87,7 +89,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     ranks.main_decides(lambda: capacity.check_disk(job, folder, reached[0]), "looking at the disk")
     with folder.replacing(), Explained(layout, *limits, folder) as explained:
         ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
-        hosts.refuse_split_output(folder.root, saves=args.saves)
+        sameness.refuse_split_output(folder.root, saves=args.saves)
         ranks.main_decides(lambda: announce(job, folder, places, planned), "writing run.json")
         model, isolation = jobs.build(job)
         explained.model, explained.phase = model, "starting the engine"
@@ -96,9 +98,8 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         if resume is not None:
             job = job.going_on(engine.load_checkpoint(resume), engine.global_step, engine.data_position)
             logger.info("resumed from %s at step %d, row %d", resume, engine.global_step, engine.data_position)
-        flops = flops_formula(model, job.seq_len)
         with ranks.together("opening loaders and trackers"):
-            run = Run(job, engine, folder, stop, flops, places, isolation.document_bounds)
+            run = Run(job, engine, folder, stop, flops_formula(model, job.seq_len), places, isolation.document_bounds)
         try:
             return run.finish(run.loop())
         except Exception as error:
@@ -119,7 +120,7 @@ class Run:
         from bigtrain.diagnostics.metrics import ProcessMemory, RowLog, StepClock
         from bigtrain.diagnostics.progress import Progress, open_trackers
         from bigtrain.diagnostics.report import spelled
-        from bigtrain.saving import Saving
+        from bigtrain.run.saving import Saving
 
         args = job.args
         self.job, self.engine, self.folder, self.stop = job, engine, folder, stop
@@ -165,6 +166,7 @@ class Run:
             stopping = self.record(result)
             if stopping:
                 return self.stopped(result.step)
+            self.saving.prepare()
             self.evaluate()
             if self.saving.due():
                 self.save()
@@ -266,7 +268,7 @@ class Run:
 
     def failed(self, error: Exception) -> None:
         """Write down how it ended; `python -m bigtrain.diagnostics.report OUT` shows what there is."""
-        from bigtrain.runfolder import now
+        from bigtrain.run.runfolder import now
 
         self.engine.checkpoints.failure()  # of a save in flight: it has been said, and must not hide what ended the run
         if self.main and not self.ended:
@@ -277,7 +279,7 @@ class Run:
     def _summarise(self, outcome: str) -> dict[str, Any]:
         from bigtrain.diagnostics.metrics import read_rows, summarise
         from bigtrain.diagnostics.report import flatten, write_report
-        from bigtrain.runfolder import now
+        from bigtrain.run.runfolder import now
 
         rows = read_rows(self.folder.root / "metrics.jsonl")
         summary = summarise(rows, self.clock.totals_s)
@@ -324,7 +326,8 @@ def gpu_memory_bytes() -> tuple[int, int, int]:
 
 def check_places() -> list[Any]:
     """Where every rank runs; refuses two ranks on one card."""
-    from bigtrain import placement, ranks
+    from bigtrain import ranks
+    from bigtrain.hosts import placement
 
     places = ranks.all_gather_object(placement.this_place())
     placement.refuse_shared_cards(places)
@@ -342,7 +345,7 @@ def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str,
     import torch
 
     from bigtrain.config import report, table
-    from bigtrain.runfolder import now, this_process
+    from bigtrain.run.runfolder import now, this_process
     from bigtrain.versions import versions
 
     resolved = job.resolved

@@ -21,8 +21,8 @@ PACKAGES = (
 )
 
 
-def versions(commit: bool = True) -> dict[str, str]:
-    """Versions of what decides results: Python, packages, CUDA, this project and (it takes a moment) its commit."""
+def versions() -> dict[str, str]:
+    """Versions of what decides results: Python, packages, CUDA, this project and its commit."""
     from bigtrain import __version__
 
     found = {"bigtrain": __version__, "python": platform.python_version(), "platform": platform.platform()}
@@ -34,8 +34,7 @@ def versions(commit: bool = True) -> dict[str, str]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.version.cuda:
         found["cuda"] = torch.version.cuda
-    known = _commit() if commit else None
-    if known:
+    if known := _commit():
         found["commit"] = known
     return found
 

@@ -6,7 +6,8 @@
 Random tokens, activation checkpointing, liger-kernel where it is installed. After `--warmup` steps and `--steps` timed ones, one
 save after the other, each as `save_checkpoint(wait=False)` with training going on until it is on disk:
 
-    training   the next update comes after a forward and backward, as in training. The first save also makes the host buffers.
+    training   the next update comes after a forward and backward, as in training. The host buffers of the first save are made
+               beside the steps before it, as launch/train.py has it done; with `--unprepared`, by the first save.
     at_once    the next update is due at once: training waits for the whole copy. The worst case, which no training loop has.
 
 Of each: `stall_s`, seconds that the training thread stood still (the call, and its wait before the update), against `floor_s`,
@@ -275,13 +276,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     copy_bytes_s = pinned_copy_bytes_s()
     training = Training(engine, batch)
     training.steps(args.warmup)
+    begin = settled()
+    if not args.unprepared:
+        engine.checkpoints.prepare(root)
+    prepare_call_s = time.perf_counter() - begin
+    training.steps(args.warmup)
     threads = Threads()
     alone_s, alone_peak = training.steps(args.steps)
     processor = threads.since()
     gpu_bytes, host_bytes = state_bytes(engine)
     result: dict[str, Any] = {
         "card": torch.cuda.get_device_name() if on_gpu() else "none", "model": args.model, "optim": args.optim,
-        "micro_batch": args.micro_batch, "seq_len": args.seq_len, "ready_s": time.perf_counter() - began, "step_alone_s": alone_s,
+        "micro_batch": args.micro_batch, "seq_len": args.seq_len, "ready_s": time.perf_counter() - began, "prepare_call_s": prepare_call_s, "step_alone_s": alone_s,
         "peak_alone": alone_peak, "gpu_bytes": gpu_bytes, "host_bytes": host_bytes, "pinned_copy_gb_s": (copy_bytes_s or 0) / 1e9,
         "floor_s": gpu_bytes / (copy_bytes_s or D2H_BYTES_S), "floor_54_s": gpu_bytes / D2H_BYTES_S, "hashed_in_c": hashing.native() is not None, "processor_alone": processor, "saves": [],
     }  # fmt: skip
@@ -319,6 +325,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--saves", nargs="+", choices=["training", "at_once"], default=["training", "training", "at_once"])
+    parser.add_argument("--unprepared", action="store_true", help="the first save makes the host buffers")
     parser.add_argument("--dir", help="where to write; its disk is what is measured")
     parser.add_argument("--out", type=Path, help="the line also goes here")
     return parser.parse_args(argv)

@@ -30,7 +30,7 @@ from typing import Any
 
 from bigtrain.bench.processes import python_path, rank_environment
 from bigtrain.diagnostics.pages import put_table
-from bigtrain.ports import free_port
+from bigtrain.hosts.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 LAST = 20  # steps whose mean is the final loss

@@ -36,8 +36,8 @@ from torch import nn
 from bigtrain import ranks, zero
 from bigtrain.data import SampleOrder, StepLoader, plan_steps
 from bigtrain.engine import Engine
+from bigtrain.hosts.ports import free_port
 from bigtrain.models import build_model
-from bigtrain.ports import free_port
 
 HANG_S = 8.0
 LIMIT_S = 30.0

@@ -31,7 +31,7 @@ from typing import Any
 import load_phases
 
 from bigtrain.bench.processes import python_path
-from bigtrain.ports import free_port
+from bigtrain.hosts.ports import free_port
 
 PREIMPORTED = (
     "transformers.models.llama.modeling_llama",

@@ -39,7 +39,7 @@ import load_phases
 from bench_load import CONFIG, PREIMPORTED, WAYS, _io, _status
 
 from bigtrain.bench.processes import python_path
-from bigtrain.ports import free_port
+from bigtrain.hosts.ports import free_port
 
 BLOCK_BYTES = 64 << 20  # of random values, repeated; a tensor begins at a place of its own in it
 REQUEST_BYTES = 16 << 20
@@ -229,7 +229,7 @@ def worker(folder: Path, out: str, repeats: int, phases: bool, threads: int | No
     dist.barrier()
     read.GPU_THREADS, read.PINNED_BYTES = threads or read.GPU_THREADS, (staging_mib << 20 if staging_mib else read.PINNED_BYTES)
     most = read.GPU_THREADS if torch.cuda.is_available() else read.CPU_THREADS
-    threads = read.default_threads(most)
+    threads = min(ranks.cores(), most)
     ours = [measured(lambda: build_model(str(folder), ds_config=CONFIG), at == repeats - 1, phases) for at in range(repeats)]
     floors = {
         "pread_s": read_share(folder, ranks.rank(), ranks.world_size(), threads, fresh=False),

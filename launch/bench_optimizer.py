@@ -57,7 +57,7 @@ def main() -> None:
 
 def run(part: str, kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """What both ranks say of one line."""
-    from bigtrain.ports import free_port
+    from bigtrain.hosts.ports import free_port
 
     env = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}

@@ -25,12 +25,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from trace_reading import MARK, markdown, read, report
 
-from bigtrain import capacity, data, failure, placement, ranks, train, zero
-from bigtrain import job as jobs
-from bigtrain.arguments import TrainArguments, parse
+from bigtrain import data, ranks, train, zero
 from bigtrain.config import ModelShape
 from bigtrain.diagnostics.metrics import flops_formula
 from bigtrain.engine import Engine
+from bigtrain.hosts import placement
+from bigtrain.run import capacity, failure
+from bigtrain.run import job as jobs
+from bigtrain.run.arguments import TrainArguments, parse
 
 
 class Marked(Engine):

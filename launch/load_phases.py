@@ -33,7 +33,7 @@ CLOCKED = (
     ("    waiting for copies, all threads", "torch.cuda.streams", "Event.synchronize"),
     ("    whole batches, all threads", "bigtrain.weights.read", "Reader._batch"),
     ("last touches", "bigtrain.models.build", "_settle"),
-    ("freed memory back to the system", "bigtrain.heap", "give_back"),
+    ("freed memory back to the system", "bigtrain.memory.heap", "give_back"),
     ("exchanges between ranks, in all of the above", "bigtrain.ranks", "all_gather_object"),
 )
 Spans = dict[str, list[float]]

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from bigtrain import defaults, shapes
-from bigtrain.arguments import Policy, TrainArguments
 from bigtrain.config import load
 from bigtrain.errors import UsageError
+from bigtrain.run.arguments import Policy, TrainArguments
 from bigtrain.runfile import read_run_file
 
 RUNNERS = ("bigtrain", "raw_deepspeed", "hf_trainer")

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bigtrain.auto import config_of, flags
 from bigtrain.bench import sweep
 from bigtrain.bench.grid import Cell
 from bigtrain.bench.prediction import Machine
@@ -16,6 +15,7 @@ from bigtrain.errors import UsageError
 from bigtrain.plan.choose import Candidate
 from bigtrain.plan.machine import gpu_memory
 from bigtrain.plan.roofline import speed_numbers
+from bigtrain.run.auto import config_of, flags
 
 STEPS, WARMUP = 6, 3
 CELL_S = 600.0

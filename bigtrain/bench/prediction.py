@@ -8,7 +8,6 @@ from typing import Any
 
 from bigtrain import config as ds
 from bigtrain import defaults, plan, shapes
-from bigtrain.auto import AUTO, pick
 from bigtrain.bench.grid import Cell
 from bigtrain.config import ModelShape, Resolved, RunValues
 from bigtrain.diagnostics.metrics import FlopsFormula
@@ -22,6 +21,7 @@ from bigtrain.plan.settled import buffers_are_open, settled
 from bigtrain.plan.show import heading
 from bigtrain.plan.spilled import asked_share
 from bigtrain.plan.states import layout_name
+from bigtrain.run.auto import AUTO, pick
 
 _RUN_NAMES = {"per_device_train_batch_size": "micro_batch", "gradient_accumulation_steps": "accumulation"}
 
@@ -75,7 +75,7 @@ def _blocks(cell: Cell) -> int | None:
 
 
 def _plan_input(cell: Cell, machine: Machine, run: RunValues, **more: Any) -> PlanInput:
-    """What is planned of a cell, as `bigtrain.capacity` does it of a run. `more`: other values of `plan.plan_input`."""
+    """What is planned of a cell, as `bigtrain.run.capacity` does it of a run. `more`: other values of `plan.plan_input`."""
     return plan.plan_input(
         model_config(cell.model),
         attention=attention(cell, machine),

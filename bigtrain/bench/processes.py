@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bigtrain.ports import free_port
+from bigtrain.hosts.ports import free_port
 
 MARK = "BIGTRAIN_BENCH_CELL"
 SAMPLE_S = 0.05

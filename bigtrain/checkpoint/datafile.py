@@ -26,11 +26,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import xxhash
 
-from bigtrain import pastcache
 from bigtrain.checkpoint import files
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.hashing import PIECE_BYTES, ChunkHashes
 from bigtrain.errors import CheckpointError
+from bigtrain.memory import pastcache
 
 BLOCK_BYTES = 16 << 20  # one request: enough to keep a disk busy, small beside any state
 PAGE_BYTES = 4096  # alignment that direct I/O needs on every disk in use

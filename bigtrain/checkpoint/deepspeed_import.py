@@ -21,11 +21,11 @@ from bigtrain.checkpoint.manifest import SavedSlice
 from bigtrain.checkpoint.reshard import Index, Read
 from bigtrain.checkpoint.slices import DTYPE_NAMES, LocalSlice
 from bigtrain.errors import CheckpointError
-from bigtrain.flat import refresh_weights
 from bigtrain.optim import OPTIMIZERS
 from bigtrain.weights.deepspeed_folder import DeepSpeedFolder, open_deepspeed
 from bigtrain.weights.deepspeed_universal import is_universal, open_universal
 from bigtrain.weights.slots import Piece, without_wrappers
+from bigtrain.zero.flat import refresh_weights
 
 if TYPE_CHECKING:
     from bigtrain.engine import Engine

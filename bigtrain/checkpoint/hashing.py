@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from bigtrain import pastcache
+from bigtrain.memory import pastcache
 
 PIECE_BYTES = 256 << 10  # hashed, then copied: stays in the second-level cache between the two
 

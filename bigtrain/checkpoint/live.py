@@ -17,10 +17,10 @@ from bigtrain.checkpoint.blocks import MOMENTS, SCALES, Reblock, in_place, reblo
 from bigtrain.checkpoint.reshard import Index, Wanted, plan_reads
 from bigtrain.checkpoint.slices import DTYPE_NAMES, DTYPES, LocalSlice
 from bigtrain.errors import CheckpointError
-from bigtrain.flat import partition_layouts
 from bigtrain.guards import listing
 from bigtrain.optim import OPTIMIZERS
 from bigtrain.optim.split import first_codes
+from bigtrain.zero.flat import partition_layouts
 
 READING_RANKS = 4  # up to so many CPU ranks, each reads all masters
 SCALAR_TYPES = (int, float)
@@ -65,7 +65,7 @@ def flat_tensors(engine: Any) -> list[Flat]:
             Flat(i, tensor, inner.state[tensor], list(_pieces(layout, names)), False)
             for i, (tensor, layout) in enumerate(layouts.items())
         ]
-    wrapped = ds.optimizer  # stage 0: bigtrain.master.MasterOptimizer
+    wrapped = ds.optimizer  # stage 0: bigtrain.engine.master.MasterOptimizer
     return [
         Flat(i, master, wrapped.state[master], [(names[id(p)], tuple(p.shape), 0, 0, p.numel())], True)
         for i, (p, master) in enumerate(zip(wrapped.model_params, wrapped.masters))

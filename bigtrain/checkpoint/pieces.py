@@ -175,6 +175,11 @@ def plan(
     return Job(step, scratch, final, units, saved, total, header, rank_state, run, model_files, hashes, imaged, device, ready)
 
 
+def data_bytes(mine: list[LocalSlice]) -> int:
+    """Size of the data file that `plan` lays these out in."""
+    return _lay_out(mine)[2]
+
+
 def _cuts(offset: int, nbytes: int, imaged: bool) -> Iterator[tuple[int, int]]:
     """Bytes [begin, end) of the units of a slice at byte `offset` of the file: each lies in one block of the image, if there is one."""
     begin = 0

@@ -4,37 +4,29 @@
 next update is due is copied to host memory by `before_update`, while the thread goes on writing, so that the update never waits
 for the disk and the extra memory is at most one snapshot: none where the disk is done before the update.
 
-Where a GPU computes, all state is copied to host memory at once, beside forward and backward of the next step: what lies on the GPU
-to pinned memory, on a stream of its own; no GPU memory is allocated. Host memory is kept for the next save (`snapshot.HostMemory`).
-Where all of it lies on the GPU, the copy is an image of the data file, which goes to the disk as it is, without another copy. What
-the host has no room for stays on the GPU until the writer comes to it, and the update waits for that.
+Where a GPU computes, all state is copied to host memory at once, beside forward and backward of the next step (copying.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from bigtrain import ranks
 from bigtrain.checkpoint import files, hashing, manifest, second, store
 from bigtrain.checkpoint.confirm import Confirmation, LostRankError
+from bigtrain.checkpoint.copying import Copier
 from bigtrain.checkpoint.datafile import BLOCK_BYTES, READY_BYTES, DataFile, DiskThread, buffers
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.manifest import CHUNK_BYTES
-from bigtrain.checkpoint.pieces import BUSY, COPIED, DONE, LIVE, Job, Unit, plan
+from bigtrain.checkpoint.pieces import Job, data_bytes, plan
 from bigtrain.checkpoint.slices import LocalSlice, raw, share_of
-from bigtrain.checkpoint.snapshot import Copy, HostMemory, copy_host
 from bigtrain.errors import CheckpointError
 from bigtrain.plan.disk import SPARE_BYTES
 from bigtrain.whereabouts import HERE
@@ -42,27 +34,6 @@ from bigtrain.whereabouts import HERE
 log = logging.getLogger(__name__)
 
 CONFIRM_TIMEOUT_S = 3600.0  # how long a rank waits for the slowest writer
-
-
-def _copiers() -> int:
-    """Threads that copy: this rank's share of the cores, up to 8, which saturate the memory of any machine seen."""
-    return min(8, ranks.cores())
-
-
-@contextlib.contextmanager
-def _beside(job: Job) -> Iterator[None]:
-    """What is copied inside from the GPU, is so beside its kernels; done at the end, also after an error: blocks are given back then."""
-    if job.device is None or job.ready is None:
-        yield
-        return
-    with torch.cuda.device(job.device):  # a new thread begins on the first GPU
-        stream = torch.cuda.Stream(job.device)
-        stream.wait_event(job.ready)
-        try:
-            with torch.cuda.stream(stream):
-                yield
-        finally:
-            stream.synchronize()
 
 
 class Saver:
@@ -73,36 +44,34 @@ class Saver:
         keep_last: how many of the newest checkpoints to keep; None keeps all.
         keep_every: checkpoints whose step is a multiple of this are never deleted.
         disk: the file layer; tests pass one that fails.
-        confirmation: that of a saver which saves no more; a process group is never given back, so there is one for each engine.
+        after: a saver that saves no more. Its process group, which is never given back, and its host memory go on here.
 
     Attributes:
         always_imaged: also what lies in host memory is copied to an image of the file when a save starts; for tests without a GPU.
         protect: steps that are not deleted.
         copy_to: folder that gets a copy of each checkpoint; None for none.
         blocked_s: seconds that the last save kept training waiting, so far.
-        fetched_bytes, fetch_s: copied from the GPU by the last save, and the seconds from the first copy to the end of the last.
+        confirmation, copier: what the next saver of the same engine takes over.
     """
 
     always_imaged = False
 
     def __init__(
         self, root: Path, *, keep_last: int | None = None, keep_every: int | None = None, disk: Disk | None = None,
-        confirmation: Confirmation | None = None,
+        after: Saver | None = None,
     ):  # fmt: skip
         self.root, self.keep_last, self.keep_every = Path(root), keep_last, keep_every
         self.protect: set[int] = set()
         self.copy_to: Path | None = None
         self.blocked_s = 0.0
-        self.fetched_bytes, self.fetch_s = 0, 0.0
         self._disk = disk or Disk()
-        self.confirmation = confirmation or Confirmation(CONFIRM_TIMEOUT_S)
-        self._lock = threading.Condition()
+        self.confirmation: Confirmation = Confirmation(CONFIRM_TIMEOUT_S) if after is None else after.confirmation
+        self.copier: Copier = Copier() if after is None else after.copier
         self._thread: threading.Thread | None = None
         self._job: Job | None = None
         self._error: Exception | None = None
         self._disk_thread = DiskThread()
         self._disk_thread.submit(hashing.native)  # compiled, if it was never here, before an update waits for copies
-        self._host, self._pinned = HostMemory(pinned=False), HostMemory(pinned=True)
         with ranks.together(f"preparing {self.root}"):
             if ranks.is_main() and self.root.is_dir():
                 claim = files.claim(self.root)
@@ -112,6 +81,20 @@ class Saver:
                     files.release(claim)
 
     # ------------------------------------------------------------ the training thread
+
+    def prepare(self, slices: list[LocalSlice]) -> None:
+        """Make the host memory that a save of these slices will copy to, beside training; nothing, where no GPU computes."""
+        if self.writing:  # which makes what it needs
+            return
+        mine = share_of(slices, ranks.rank(), ranks.world_size())
+        on_gpu = [s.tensor for s in mine if s.tensor.is_cuda]
+        if self._imaged(mine):
+            self.copier.prepare(data_bytes(mine), on_gpu[0].device if on_gpu else None)
+        elif on_gpu:
+            self.copier.prepare(sum(tensor.nbytes for tensor in on_gpu), on_gpu[0].device)
+
+    def _imaged(self, mine: list[LocalSlice]) -> bool:
+        return self.always_imaged or (bool(mine) and all(s.tensor.is_cuda for s in mine))
 
     def start(
         self,
@@ -158,8 +141,8 @@ class Saver:
         small = model_files or {}
         body["model_files"] = {n: {"bytes": len(raw), "xxh3": files.digest(raw)} for n, raw in small.items()}
         with ranks.together(f"laying out {final}"):
-            imaged = self.always_imaged or (bool(mine) and all(s.tensor.is_cuda for s in mine))
-            job = plan(mine, step, scratch, final, rank_state, json.dumps(body, indent=1).encode(), small, imaged)
+            text = json.dumps(body, indent=1).encode()
+            job = plan(mine, step, scratch, final, rank_state, text, small, self._imaged(mine))
         try:
             with ranks.together(f"creating {scratch}"):
                 self._disk.make_folder(scratch)
@@ -167,10 +150,9 @@ class Saver:
                     job.claim = files.claim(self.root)
                 for unit in job.units:
                     if mine[unit.slice_index].volatile:
-                        unit.state = BUSY
-                        self._copy(unit, even_if_short=True)
+                        self.copier.copy_now(unit)
         except BaseException:
-            self._release(job)
+            self.copier.release(job)
             files.release(job.claim)
             if ranks.is_main():
                 Disk().remove_tree(scratch)
@@ -187,10 +169,8 @@ class Saver:
         if job is None:
             return
         began = time.perf_counter()
-        self._copy_host_units(job)
-        with self._lock:
-            while any(u.state in (LIVE, BUSY) for u in job.units) and self._error is None:
-                self._lock.wait(0.5)
+        self.copier.copy_live(job)
+        self.copier.wait_for_copies(job)
         self._job = None
         self.blocked_s += time.perf_counter() - began
 
@@ -198,11 +178,6 @@ class Saver:
     def writing(self) -> bool:
         """True while the save in flight is not on disk yet."""
         return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def held_bytes(self) -> int:
-        """Host memory kept for copies."""
-        return self._host.nbytes + self._pinned.nbytes
 
     def wait(self) -> None:
         """Wait until the save in flight is on disk on every rank; raise what it failed with."""
@@ -225,50 +200,6 @@ class Saver:
                     str(self.root),
                 )
 
-    def _copy_host_units(self, job: Job) -> None:
-        """Copy what is live in host memory; from the back, so that writer and copiers do not wait for each other."""
-        live = [unit for unit in reversed(job.units) if unit.state == LIVE and not unit.tensor.is_cuda]
-        if live and not job.imaged:
-            with ThreadPoolExecutor(_copiers()) as threads:
-                list(threads.map(self._copy_if_live, live))
-
-    def _copy_if_live(self, unit: Unit) -> None:
-        with self._lock:
-            if unit.state != LIVE:
-                return
-            unit.state = BUSY
-        self._copy(unit)
-
-    def _copy(self, unit: Unit, even_if_short: bool = False) -> None:
-        """Copy a unit that is BUSY. Short of memory, it is LIVE again: the update waits for the writer, which takes it from there."""
-        copy: Copy | None = None
-        try:
-            copy = self._host.take(unit.tensor, even_if_short)
-            if copy is None:
-                self._leave(unit)
-                return
-            if unit.tensor.is_cuda:
-                copy.tensor.copy_(unit.tensor)
-            else:
-                copy_host(unit.tensor, copy.tensor)
-        except BaseException:  # out of memory: the update is not done, so the writer can take the live state after all
-            self._leave(unit)
-            if copy is not None:
-                copy.give_back()
-            raise
-        with self._lock:
-            wanted = unit.state == BUSY  # else the writer has failed meanwhile, and let go of everything
-            if wanted:
-                unit.copy, unit.state = copy, COPIED
-            self._lock.notify_all()
-        if not wanted:
-            copy.give_back()
-
-    def _leave(self, unit: Unit) -> None:
-        with self._lock:
-            unit.state = LIVE if unit.state == BUSY else unit.state
-            self._lock.notify_all()
-
     # ------------------------------------------------------------ the writing thread
 
     def _run(self, job: Job) -> None:
@@ -282,11 +213,11 @@ class Saver:
         failure: Exception | None = None
         entry: tuple[str, int, str] | None = None
         try:
-            self._fetch(job)
+            self.copier.fetch(job)
             entry = self._write(job)
         except Exception as error:
             failure = error
-        self._release(job)
+        self.copier.release(job)
         try:
             bad, known = self._conclude(job, entry, failure), True
         except LostRankError as error:  # rank 0 alone knows whether it is complete
@@ -317,47 +248,6 @@ class Saver:
             uncommitted = self._commit(job, entries)
             bad = {} if uncommitted is None else {"0": ranks.describe(uncommitted)}
         return self.confirmation.conclude(bad)
-
-    def _fetch(self, job: Job) -> None:
-        """Where a GPU computes: copy all state to host memory now. Else the processor is better left to training and writing.
-
-        Returns when it is done; what is in host memory is copied by other threads while the GPU copies.
-        """
-        if job.device is None and not job.imaged:
-            return
-        units = [unit for unit in job.units if unit.state == LIVE and (job.imaged or unit.tensor.is_cuda)]
-        need = sum(unit.tensor.nbytes for unit in units)
-        self._pinned.reserve(job.data_bytes if job.imaged else need, _copiers(), job.device)
-        if job.imaged and not job.make_image(self._pinned):
-            job.imaged, units = False, [unit for unit in units if unit.tensor.is_cuda]
-        with _beside(job):
-            began = time.perf_counter()
-            fetched = list(itertools.takewhile(lambda unit: self._fetch_unit(job, unit), units))
-            with contextlib.suppress(RuntimeError):  # the interpreter's end, where no thread can be started: no update comes
-                self._copy_host_units(job)
-        self.fetched_bytes, self.fetch_s = sum(unit.tensor.nbytes for unit in fetched), time.perf_counter() - began
-        if len(fetched) < len(units):
-            log.warning(
-                "step %d: the host has room for %.1f of the %.1f GiB that lie on the GPU; the next update waits until the rest is on disk",
-                job.step, self.fetched_bytes / 2**30, need / 2**30,
-            )  # fmt: skip
-        with self._lock:
-            for unit in fetched:
-                unit.state = COPIED
-            self._lock.notify_all()
-
-    def _fetch_unit(self, job: Job, unit: Unit) -> bool:
-        """Begin to copy it to the host; False: there is no room, and it stays where it lies until the writer comes to it."""
-        if job.imaged:
-            unit.image = target = job.place(unit)
-        else:
-            unit.copy = self._pinned.take(unit.tensor)
-            if unit.copy is None:
-                return False
-            target = unit.copy.tensor
-        unit.state = BUSY
-        target.copy_(unit.tensor, non_blocking=True)
-        return True
 
     def _write(self, job: Job) -> tuple[str, int, str]:
         name = manifest.stem(ranks.rank(), ranks.world_size())
@@ -394,40 +284,11 @@ class Saver:
         for index, units in job.by_slice():
             hashes = hashing.ChunkHashes(CHUNK_BYTES)
             for unit in units:
-                self._write_unit(job, unit, data, hashes)
+                self.copier.hold(job, unit)
+                data.write(raw(unit.content), unit.offset, hashes)  # when this returns, its memory may change
+                self.copier.done(unit)
+                HERE.touch()
             job.hashes[index] = hashes.end()
-
-    def _write_unit(self, job: Job, unit: Unit, data: DataFile, hashes: hashing.ChunkHashes) -> None:
-        """Hash a unit and hand it to the disk; when this returns, its memory may change."""
-        with self._lock:
-            while unit.state == BUSY:
-                self._lock.wait(0.5)
-            if unit.state == LIVE:
-                unit.state = BUSY
-        if unit.copy is None and unit.tensor.is_cuda:  # there was no room for it; by now there is that of units before it
-            unit.copy = self._pinned.take(unit.tensor, even_if_short=True)
-            assert unit.copy is not None
-            with _beside(job):
-                unit.copy.tensor.copy_(unit.tensor, non_blocking=True)
-        data.write(raw(unit.content), unit.offset, hashes)
-        HERE.touch()
-        self._done(unit)
-
-    def _done(self, unit: Unit) -> None:
-        with self._lock:
-            copy, unit.copy, unit.image, unit.state = unit.copy, None, None, DONE
-            self._lock.notify_all()
-        if copy is not None:
-            copy.give_back()
-
-    def _release(self, job: Job) -> None:
-        """Let go of all live state, whatever happened, so that no update waits for a writer that has failed."""
-        for unit in job.units:
-            self._done(unit)
-        while job.image:
-            job.image.pop().give_back()
-        self._host.settle()
-        self._pinned.settle()
 
     def _commit(self, job: Job, entries: dict[str, tuple[int, str]]) -> Exception | None:
         """Rank 0 makes it a checkpoint; returns what went wrong."""

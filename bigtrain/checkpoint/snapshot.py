@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from bigtrain import heap, pastcache, ranks
+from bigtrain import ranks
 from bigtrain.checkpoint.slices import raw
-from bigtrain.optim import lanes
+from bigtrain.memory import heap, pastcache, pinned
 from bigtrain.plan.room import room
 
 BLOCK_BYTES = 64 << 20
@@ -53,7 +53,7 @@ class HostMemory:
         self._lock = threading.Lock()
         self._blocks: list[torch.Tensor] = []
         self._users: list[int] = []
-        self._locked: list[lanes.HostMemory] = []  # what unlocks the blocks' pages when it goes
+        self._locked: list[pinned.HostMemory] = []  # what unlocks the blocks' pages when it goes
         self._open, self._filled = -1, 0
 
     @property
@@ -75,24 +75,25 @@ class HostMemory:
             self._users[number] += 1
         return Copy(self._blocks[number][begin : begin + like.nbytes].view(like.dtype), number, self)
 
-    def reserve(self, nbytes: int, threads: int, device: torch.device | None = None) -> None:
+    def reserve(self, nbytes: int, threads: int, device: torch.device | None = None, keep_free: float = SHORT_SHARE) -> None:
         """Make the blocks that copies of `nbytes` will need, `threads` at a time: one after the other, pages are pinned at 1.5 GB/s.
 
         Args:
             nbytes: of copies that are still to come.
             threads: how many at a time.
             device: whose driver pins them.
+            keep_free: the share of the host's memory that stays available.
         """
         with self._lock:
             free = sum(users == 0 for users in self._users)
         # Threads and ranks look before any of them has made its block: a rank makes its part of what there is room for, no more.
-        has_room = _spare_bytes(SHORT_SHARE) / BLOCK_BYTES / ranks.local_world_size()
+        has_room = _spare_bytes(keep_free) / BLOCK_BYTES / ranks.local_world_size()
         missing = int(min(-(-nbytes // BLOCK_BYTES) - free, has_room))
         if missing <= 0:
             return
         with contextlib.suppress(RuntimeError):  # no thread can be started at the interpreter's end: `take` makes them
             with threads_on(device, min(threads, missing)) as pool:
-                list(pool.map(lambda _: self._add_block(), range(missing)))
+                list(pool.map(lambda _: self._add_block(keep_free), range(missing)))
 
     def _free_block(self, even_if_short: bool) -> int | None:
         for number, users in enumerate(self._users):
@@ -100,14 +101,21 @@ class HostMemory:
                 return number
         if self._blocks and not even_if_short and _spare_bytes(SHORT_SHARE) < BLOCK_BYTES:
             return None
-        self._append(self._new_block())
+        try:
+            block = self._new_block()
+        except OSError:  # a limit that `room` does not know, such as that of address space
+            if even_if_short:
+                raise
+            return None
+        self._append(block)
         return len(self._blocks) - 1
 
-    def _add_block(self) -> None:
-        if _spare_bytes(SHORT_SHARE) >= BLOCK_BYTES:
-            block = self._new_block()
-            with self._lock:
-                self._append(block)
+    def _add_block(self, keep_free: float) -> None:
+        if _spare_bytes(keep_free) >= BLOCK_BYTES:
+            with contextlib.suppress(OSError):  # `take` tells what it is short of
+                block = self._new_block()
+                with self._lock:
+                    self._append(block)
 
     def _append(self, block: torch.Tensor) -> None:
         self._blocks.append(block)
@@ -146,12 +154,12 @@ def threads_on(device: torch.device | None, count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count) if device is None else ThreadPoolExecutor(count, "gpu", torch.cuda.set_device, (device,))
 
 
-def page_locked(nbytes: int) -> lanes.HostMemory:
+def page_locked(nbytes: int) -> pinned.HostMemory:
     """Host memory of exactly this size that a GPU copies to and from at the bus's speed; its tensor is called "bytes".
 
     It is the program's own, registered with the driver: good for direct I/O too, and given back to the system.
     """
-    return lanes.HostMemory({"bytes": (nbytes, torch.uint8)}, pin=True)
+    return pinned.HostMemory({"bytes": (nbytes, torch.uint8)}, pin=True)
 
 
 def copy_host(source: torch.Tensor, target: torch.Tensor) -> None:

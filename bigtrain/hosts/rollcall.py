@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from bigtrain import ranks
 from bigtrain.errors import BigtrainError, RanksDisagreeError
-from bigtrain.network import several
+from bigtrain.hosts.network import several
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from bigtrain import heap, ranks, zero
+from bigtrain import ranks, zero
 from bigtrain.errors import ModelError
+from bigtrain.memory import heap
 from bigtrain.models.batchnorm import keep_statistics_in_fp32
 from bigtrain.models.checkpointing import disable_cache
 from bigtrain.models.frozen import freeze, load_checkpoint

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from bigtrain import flat, zero
+from bigtrain import zero
 from bigtrain.optim.pieces import cut, joined
 from bigtrain.plan.constants import CPU_CHUNK_ELEMS, GATHER_ELEMS
+from bigtrain.zero import flat
 
 CHUNK_ELEMS = {"cpu": CPU_CHUNK_ELEMS, "cuda": GATHER_ELEMS}
 OPTIONS = ("foreach", "capturable", "differentiable", "fused", "amsgrad", "lr", "weight_decay", "eps", "maximize")

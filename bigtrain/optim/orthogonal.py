@@ -170,7 +170,7 @@ def _halves(groups: Any) -> list[dict[str, Any]]:
 
 def attach(ds_engine: Any) -> None:
     """Tell the optimizer where DeepSpeed has put each matrix."""
-    from bigtrain import flat
+    from bigtrain.zero import flat
 
     layouts = flat.partition_layouts(ds_engine.optimizer)
     if layouts:  # at stage 0 every matrix is whole

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from bigtrain.optim.lanes import COMPUTE, DOWN, UP, UPDATE, HostMemory, Lanes
+from bigtrain.memory.pinned import HostMemory
+from bigtrain.optim.lanes import COMPUTE, DOWN, UP, UPDATE, Lanes
 from bigtrain.optim.pieces import runs
 from bigtrain.plan.constants import GRADIENT_AREAS, GRADIENTS_IN_FLIGHT_BYTES
 

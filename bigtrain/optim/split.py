@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bigtrain import flat, partition
+from bigtrain import partition
 from bigtrain.errors import UsageError
 from bigtrain.optim import arithmetic
 from bigtrain.optim.lanes import Lanes, lanes_for
@@ -17,6 +17,7 @@ from bigtrain.optim.state import load_keeping_dtypes
 from bigtrain.optim.stream import Stream, Update
 from bigtrain.optim.table import BLOCK_ELEMS
 from bigtrain.plan.constants import STATE_BUFFERS, STATE_CHUNK_BYTES
+from bigtrain.zero import flat
 
 # Elements updated at a time: on a CPU its fp32 temporaries should stay in the cache, on a GPU one launch should fill the card.
 CHUNK_ELEMS = {"cpu": 1 << 16, "cuda": 1 << 27}

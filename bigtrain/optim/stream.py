@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from bigtrain.optim.lanes import COMPUTE, DOWN, UP, UPDATE, HostMemory, Lanes
+from bigtrain.memory.pinned import HostMemory
+from bigtrain.optim.lanes import COMPUTE, DOWN, UP, UPDATE, Lanes
 from bigtrain.optim.pieces import cut, joined
 from bigtrain.optim.spill import SpilledGradients
 from bigtrain.optim.table import BLOCK_ELEMS

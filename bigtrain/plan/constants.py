@@ -52,7 +52,7 @@ CPU_CHUNK_ELEMS = 1 << 16
 # enough to stay near the cache; and elements of its gradients that are scaled at a time.
 CHUNK_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}
 SCALED_AT_A_TIME = 1 << 22
-# On CPUs freed blocks below this go back to malloc's heap, larger ones to the system (startup.py `map_blocks` sets glibc's threshold).
+# On CPUs freed blocks below this go back to malloc's heap, larger ones to the system (zero/startup.py `map_blocks` sets glibc's threshold).
 MALLOC_MMAP_BYTES = 512 * 1024
 # Whole fp32 parameters that a build at stage 3 holds at once (models/window.py).
 WINDOW_BYTES = 512 * _MIB

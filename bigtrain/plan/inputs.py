@@ -181,6 +181,14 @@ class PlanInput:
         return self.streams and self.world_size == 1 and self.settings.stage == 2 and self.settings.grad_bytes == 2
 
     @cached_property
+    def no_buckets(self) -> bool:
+        """One rank at stage 2 leaves bf16 gradients where autograd puts them, or adds them to fp32 sums as they come.
+
+        bigtrain/engine/reduction.py `_nobody_to_reduce_with`.
+        """
+        return self.world_size == 1 and self.settings.stage == 2 and not self.deepspeed_settings.offload_optimizer
+
+    @cached_property
     def drawn_on_host(self) -> bool:
         """One rank below stage 3: fp32 values wait in host memory until all are drawn (models/build.py `_target`)."""
         one = self.world_size == 1 and self.settings.stage in (1, 2) and self.device == "cuda"

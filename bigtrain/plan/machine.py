@@ -145,7 +145,7 @@ def _limits(base: Path, path: str, name: str) -> list[tuple[Path, int]]:
 
 
 def expandable_segments(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether torch's allocator has segments that grow: bigtrain turns them on where the user has set nothing up (startup.py)."""
+    """Whether torch's allocator has segments that grow: bigtrain turns them on where the user has set nothing up (zero/startup.py)."""
     said = [env[name] for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if env.get(name)]
     return not said or any(re.search(r"expandable_segments\s*:\s*true", text, re.IGNORECASE) for text in said)
 

@@ -179,9 +179,10 @@ class Plan:
             found.append("images are counted as their text tokens: the vision tower's own activations are not in the plan")
         if plan.kernels == "liger":
             found.append("liger kernels: checked against one measured run only")
+        since = "from the second step on" if plan.device == "cuda" else "while it is written"
         found.append(
-            f"a checkpoint beside training takes up to {show_bytes(self.save_copy_bytes)} more of the host for each rank while it is written, if "
-            "there is room; what there is no room for keeps the next update waiting for the disk"
+            f"a checkpoint beside training takes up to {show_bytes(self.save_copy_bytes)} more of the host for each rank {since}, if there is "
+            "room; what there is no room for keeps the next update waiting for the disk"
         )
         return tuple(found)
 

@@ -1,8 +1,8 @@
 """A run on CPUs has one memory: what the device's tape and the host's hold together, and what malloc keeps of it.
 
-glibc maps blocks from a threshold on (`bigtrain.startup.map_blocks` sets it) and unmaps them when they are freed. Smaller ones come
+glibc maps blocks from a threshold on (`bigtrain.zero.startup.map_blocks` sets it) and unmaps them when they are freed. Smaller ones come
 out of the heap, which grows to the most that was ever needed at once and stays so: what is freed waits there for further small
-blocks. After the build and after the start of the engine bigtrain returns the heap's free pages (`bigtrain.heap.give_back`); during
+blocks. After the build and after the start of the engine bigtrain returns the heap's free pages (`bigtrain.memory.heap.give_back`); during
 training nothing does.
 """
 

@@ -247,7 +247,8 @@ def _sums_s(plan: PlanInput, rates: Rates) -> float:
     whole = zero.stage == 0 or (zero.stage == 1 and zero.grad_bytes == 4)
     if not whole and zero.grad_bytes == 2:
         return 0.0
-    addition = 10 if zero.stage == 0 else 18  # bf16 read, sum read and written; elsewhere a cast or a copy before it
+    straight = zero.stage == 0 or plan.no_buckets
+    addition = 10 if straight else 18  # bf16 read, sum read and written; elsewhere a cast or a copy before it
     return (plan.accumulation * addition + (16 if whole else 0)) * plan.trained_elems / rates.device_bytes_s
 
 

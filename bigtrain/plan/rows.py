@@ -47,7 +47,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "optimizer state, on its way": ("buffers x 128 MiB, from the first update on; then + gradients of one chunk", "optim/stream.py _next_buffer, _update"),
     "gradients, on their way": ("512 MiB or the largest n + 4 chunks", "plan/constants.py GRADIENTS_IN_FLIGHT_BYTES, GRADIENT_AREAS"),
     "gradients, host": ("2 P x offload_gradients, exact", "optim/spill.py SpilledGradients"),
-    "optimizer state, host": ("(2 + moment bytes) x p, exact", "optim/lanes.py HostMemory"),
+    "optimizer state, host": ("(2 + moment bytes) x p, exact", "memory/pinned.py"),
     "offload buffer on the GPU": ("2 L", f"{_S2} temp_grad_buffer_for_gpu_offload"),
     "checkpoints": ("2 t d per block", f"{_HF} GradientCheckpointingLayer"),
     "checkpoints, host": ("2 t d per block, offloaded", "models/hostinputs.py OnHost"),

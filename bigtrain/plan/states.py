@@ -26,7 +26,7 @@ class StateLayout:
         source: where the numbers come from.
         offload: it works with offload_optimizer. stages: ZeRO stages at which it is right.
         flat_step: DeepSpeed lays the gradients of a group out flat for the step; otherwise they are taken as they are, a chunk at a
-            time (bigtrain/flat.py hand_over_gradients).
+            time (bigtrain/zero/flat.py hand_over_gradients).
         own_offload: it then keeps its state in host memory itself and streams it through the GPU; DeepSpeed is not told, so
              that weights and gradients are placed as without offload (bigtrain/optim/stream.py).
     """

@@ -122,14 +122,13 @@ class FlatSharding:
     def __init__(self, plan: PlanInput, tape: Tape, rank: int | None = None):
         self.plan, self.tape, self.zero = plan, tape, plan.deepspeed_settings
         self.items, self.layout = plan.parameters.items, plan.device_layout
-        world, found = plan.world_size, owners(plan)
+        found = owners(plan)
         self.groups, self.owners = found.groups, found.ranks
         self.rank = found.heaviest if rank is None else rank
         self.owned, self.touched = found.owned(self.rank)
         self.compact = self.zero.grad_bytes == 4
-        self.own = LAYOUTS[plan.optimizer].own_offload  # the weights are its masters (bigtrain/startup.py)
-        # One rank at stage 2 leaves bf16 gradients where autograd puts them (bigtrain/reduction.py `_nobody_to_reduce_with`).
-        self.alone = world == 1 and self.zero.stage == 2 and not self.zero.offload_optimizer and not self.compact
+        self.own = LAYOUTS[plan.optimizer].own_offload  # the weights are its masters (bigtrain/zero/startup.py)
+        self.alone, self.straight = plan.no_buckets and not self.compact, plan.no_buckets and self.compact
         self.flight: list[tuple[str, int]] = []  # gradients on their way to the host, oldest first
         self.bucket: list[int] = []
         self.filled = 0
@@ -206,6 +205,9 @@ class FlatSharding:
             if not self.tape.holds(("own", i)):
                 self.tape.hold(("own", i), 2 * self.items[i].elems, "gradients, kept")
             return
+        if self.straight:
+            self._hold_sums()
+            return self.tape.touch(2 * self.items[i].elems, "gradients, fresh from autograd")
         if self.plan.device != "cpu" and not self.tape.holds(("bucket", 0)):
             self._open_buckets()
         if self.zero.stage == 1 and (not self.zero.overlap_comm or not self.last):
@@ -250,15 +252,21 @@ class FlatSharding:
         """'reduce_ipg_grads': reduce what the bucket holds, keep what this rank owns."""
         if not self.bucket:
             return
-        if self.compact and not self.tape.holds("compact") and any(self.owned[i] for i in self.bucket):
-            # fp32 accumulation: one flat buffer until the step, with offload too; made before the reduction
-            # ('average_tensor' asks 'get_compact_grad_partition_slice' first) and added to without a copy (hostgradients.add_to).
-            self.tape.hold("compact", 4 * sum(x.partition for x in self.groups), "gradients, kept", self.side)
+        if self.compact and any(self.owned[i] for i in self.bucket):
+            self._hold_sums(self.side)
         if self._needs_copy():
             self.tape.touch(2 * self.filled, "reduce copy", self.side)
         for i in self.bucket:
             self._keep(i)
         self.bucket, self.filled = [], 0
+
+    def _hold_sums(self, stream: int = 0) -> None:
+        """fp32 accumulation: one flat buffer until the step, with offload too; made before the reduction.
+
+        'average_tensor' asks 'get_compact_grad_partition_slice' first; it is added to without a copy (hostgradients.add_to).
+        """
+        if not self.tape.holds("compact"):
+            self.tape.hold("compact", 4 * sum(x.partition for x in self.groups), "gradients, kept", stream)
 
     def _needs_copy(self) -> bool:
         # 'allreduce_bucket' flattens its slices; a single slice (one owner for all of it) is used as it is.
@@ -269,7 +277,7 @@ class FlatSharding:
     def _keep(self, i: int) -> None:
         owned = self.owned[i]
         if self.zero.offload_optimizer and owned and self.last and self.plan.device == "cuda":
-            # On a CPU neither copy is made (bigtrain/hostgradients.py).
+            # On a CPU neither copy is made (bigtrain/engine/hostgradients.py).
             self.tape.touch(8 * owned, "gradient norm in fp64", self.side)
             if not self.compact:
                 self.tape.touch(4 * owned, "gradient, fp32 slice", self.side)
@@ -307,7 +315,7 @@ class FlatSharding:
             self.tape.phase("optimizer step")
             self.tape.drop("compact")
             return
-        self.tape.phase("norm")  # each gradient is summed up without a copy (bigtrain/reduction.py)
+        self.tape.phase("norm")  # each gradient is summed up without a copy (bigtrain/engine/reduction.py)
         self.tape.phase("optimizer step")
         if self.streamed is not None:
             self._stream()

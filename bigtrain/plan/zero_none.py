@@ -13,7 +13,7 @@ REDUCED_AT_ONCE_ELEMS = 500_000_000
 
 
 class WholeSharding:
-    """Device memory of one rank under stage 0: fp32 masters, moments and sums of everything on every rank (bigtrain/master.py)."""
+    """Device memory of one rank under stage 0: fp32 masters, moments and sums of everything on every rank (bigtrain/engine/master.py)."""
 
     def __init__(self, plan: PlanInput, tape: Tape):
         self.plan, self.tape = plan, tape

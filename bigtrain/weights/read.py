@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from bigtrain import heap
+from bigtrain import ranks
 from bigtrain.errors import WeightsError
+from bigtrain.memory import heap
 
 BLOCK_BYTES = 16 << 20  # one request; larger ones are no faster on page cache or NVMe
 ADVISE_GAP_BYTES = 64 << 10  # reads this close are asked for in one: the disk is as fast, and it saves system calls
@@ -85,8 +86,8 @@ class Reader:
         """
         batches = list(_batches(sorted(ops, key=lambda op: (op.file, op.begin))))
         device = next((op.dest.device for op in ops if op.dest.is_cuda), None)
-        threads = self._threads or default_threads(CPU_THREADS if device is None else GPU_THREADS)
-        forget = sum(op.nbytes for op in ops) * _ranks_here() > available_bytes() // 2
+        threads = self._threads or min(ranks.cores(), CPU_THREADS if device is None else GPU_THREADS)
+        forget = sum(op.nbytes for op in ops) * ranks.local_world_size() > available_bytes() // 2
 
         def run(index: int) -> int:
             if index < threads:  # nobody has asked for it: small reads one by one would each wait for the disk
@@ -220,15 +221,6 @@ class Reader:
             return self._descriptors[file]
 
 
-def _ranks_here() -> int:
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1))
-
-
-def default_threads(most: int) -> int:
-    """CPUs of this host per rank, between 1 and `most`."""
-    return max(1, min(most, len(os.sched_getaffinity(0)) // _ranks_here()))
-
-
 def available_bytes() -> int:
     """Memory of this host that can be had without swapping (MemAvailable); 0 if unknown."""
     try:
@@ -252,7 +244,7 @@ def staging_ahead(device: torch.device, nbytes: int) -> Iterator[None]:
     made when the block ends, the Reader makes itself; on a CPU there is nothing to make.
     """
     enough = threading.Event()
-    count = min(2 * default_threads(GPU_THREADS), nbytes // PINNED_BYTES)
+    count = min(2 * min(ranks.cores(), GPU_THREADS), nbytes // PINNED_BYTES)
     thread = threading.Thread(target=_make_stages, args=(device, count, enough), name="staging", daemon=True)
     if device.type == "cuda":
         thread.start()

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from bigtrain import ranks
 from bigtrain.errors import WeightsError
-from bigtrain.weights.read import CPU_THREADS, as_bytes, default_threads, on_device
+from bigtrain.weights.read import CPU_THREADS, as_bytes, on_device
 
 BLOCK_BYTES = 16 << 20
 
@@ -50,7 +51,7 @@ class Writer:
         if len(blocks) < 2 and not any(op.flat.is_cuda for op in ops):
             return sum(map(self._write, blocks))
         device = next((op.flat.device for op in ops if op.flat.is_cuda), None)
-        with ThreadPoolExecutor(default_threads(CPU_THREADS), "write", on_device, (device,)) as pool:
+        with ThreadPoolExecutor(min(ranks.cores(), CPU_THREADS), "write", on_device, (device,)) as pool:
             return sum(pool.map(self._write, blocks))
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__
                        runtime.zero.partition_parameters.free_param, .zero_init_context, .InsertPostInitMethodToModuleSubClasses;
                        runtime.swap_tensor.partitioned_param_swapper.PartitionedParamStatus; utils.set_z3_leaf_module
    for the doctor:     ops.adam.FusedAdam, ops.op_builder.AsyncIOBuilder, which it takes from `zero.deepspeed`
-Objects of DeepSpeed are handed on; `bigtrain.flat` and `bigtrain.reduction` list what they use and substitute on them.
+Objects of DeepSpeed are handed on; `bigtrain.zero.flat` and `bigtrain.engine.reduction` list what they use and substitute on them.
 A test in tests/architecture checks that each exists with the arguments used here.
 """
 
@@ -35,9 +35,11 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 import deepspeed
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from bigtrain import network, ranks, startup
+from bigtrain import ranks
 from bigtrain.errors import ModelError
-from bigtrain.ports import free_port
+from bigtrain.hosts import network
+from bigtrain.hosts.ports import free_port
+from bigtrain.zero import startup
 from bigtrain.zero.adam import cpu_adam, replay_cpu_adam, why_no_cpu_adam
 from bigtrain.zero.building import Partitioner, inside_zero_init
 

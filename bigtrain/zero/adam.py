@@ -10,8 +10,9 @@ from typing import Any
 import deepspeed
 import torch
 
-from bigtrain import ranks, startup
+from bigtrain import ranks
 from bigtrain.builds import first_cause, load_op
+from bigtrain.zero import startup
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero import partition_parameters
 
-from bigtrain import ranks, startup
+from bigtrain import ranks
+from bigtrain.zero import startup
 
 # What a ds_config says about where partitions live; the rest of it may still hold "auto" while a model is built.
 _PLACEMENT_KEYS = (

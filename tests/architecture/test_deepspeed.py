@@ -62,7 +62,7 @@ def dotted(node):
 def test_every_symbol_exists():
     used = set(SYMBOLS.values()) | {d for _, n in NODES if isinstance(n, ast.Attribute) and (d := dotted(n))}
     missing = []
-    for name in sorted(used):
+    for name in sorted(n for n in used if not n.endswith(".linear_bk")):  # set as DeepSpeed first enters zero.Init
         try:
             resolve(name)
         except (ImportError, AttributeError) as error:
@@ -120,7 +120,7 @@ def test_presets_lint_clean_and_resolve(path, device):
     assert '"auto"' not in json.dumps(done.config)
 
 
-@pytest.mark.parametrize("name", ["flat", "hostgradients", "reduction"])
+@pytest.mark.parametrize("name", ["zero/flat", "engine/hostgradients", "engine/reduction"])
 def test_internal_attributes_that_other_modules_list_exist(name):
     """Instance attributes cannot be looked up on a class: DeepSpeed's own sources must mention each."""
     import deepspeed

@@ -33,7 +33,7 @@ def test_flags_are_frozen():
     """A new flag is a decision: a config key or a better default may do."""
     from dataclasses import fields
 
-    from bigtrain.arguments import TrainArguments
+    from bigtrain.run.arguments import TrainArguments
 
     assert {f.name for f in fields(TrainArguments)} == FLAGS
 

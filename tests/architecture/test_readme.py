@@ -45,7 +45,7 @@ def test_files_that_the_readme_names_exist():
 
 
 def test_flags_that_the_readme_names_exist():
-    from bigtrain.arguments import make_parser
+    from bigtrain.run.arguments import make_parser
 
     known = set(make_parser()._option_string_actions)
     others = {"--num_gpus", "--num_accelerators", "--standalone", "--nproc_per_node", "--master_port", "--hostfile",

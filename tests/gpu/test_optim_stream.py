@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from bigtrain.optim.lanes import HostMemory, Streams
+from bigtrain.memory.pinned import HostMemory
+from bigtrain.optim.lanes import Streams
 from bigtrain.optim.split import AdamWSplit
 from bigtrain.optim.stream import Stream
 from tests import python_path

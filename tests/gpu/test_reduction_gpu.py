@@ -63,7 +63,7 @@ def test_deepspeed_gets_the_current_stream_as_torch_says_it():
 
 def streams():
     """Whether the streams are torch's own, inside and outside of another stream, and one object each."""
-    from bigtrain.startup import remembered_stream
+    from bigtrain.zero.startup import remembered_stream
 
     current = remembered_stream()
     before, other = current(), torch.cuda.Stream()

@@ -13,8 +13,8 @@ os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLEL
 MODULES = """
 hypothesis pytest safetensors.torch torch.distributed.tensor torch.testing torch.utils.checkpoint
 transformers.loss.loss_utils transformers.modeling_utils transformers.models.llama.modeling_llama
-transformers.hf_argparser bigtrain.arguments bigtrain.capacity bigtrain.checkpoint bigtrain.data bigtrain.diagnostics
-bigtrain.engine bigtrain.hosts bigtrain.job bigtrain.models bigtrain.preflight bigtrain.train bigtrain.watch bigtrain.weights
+transformers.hf_argparser bigtrain.run.arguments bigtrain.run.capacity bigtrain.checkpoint bigtrain.data bigtrain.diagnostics
+bigtrain.engine bigtrain.hosts.rollcall bigtrain.run.job bigtrain.models bigtrain.run.preflight bigtrain.run.sameness bigtrain.train bigtrain.watch bigtrain.weights
 tests.ranks.families tests.ranks.tiny tests.ranks.zoo
 deepspeed.module_inject.auto_ep_layer deepspeed.ops.adam deepspeed.runtime.superoffload.superoffload_stage3
 deepspeed.runtime.zero.muon.muon_optimizer matplotlib.pyplot torch.utils.tensorboard

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bigtrain.ports import free_port
+from bigtrain.hosts.ports import free_port
 from tests import ROOT
 from tests.ranks.pool import forks
 

@@ -1,6 +1,7 @@
 """Checkpoints of real engines: resume bit for bit, and the same state on any number of ranks, stage and placement."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import xxhash
 from transformers import LlamaConfig
 
 from bigtrain import ranks
-from bigtrain.checkpoint import live, native, store
+from bigtrain.checkpoint import live, native, snapshot, store
 from bigtrain.checkpoint.blocks import MOMENTS
+from bigtrain.checkpoint.save import Saver
+from bigtrain.checkpoint.verify import verify
 from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError
 from bigtrain.models import build_model
@@ -470,3 +473,48 @@ def test_state_that_checkpoints_do_not_hold_is_told_once(rank_pool, tmp_path):
     told = rank_pool(2).run(_save_with_extra_state, tmp_path)
     assert [len(texts) for texts in told] == [1, 0]
     assert "of 1 modules, 1: after a resume it begins anew" in told[0][0]
+
+
+def _first_save_after_preparing(root):
+    """Bytes of host memory held before a first save, after it, and after one elsewhere; whether both are whole."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Saver, "always_imaged", True)  # as where all state lies on a GPU
+    patch.setattr(snapshot, "BLOCK_BYTES", 1 << 16)
+    engine, held = _engine(2), []
+    _step(engine, 0)
+    engine.checkpoints.prepare(root / "one")
+    for step in (1, 2):
+        _step(engine, step)
+    for thread in threading.enumerate():
+        if thread.name == "save-prepare":
+            thread.join()
+    for folder in ("one", "other"):
+        held.append(engine.checkpoints.copied()["held_bytes"])
+        engine.save_checkpoint(root / folder, wait=True)
+    held.append(engine.checkpoints.copied()["held_bytes"])
+    patch.undo()
+    engine.close()
+    return held, verify(root / "one")[1] + verify(root / "other")[1]
+
+
+def test_saves_use_the_host_memory_that_was_made_for_them(rank_pool, tmp_path):
+    """In another folder as well."""
+    for held, damage in rank_pool(2).run(_first_save_after_preparing, tmp_path):
+        assert held[0] > 0 and held == [held[0]] * 3 and damage == []
+
+
+def _prepare_apart(root):
+    engine = _engine(1)
+    _step(engine, 0)
+    with pytest.raises(BigtrainError) as told:
+        if engine.rank == 0:
+            engine.checkpoints.prepare(root)
+        else:
+            _step(engine, 1)
+    engine.close()
+    return str(told.value)
+
+
+def test_ranks_of_which_one_prepares_for_saves_are_told(rank_pool, tmp_path):
+    for said in rank_pool(2).run(_prepare_apart, tmp_path):
+        assert "rank 0: engine.checkpoints.prepare()" in said and "rank 1: the start of engine.train_step()" in said

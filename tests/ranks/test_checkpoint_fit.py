@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bigtrain import capacity, ranks
+from bigtrain import ranks
 from bigtrain.checkpoint import fit, live, store
 from bigtrain.checkpoint.slices import share_of
 from bigtrain.engine import Engine
 from bigtrain.errors import UsageError
 from bigtrain.models import build_model
-from bigtrain.runfolder import RunFolder
+from bigtrain.run import capacity
+from bigtrain.run.runfolder import RunFolder
 from tests.ranks import scripts
 from tests.ranks.test_train import TRAIN, demo, environment, flags  # noqa: F401
 from tests.ranks.tiny import TinyLM, config, rows

@@ -15,7 +15,7 @@ from bigtrain.checkpoint.files import Disk
 from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError, CheckpointError
 from bigtrain.models import build_model
-from bigtrain.runfolder import RunFolder
+from bigtrain.run.runfolder import RunFolder
 from tests.ranks.test_checkpoint_engine import _state, _step
 from tests.ranks.tiny import TinyLM, config
 

@@ -1,11 +1,15 @@
 """Memory that is saved without a bit of difference: gradients that are never copied, sums that are not needed."""
 
+import math
+
 import pytest
 import torch
+from torch import nn
 
 from bigtrain.engine import Engine
-from bigtrain.reduction import Reduction
-from tests.ranks.tiny import TinyLM, config, rows, share, whole_weights
+from bigtrain.engine.reduction import Reduction
+from tests.ranks.test_engine_loops import Shared
+from tests.ranks.tiny import VOCAB, TinyLM, config, rows, share, whole_weights
 
 
 def _train(alone: bool, accumulation: int, optimizer: str):
@@ -82,3 +86,76 @@ def test_one_micro_step_needs_no_fp32_sum(rank_pool, stage):
     for (curve, weights), (other, others) in zip(mine, theirs):
         assert curve == other
         assert all(torch.equal(weights[n], others[n]) for n in weights)
+
+
+class _Mixed(TinyLM):
+    """An unused module, a module that only some micro batches use, a frozen one; weights that several places share."""
+
+    def __init__(self):
+        super().__init__(width=34)
+        self.extra, self.unused = nn.Linear(34, VOCAB, bias=False), nn.Linear(3, 5)
+        self.head.weight = self.embed.weight
+        self.blocks[0].up.requires_grad_(False)
+
+    def forward(self, input_ids, labels=None):
+        out = super().forward(input_ids, labels)
+        if input_ids[0, 0] % 2:
+            out["loss"] = out["loss"] + self.extra(self.embed(input_ids)).float().square().mean()
+        return out
+
+
+def _summed(straight: bool, optimizer: str, poison: bool):
+    """Steps of three micro batches with sums in fp32; (losses and norms, weights, how), of a step whose second micro batch is poisoned
+    what it says of that."""
+    original = Reduction._nobody_to_reduce_with
+    if not straight:
+        Reduction._nobody_to_reduce_with = lambda self: False
+    try:
+        torch.manual_seed(0)
+        cfg = {**config(2, accumulation=3), "data_types": {"grad_accum_dtype": "fp32"}, "gradient_clipping": 0.5}
+        engine = Engine(_Mixed(), ds_config=cfg, optimizer=optimizer, learning_rate=1e-3, nonfinite_limit=3, hang_s=None)
+        results = []
+        for step in range(4):
+            handle = None
+            if poison and step == 1:
+                calls = iter((1.0, math.nan, 1.0))
+                handle = engine.module.blocks[1].down.weight.register_hook(lambda g: g * next(calls))  # noqa: B023
+            result = engine.train_step(share(rows(step, 12), 0, 1, 3))
+            if handle is not None:
+                handle.remove()
+            results.append((result.loss, str(result.grad_norm), result.applied, result.reason))
+        weights = whole_weights(engine.module)
+        how = engine._reduction.straight
+        engine.close()
+        return results, weights, how
+    finally:
+        Reduction._nobody_to_reduce_with = original
+
+
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_split", "adamw_split_8bit", "adamw_8bit", "muon"])
+def test_one_rank_adds_gradients_to_wider_sums_without_buckets(rank_pool, optimizer, poison):
+    (mine, weights, straight), *_ = rank_pool(1).run(_summed, True, optimizer, poison)
+    (theirs, others, buckets), *_ = rank_pool(1).run(_summed, False, optimizer, poison)
+    assert straight and not buckets
+    assert mine == theirs and [applied for _, _, applied, _ in mine] == [True, not poison, True, True]
+    assert all(torch.equal(weights[n], others[n]) for n in weights)
+
+
+def _norm_of_a_shared_weight(reentrant: bool) -> tuple[float, bool]:
+    torch.manual_seed(0)
+    cfg = {**config(2, accumulation=2), "data_types": {"grad_accum_dtype": "fp32"}}
+    engine = Engine(Shared(reentrant).bfloat16(), ds_config=cfg, optimizer="adamw_torch", learning_rate=1e-3, hang_s=None)
+    for micro in range(2):
+        engine.backward(engine(torch.randn(4, 12, generator=torch.Generator().manual_seed(micro)).bfloat16()))
+    norm, straight = engine.step().grad_norm, engine._reduction.straight
+    engine.close()
+    return norm, straight
+
+
+def test_a_gradient_that_comes_in_two_parts_is_added_twice(rank_pool):
+    """Without buckets nothing has to be refused: reentrant checkpoints give a weight's gradient in parts."""
+    (whole, _), (parts, straight) = (rank_pool(1).run(_norm_of_a_shared_weight, reentrant)[0] for reentrant in (False, True))
+    assert straight and parts == pytest.approx(
+        whole, rel=0.01
+    )  # bf16: autograd rounds the sum of two parts, the engine each part

@@ -12,9 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-from bigtrain import capacity, ranks
+from bigtrain import ranks
 from bigtrain.bench import inputs
 from bigtrain.errors import DoesNotFitError
+from bigtrain.run import capacity
 from tests import python_path
 from tests.ranks import scripts
 

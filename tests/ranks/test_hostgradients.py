@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bigtrain import hostgradients, reduction
-from bigtrain.engine import Engine
-from bigtrain.hostgradients import NORM_PIECE_ELEMS
+from bigtrain.engine import Engine, hostgradients, reduction
+from bigtrain.engine.hostgradients import NORM_PIECE_ELEMS
 from tests.ranks.tiny import TinyLM, config, rows, share
 
 WIDTH = 192  # the largest matrix has more elements than a piece of the norm

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from bigtrain.ports import free_port
+from bigtrain.hosts.ports import free_port
 from tests import ROOT, python_path
 from tests.ranks import two_hosts
 
@@ -47,7 +47,9 @@ import os, sys, json
 from pathlib import Path
 from types import SimpleNamespace
 import torch.distributed as dist
-from bigtrain import errors, hosts, ranks
+from bigtrain import errors, ranks
+from bigtrain.hosts import rollcall
+from bigtrain.run import restart, sameness
 here, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 def attempt(function):
     try:
@@ -60,16 +62,15 @@ TOLD = (
     MEET
     + """
 if rank == 1:
-    hosts.tell(errors.ConfigError("ds_config.json: no such file"), limit_s=60)
+    rollcall.tell(errors.ConfigError("ds_config.json: no such file"), limit_s=60)
     sys.exit(2)
-attempt(lambda: hosts.roll_call(60))
+attempt(lambda: rollcall.roll_call(60))
 """
 )
 AGAIN = (
     MEET
     + """
 import datetime
-from bigtrain.hosts import rollcall
 # torchrun's store outlives the ranks: what those of the first attempt left there must not be taken for the second one's.
 store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0, datetime.timedelta(seconds=60), wait_for_workers=False)
 rollcall._store = lambda limit_s: store
@@ -77,7 +78,7 @@ for attempt_number in range(3):
     rollcall._called = False
     if rank == attempt_number % 2:
         import time; time.sleep(1.0)
-    met = hosts.roll_call(60)
+    met = rollcall.roll_call(60)
     met.set(f"mine/{rank}", str(attempt_number))
     met.wait([f"mine/{1 - rank}"])
     print("MET", attempt_number, met.get(f"mine/{1 - rank}").decode())
@@ -91,9 +92,8 @@ KILLED = (
     + """
 if rank == 0:
     import signal, time
-    from bigtrain.hosts import rollcall
     rollcall._call = lambda *_: (time.sleep(1.0), os.kill(os.getpid(), signal.SIGKILL))
-attempt(lambda: hosts.roll_call(60))
+attempt(lambda: rollcall.roll_call(60))
 """
 )
 # The other's own look at rank 0's seat comes late, when rank 0 has seen that the command lines differ.
@@ -102,37 +102,36 @@ LATE = (
     + """
 if rank == 1:
     import time
-    from bigtrain.hosts import rollcall
     answer = rollcall._answer
     rollcall._answer = lambda *args: (time.sleep(1.0), answer(*args))[1]
-attempt(lambda: hosts.roll_call(60))
+attempt(lambda: rollcall.roll_call(60))
 """
 )
-ALONE = MEET + "attempt(lambda: hosts.roll_call(1.0))"
+ALONE = MEET + "attempt(lambda: rollcall.roll_call(1.0))"
 SAME = (
     MEET
     + """
-dist.init_process_group("gloo", store=hosts.roll_call(60), rank=rank, world_size=2)
+dist.init_process_group("gloo", store=rollcall.roll_call(60), rank=rank, world_size=2)
 shared, own = here / "shared.jsonl", here / "own.jsonl"
 def args(**data):
     return SimpleNamespace(model_name_or_path="preset:llama-tiny", tokenizer_name_or_path=None, **{"train_data": None, "eval_data": None, **data})
-attempt(lambda: hosts.refuse_different(args(train_data=str(shared)), {"a": {"b": 1}}))
-attempt(lambda: hosts.refuse_different(args(), {"a": {"b": rank, "c": 2}}))
+attempt(lambda: sameness.refuse_different(args(train_data=str(shared)), {"a": {"b": 1}}))
+attempt(lambda: sameness.refuse_different(args(), {"a": {"b": rank, "c": 2}}))
 ranks.barrier("before the files differ")
 # What a mount does on a real host: one path, another content of the same size.
 import subprocess
 subprocess.run(["mount", "--bind", str(here / f"disk{rank}"), str(here / "disk")], check=True)
-attempt(lambda: hosts.refuse_different(args(train_data=str(here / "disk" / "t.jsonl")), {}))
-attempt(lambda: hosts.refuse_different(args(train_data=str(here / "disk" / "u.jsonl"), eval_data=str(here / "disk")), {}))
-attempt(lambda: hosts.refuse_different(args(train_data=str(here / "disk" / "w.jsonl")), {}))
-attempt(lambda: hosts.refuse_split_output(here / "shared-out", saves=True))
-attempt(lambda: hosts.refuse_split_output(here / "disk" / "out", saves=True))
-attempt(lambda: hosts.refuse_split_output(here / "disk" / "out", saves=False))
+attempt(lambda: sameness.refuse_different(args(train_data=str(here / "disk" / "t.jsonl")), {}))
+attempt(lambda: sameness.refuse_different(args(train_data=str(here / "disk" / "u.jsonl"), eval_data=str(here / "disk")), {}))
+attempt(lambda: sameness.refuse_different(args(train_data=str(here / "disk" / "w.jsonl")), {}))
+attempt(lambda: sameness.refuse_split_output(here / "shared-out", saves=True))
+attempt(lambda: sameness.refuse_split_output(here / "disk" / "out", saves=True))
+attempt(lambda: sameness.refuse_split_output(here / "disk" / "out", saves=False))
 os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)  # rank 0's agent has just joined
 from dataclasses import make_dataclass
 A = make_dataclass("A", ["output_dir", "resume_from_checkpoint", "overwrite_output_dir"])
-print(hosts.after_restart(A(str(here / "shared-out"), None, True)))
-print(hosts.after_restart(A(str(here / "shared-out"), "elsewhere", False)))
+print(restart.after_restart(A(str(here / "shared-out"), None, True)))
+print(restart.after_restart(A(str(here / "shared-out"), "elsewhere", False)))
 sys.stdout.flush()
 os._exit(0)  # gloo's threads can abort the interpreter's own end ("terminate called without an active exception")
 """

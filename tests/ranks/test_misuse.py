@@ -335,7 +335,7 @@ def _written_nowhere():
     seen = []
     handler = logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())
-    logging.getLogger("bigtrain.writes").addHandler(handler)
+    logging.getLogger("bigtrain.engine.writes").addHandler(handler)
     engine = _engine(3)
     with torch.no_grad():
         engine.module.a.weight.mul_(0.5)  # empty at the moment
@@ -343,7 +343,7 @@ def _written_nowhere():
             engine.module.b.weight.mul_(1.0)
     _one_by_one(engine, 0)
     engine.close()
-    logging.getLogger("bigtrain.writes").removeHandler(handler)
+    logging.getLogger("bigtrain.engine.writes").removeHandler(handler)
     return [text for text in seen if "nothing of it is left" in text]
 
 

@@ -9,8 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bigtrain import flat, optim, zero
+from bigtrain import optim, zero
 from bigtrain.optim import chunks
+from bigtrain.zero import flat
 from tests.ranks.test_optim import SETTINGS, Net, _same_values, train
 
 # Elements of a chunk in these tests: several in each partition, and one that is not full.

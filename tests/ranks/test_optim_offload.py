@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from bigtrain import flat, optim
+from bigtrain import optim
 from bigtrain.engine import Engine
 from bigtrain.models import build_model
+from bigtrain.zero import flat
 from tests.ranks.tiny import TinyLM, config, rows
 
 SAMPLES = 6

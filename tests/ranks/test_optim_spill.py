@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 
-from bigtrain import flat
 from bigtrain.engine import Engine
 from bigtrain.errors import UsageError
 from bigtrain.models import build_model
 from bigtrain.optim.split import OnHost, stream_state
+from bigtrain.zero import flat
 from tests.ranks.test_optim_stream import Late
 from tests.ranks.tiny import TinyLM, config, rows, share
 

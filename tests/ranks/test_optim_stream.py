@@ -7,11 +7,12 @@ on streams (tests/gpu/test_optim_stream.py).
 import pytest
 import torch
 
-from bigtrain import flat, zero
+from bigtrain import zero
 from bigtrain.engine import Engine
 from bigtrain.models import build_model
 from bigtrain.optim.lanes import COMPUTE, DOWN, UP, UPDATE
 from bigtrain.optim.stream import Stream
+from bigtrain.zero import flat
 from tests.ranks.tiny import TinyLM, config, rows
 
 SAMPLES = 6

@@ -4,16 +4,16 @@ import os
 import subprocess
 import sys
 
-from bigtrain import preflight, ranks
+from bigtrain import ranks
 from bigtrain.errors import RanksDisagreeError
-from bigtrain.preflight import COLLECTIVES
+from bigtrain.run import preflight
+from bigtrain.run.preflight import COLLECTIVES
 from tests.ranks.test_train import ALONE, ROOT, demo, environment, flags  # noqa: F401
 from tests.unit.diagnostics.test_doctor_broken import mounts
 
 
 def _talk():
     preflight.communicate()
-    preflight.same_versions()
     return True
 
 
@@ -63,7 +63,7 @@ def test_B55_a_run_with_data_workers_does_not_start_on_a_small_shm(demo, tmp_pat
 
 def test_what_a_run_does_not_use_does_not_stop_it(tmp_path):
     """64 KiB of lockable memory, as containers have it, matter to RDMA and not to a run on the CPU."""
-    code = f"from bigtrain import preflight; print([f.name for f in preflight.facts({str(tmp_path / 'a' / 'b')!r}, 0)])"
+    code = f"from bigtrain.run import preflight; print([f.name for f in preflight.facts({str(tmp_path / 'a' / 'b')!r}, 0)])"
     words = ["/bin/sh", "-c", 'ulimit -S -l 64; ulimit -S -n 200; exec "$@"', "sh", sys.executable, "-c", code]
     done = subprocess.run(words, env={**os.environ, **environment()}, capture_output=True, text=True, timeout=120, check=False)
     assert "open files" in done.stdout and "lockable memory" not in done.stdout, done.stderr
@@ -72,7 +72,7 @@ def test_what_a_run_does_not_use_does_not_stop_it(tmp_path):
 @mounts
 def test_a_full_disk_stops_a_run_and_a_small_one_is_a_warning(tmp_path):
     """The disk of the output folder, by really writing there."""
-    code = f"from bigtrain import preflight; print([(f.name, f.status) for f in preflight.facts({str(tmp_path / 'out')!r}, 0)])"
+    code = f"from bigtrain.run import preflight; print([(f.name, f.status) for f in preflight.facts({str(tmp_path / 'out')!r}, 0)])"
     mount = f"mount -t tmpfs -o size=8m tmpfs {tmp_path}; "
     fill = f"head -c 9000000 /dev/zero > {tmp_path}/x 2>/dev/null; "
     for before, status in ((mount, "warning"), (mount + fill, "broken")):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigtrain import guards
-from bigtrain.agreement import fold, unfold
+from bigtrain.engine.agreement import fold, unfold
 from bigtrain.guards import UNKNOWN, NonFiniteCount, RankStep
 from bigtrain.meeting import pack, unpack
 

@@ -15,10 +15,12 @@ from bigtrain import ranks
         ({"LOCAL_SIZE": "3"}, 3),  # DeepSpeed's launcher
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
         ({"LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "2"}, 2),
+        ({"WORLD_SIZE": "3"}, 3),  # nobody says that there are other hosts
+        ({"WORLD_SIZE": "5", "SLURM_STEP_NUM_NODES": "2"}, 3),  # srun without a launcher of its own
     ],
 )
 def test_ranks_of_a_host_share_its_cores_under_every_launcher(env, here, monkeypatch):
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_NUM_NODES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)

@@ -17,8 +17,8 @@ from typing import Any
 from bigtrain.diagnostics.doctor.devices import check_places
 from bigtrain.diagnostics.doctor.finding import Finding, broken, ok
 from bigtrain.diagnostics.doctor.rank import STAGES
-from bigtrain.placement import Place
-from bigtrain.ports import free_port
+from bigtrain.hosts.placement import Place
+from bigtrain.hosts.ports import free_port
 
 LIMIT_S = 30.0
 START_LIMIT_S = 180.0  # importing torch and DeepSpeed, on a cold disk

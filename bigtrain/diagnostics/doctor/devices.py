@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from bigtrain.diagnostics.doctor.finding import Finding, broken, ok, warning
 from bigtrain.errors import UsageError
-from bigtrain.placement import Place, device_index, refuse_shared_cards, scheduler_conflict
+from bigtrain.hosts.placement import Place, device_index, refuse_shared_cards, scheduler_conflict
 from bigtrain.plan.machine import show_bytes
 
 _QUERY = (

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass
 
 from bigtrain.diagnostics.doctor.finding import Finding, broken, ok, warning
-from bigtrain.ports import free_port, is_free
+from bigtrain.hosts.ports import free_port, is_free
 
 RESOLVE_S = 5.0
 # Each names interfaces: gloo and tensorpipe by their full names, NCCL by prefixes, '=' for full names, '^' for all but these.

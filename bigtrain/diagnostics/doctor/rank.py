@@ -73,7 +73,7 @@ def _stages(story: Story, limit_s: float, stack: Any) -> None:
     import torch.distributed as dist
 
     from bigtrain import ranks, zero
-    from bigtrain.placement import refuse_shared_cards, this_place
+    from bigtrain.hosts.placement import refuse_shared_cards, this_place
 
     device, place = ranks.device(), this_place()
     story.tell(stage="meet", places=[place.as_dict()], backend="nccl" if device.type == "cuda" else "gloo")

@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 
-from bigtrain import capacity, shapes
 from bigtrain import config as ds
-from bigtrain.arguments import TrainArguments
+from bigtrain import shapes
 from bigtrain.bench.grid import expand
 from bigtrain.bench.prediction import Machine, flops_formula, planned, prediction
 from bigtrain.cli import main
 from bigtrain.config import ModelShape
-from bigtrain.job import run_values
 from bigtrain.plan.roofline import model_flops_per_token, stored_rates
 from bigtrain.plan.show import plan_text
 from bigtrain.plan.spilled import asked_share
+from bigtrain.run import capacity
+from bigtrain.run.arguments import TrainArguments
+from bigtrain.run.job import run_values
 
 H100 = Machine(device="cuda", card="NVIDIA H100 80GB HBM3", gpu_bytes=80 * 2**30, host_bytes=126 * 2**30)
 BASE = {"seq_len": 4096, "micro_batch": 2, "gradient_checkpointing": True}

@@ -7,9 +7,9 @@ import shutil
 import pytest
 import xxhash
 
-from bigtrain import pastcache
 from bigtrain.checkpoint import hashing
 from bigtrain.checkpoint.hashing import PIECE_BYTES, ChunkHashes
+from bigtrain.memory import pastcache
 
 
 @pytest.fixture(params=["compiled", "python"])

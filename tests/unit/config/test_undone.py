@@ -2,12 +2,12 @@
 
 import pytest
 
-from bigtrain import settings
-from bigtrain.arguments import TrainArguments
 from bigtrain.config import PRESETS, RunValues, dump, generate
 from bigtrain.config.undone import undone
+from bigtrain.engine import settings
 from bigtrain.errors import ConfigError
-from bigtrain.job import read_ds_config
+from bigtrain.run.arguments import TrainArguments
+from bigtrain.run.job import read_ds_config
 
 
 def file_with(section, kind, **params):

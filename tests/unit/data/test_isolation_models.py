@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from bigtrain import job
-from bigtrain.arguments import TrainArguments
 from bigtrain.data.isolation import VARLEN, prepare_isolation, register_varlen
 from bigtrain.errors import DataError
 from bigtrain.kernels import documents
+from bigtrain.run import job
+from bigtrain.run.arguments import TrainArguments
 from tests.unit.data.test_isolation import SHAPE
 
 register_varlen()

@@ -24,7 +24,7 @@ from bigtrain.diagnostics.doctor import (
     versions,
 )
 from bigtrain.diagnostics.doctor.finding import broken, exit_code, ok, warning
-from bigtrain.placement import Place
+from bigtrain.hosts.placement import Place
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 2**30

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bigtrain import steps
+from bigtrain.engine import steps
 from bigtrain.errors import DataError
 from bigtrain.kernels.upload import _words, to_device
 

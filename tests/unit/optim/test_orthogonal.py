@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bigtrain import optim
+from bigtrain.engine.master import MasterOptimizer
 from bigtrain.errors import UsageError
-from bigtrain.master import MasterOptimizer
 from bigtrain.optim.orthogonal import orthogonalise
 
 

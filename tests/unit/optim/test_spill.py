@@ -59,7 +59,7 @@ class Model:
         self.seen = [t for _, tensors in self.gradients._flight for t in tensors]
 
     def hand_over(self, optimizer):
-        """As reduction.py does; the factor is made of all norms, on the device."""
+        """As engine/reduction.py does; the factor is made of all norms, on the device."""
         if self.gradients is not None:
             self.gradients.settle()
             self._reuse()

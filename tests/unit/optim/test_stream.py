@@ -10,8 +10,9 @@ import weakref
 import pytest
 import torch
 
+from bigtrain.memory.pinned import HostMemory
 from bigtrain.optim import stream as streams
-from bigtrain.optim.lanes import COMPUTE, DOWN, UP, UPDATE, HostMemory, InPlace
+from bigtrain.optim.lanes import COMPUTE, DOWN, UP, UPDATE, InPlace
 from bigtrain.optim.split import AdamWSplit
 from bigtrain.optim.stream import Stream, who_waits
 

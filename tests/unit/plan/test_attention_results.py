@@ -3,7 +3,6 @@
 import pytest
 
 from bigtrain import shapes
-from bigtrain.auto import flags
 from bigtrain.bench.grid import expand
 from bigtrain.bench.prediction import Machine, planned
 from bigtrain.cli import main
@@ -12,6 +11,7 @@ from bigtrain.plan.choose import search_settings
 from bigtrain.plan.pinned import pieces, pinned_bytes
 from bigtrain.plan.settled import LONG_TOKENS, policies, settled
 from bigtrain.plan.zero_settings import ZeroSettings
+from bigtrain.run.auto import flags
 
 GIB = 2**30
 BLOCKS, HEADS, HIDDEN = 32, 32, 4096

@@ -7,7 +7,6 @@ from typing import get_args
 import pytest
 
 from bigtrain import shapes
-from bigtrain.auto import pick
 from bigtrain.bench.grid import expand
 from bigtrain.bench.prediction import Machine, planned
 from bigtrain.cli import main
@@ -17,6 +16,7 @@ from bigtrain.plan import block_count, choose, least_blocks, plan_input, predict
 from bigtrain.plan.inputs import Checkpointing
 from bigtrain.plan.judge import judge
 from bigtrain.plan.zero_settings import ZeroSettings
+from bigtrain.run.auto import pick
 
 GIB = 2**30
 POLICIES = get_args(Checkpointing)[1:]

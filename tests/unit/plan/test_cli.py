@@ -11,11 +11,11 @@ import pytest
 
 from bigtrain import cli as verbs
 from bigtrain import shapes
-from bigtrain.arguments import parse
 from bigtrain.errors import ConfigError, UsageError
 from bigtrain.plan import cli
 from bigtrain.plan.machine import HostMemory, cgroup_limit, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.zero_settings import settings_from_config
+from bigtrain.run.arguments import parse
 
 GIB = 2**30
 

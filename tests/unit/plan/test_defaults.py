@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from bigtrain import capacity, cli, defaults, shapes
+from bigtrain import cli, defaults, shapes
 from bigtrain import config as ds
-from bigtrain import job as jobs
-from bigtrain.arguments import parse
 from bigtrain.config import ModelShape
 from bigtrain.config.run import DEFAULTS
 from bigtrain.errors import UsageError
 from bigtrain.plan.families import position_limit
 from bigtrain.plan.spilled import asked_share
+from bigtrain.run import capacity
+from bigtrain.run import job as jobs
+from bigtrain.run.arguments import parse
 from tests.unit.plan.family_configs import CAUSAL, OTHER
 
 GIB = 2**30

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from bigtrain import capacity, shapes
-from bigtrain.arguments import TrainArguments
+from bigtrain import shapes
 from bigtrain.config import Resolved, RunValues
 from bigtrain.plan import predict
 from bigtrain.plan.inputs import plan_input
@@ -23,6 +22,8 @@ from bigtrain.plan.settled import (
     with_most_buffers,
 )
 from bigtrain.plan.zero_settings import ZeroSettings
+from bigtrain.run import capacity
+from bigtrain.run.arguments import TrainArguments
 
 GIB = 2**30
 HOST = 126 * GIB

@@ -11,7 +11,6 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from bigtrain import shapes
-from bigtrain.auto import flags, pick
 from bigtrain.bench.grid import expand
 from bigtrain.bench.prediction import Machine, planned
 from bigtrain.cli import main
@@ -27,6 +26,7 @@ from bigtrain.plan.parameters import Parameter
 from bigtrain.plan.roofline import Rates
 from bigtrain.plan.tape import Tape
 from bigtrain.plan.zero_settings import ZeroSettings
+from bigtrain.run.auto import flags, pick
 from tests.unit.plan.test_shared import assert_same
 
 GIB = 2**30

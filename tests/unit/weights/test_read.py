@@ -2,7 +2,7 @@
 
 import torch
 
-from bigtrain import heap
+from bigtrain.memory import heap
 from bigtrain.weights.read import Reader, ReadOp, _spans
 
 

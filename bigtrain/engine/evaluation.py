@@ -1,0 +1,61 @@
+"""Loss over an evaluation set, with the same number of forwards on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bigtrain import ranks
+from bigtrain.engine import steps
+from bigtrain.engine.steps import Batch, EvalResult
+from bigtrain.errors import RanksDisagreeError
+from bigtrain.meeting import Point, meet
+
+if TYPE_CHECKING:
+    from bigtrain.engine import Engine
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, batches: Iterable[Batch], limit_s: float | None) -> EvalResult:
+    """See `Engine.evaluate`."""
+    meet(Point.EVALUATE, engine.global_step, 0, limit_s=limit_s)
+    modes = {m: m.training for m in engine.module.modules()}
+    engine.module.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    try:
+        for batch, count in _in_step(engine, batches):
+            loss = steps.loss_of(engine(**steps.move(batch, engine.device, engine.dtype)))
+            if count:
+                sums[0] += loss.double() * count
+                sums[1] += count
+    finally:
+        for module, mode in modes.items():  # one by one: frozen parts may have been in eval mode before
+            module.training = mode
+    rows = ranks.all_gather_object(sums.tolist())
+    total = int(sum(row[1] for row in rows))
+    return EvalResult(math.fsum(row[0] for row in rows) / total if total else math.nan, total)
+
+
+def _in_step(engine: Engine, batches: Iterable[Batch]) -> Iterator[tuple[Batch, int]]:
+    """This rank's batches with their target counts; after its last one, that one again with a count of 0 until all are done."""
+    source: Iterator[Any] = iter(batches)
+    last: Batch | None = None
+    number = 0
+    while True:
+        number += 1
+        batch = next(source, None)
+        last = last if batch is None else batch
+        told = meet(Point.EVALUATE, engine.global_step, number, (batch is not None, last is not None))
+        if not any(row[0] for row in told):
+            return
+        empty = [r for r, row in enumerate(told) if not row[1]]
+        if empty:
+            raise RanksDisagreeError(
+                f"evaluate(): rank {', '.join(map(str, empty))} has no batch at all: give every rank one or more."
+            )
+        assert last is not None
+        count = 0 if batch is None else steps.counted(batch, engine.count_targets)
+        yield last if count else steps.without_targets(last), count

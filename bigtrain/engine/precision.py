@@ -1,0 +1,150 @@
+"""Which tensors have which dtype, and parameters that are to stay fp32."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bigtrain import zero
+from bigtrain.errors import ModelError, UsageError
+from bigtrain.zero import flat
+
+
+def refuse_other_dtypes(model: torch.nn.Module, bf16: bool) -> None:
+    """Refuse trainable parameters in a dtype that the ds_config does not say and that nothing would change.
+
+    DeepSpeed 0.19.8 casts parameters to bf16 where bf16 is enabled, but neither those that are partitioned already nor, where
+    it is not, any back to fp32 (runtime/engine.py, `_configure_distributed_model`). An fp32 model that is whole is fine.
+
+    Args:
+        model: as it comes to the engine.
+        bf16: whether the ds_config enables it.
+
+    Raises:
+        ModelError: the model would train in another precision than the ds_config says.
+    """
+    wanted = torch.bfloat16 if bf16 else torch.float32
+    said, remedy = (
+        ("has bf16 enabled", "Build the model with dtype=torch.bfloat16, or write bf16.enabled false to train in fp32.")
+        if bf16
+        else (
+            "has no bf16",
+            'Add {"bf16": {"enabled": true}} to train in bf16 with fp32 masters, or build the model with dtype=torch.float32.',
+        )
+    )
+    for name, param in model.named_parameters():
+        kept = not bf16 or zero.is_partitioned(param)
+        if kept and param.requires_grad and param.is_floating_point() and param.dtype != wanted:
+            raise ModelError(
+                f"parameter {name} is {_name(param.dtype)} and the ds_config {said}: DeepSpeed would leave it as it is. {remedy}",
+                [name],
+            )
+
+
+def keep_parameters_in_fp32(model: torch.nn.Module, patterns: Sequence[str], stage: int, bf16: bool) -> set[str]:
+    """Names of the parameters to keep in fp32.
+
+    Args:
+        model: the module.
+        patterns: shell patterns on dotted names, or parts of names ("router" matches "layers.0.router.weight").
+        stage: ZeRO stage.
+        bf16: whether training is in bf16; with fp32 training everything is kept anyway.
+
+    Raises:
+        UsageError: at stages 1 to 3, with the reason; or if a pattern matches nothing.
+    """
+    if not patterns or not bf16:
+        return set()
+    refuse_kept(patterns, stage, bf16)
+    names = [n for n, _ in model.named_parameters()]
+    kept: set[str] = set()
+    for pattern in patterns:
+        found = [n for n in names if fnmatch.fnmatchcase(n, pattern if "*" in pattern else f"*{pattern}*")]
+        if not found:
+            raise UsageError(f"keep_in_fp32: no parameter matches {pattern!r}; names look like {names[:3]}")
+        kept.update(found)
+    return kept
+
+
+def refuse_kept(patterns: Sequence[str], stage: int, bf16: bool) -> None:
+    """Refuse `keep_in_fp32` where DeepSpeed cannot.
+
+    Raises:
+        UsageError: patterns are given and the training is in bf16 at stages 1 to 3.
+    """
+    if patterns and bf16 and stage > 0:
+        raise UsageError(
+            f"keep_in_fp32={list(patterns)} at ZeRO stage {stage}: DeepSpeed 0.19.8 holds parameters in flat buffers of one "
+            "dtype and reduces their gradients in it, so parameters cannot stay fp32 beside bf16 ones (buffers can, and do). "
+            "Use stage 0, train in fp32 (bf16.enabled false), or cast inside the module: F.linear(x.float(), weight.float())."
+        )
+
+
+def to_bf16(model: torch.nn.Module, keep: set[str]) -> None:
+    """Cast floating parameters to bf16 but for `keep`; modules that own kept ones compute in fp32 and return bf16."""
+    for name, param in model.named_parameters():
+        if param.is_floating_point():
+            param.data = param.data.to(torch.float32 if name in keep else torch.bfloat16)
+    owners = {name.rpartition(".")[0] for name in keep}
+    for name, module in model.named_modules():
+        if name in owners:
+            _compute_in_fp32(module)
+
+
+def _compute_in_fp32(module: torch.nn.Module) -> None:
+    def enter(_module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
+
+    def leave(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
+        return output.to(torch.bfloat16) if isinstance(output, torch.Tensor) and output.is_floating_point() else output
+
+    for param in module.parameters(recurse=False):
+        param.data = param.data.float()
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)
+
+
+def dtype_table(module: torch.nn.Module, reduction: Any, settings: Any) -> dict[str, Any]:
+    """Counts of tensors by dtype: params, master, grad_accumulation, moments, buffers, keep_in_fp32."""
+    params = Counter(_name(p.dtype) for p in module.parameters() if p.requires_grad)
+    masters = Counter(_name(m.dtype) for m in flat.masters(reduction.optimizer))
+    optimizer = reduction.optimizer
+    inner = getattr(optimizer, "inner", None) or getattr(optimizer, "optimizer", optimizer)
+    moments = Counter(
+        _name(t.dtype) for state in inner.state.values() for t in state.values() if isinstance(t, torch.Tensor) and t.dim() > 0
+    )
+    return {
+        "params": dict(params),
+        "master": dict(masters),
+        "grad_accumulation": _accumulation(reduction, settings),
+        "moments": dict(moments),
+        "buffers": dict(Counter(_name(b.dtype) for b in module.buffers())),
+        "keep_in_fp32": sorted(n for n, p in module.named_parameters() if p.dtype == torch.float32) if settings.bf16 else [],
+    }
+
+
+def _accumulation(reduction: Any, settings: Any) -> str:
+    if reduction.kind == "plain":
+        return _name(reduction.optimizer.flat.dtype)
+    dtype = getattr(reduction.optimizer, "gradient_accumulation_dtype", None) or getattr(
+        reduction.optimizer, "grad_acc_dtype", None
+    )
+    return _name(dtype) if dtype is not None else ("bfloat16" if settings.bf16 else "float32")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def summary(settings: Any, world_size: int, module: torch.nn.Module, reduction: Any) -> dict[str, Any]:
+    """What an engine runs with: stage, batch, optimizer, schedule, dtypes."""
+    names = ("stage", "micro_batch", "accumulation", "optimizer", "scheduler", "learning_rate", "warmup_steps", "total_steps")
+    chosen = {name: getattr(settings, name) for name in (*names, "max_grad_norm", "weight_decay")}
+    loss = "mean over all target tokens of the global batch"
+    more = {"world_size": world_size, "offload_optimizer": settings.offload, "loss": loss}
+    more |= {"offload_gradients": settings.offload_gradients} if settings.offload_gradients else {}
+    return {**chosen, **more, "dtypes": dtype_table(module, reduction, settings)}

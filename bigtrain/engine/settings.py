@@ -1,0 +1,378 @@
+"""From a ds_config and the Engine's arguments to what DeepSpeed is started with: pure, and every decision is said.
+
+The Engine owns the optimizer, the schedule, clipping at stage 0 and the accumulation count; DeepSpeed gets a private config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bigtrain import optim
+from bigtrain.config import ModelShape, Resolved, RunValues, left_open, load, refuse_undone, resolve
+from bigtrain.config.batch import ACCUMULATION, GLOBAL, MICRO, BatchError, Given, solve_batch
+from bigtrain.config.run import DEFAULTS
+from bigtrain.errors import ConfigError, UsageError
+from bigtrain.plan.constants import STATE_BUFFERS
+
+# DeepSpeed's schedulers and what the same curve is called here.
+_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "adamw8bit": "adamw_8bit", "muon": "muon"}
+
+# Sections that `settle` decides, from what the file itself says. Of data_types, because `train_step` may be given more micro
+# batches than the accumulation of the file: sums stay fp32 where resolving for one micro step would save them.
+SETTLED_HERE = ("optimizer", "scheduler", "data_types")
+
+
+@dataclass
+class Settings:
+    """What was decided.
+
+    Attributes:
+        config: for `deepspeed.initialize`.
+        stage, bf16, offload: what the config asks for.
+        offload_ratio, pin_memory, offload_buffers: `ratio`, `pin_memory`, `buffer_count` of the config's offload_optimizer, for
+            optimizers that keep their own state on the host.
+        offload_gradients: share of the gradients that leave the GPU during backward, for the same.
+        micro_batch, accumulation, max_grad_norm: as used; micro_batch and accumulation from the config unless given.
+        optimizer, learning_rate, betas, eps, weight_decay: as used.
+        scheduler, warmup_steps, total_steps, scheduler_kwargs: as used.
+        notes: decisions between two sources, one sentence each.
+    """
+
+    config: dict[str, Any]
+    stage: int
+    bf16: bool
+    offload: bool
+    micro_batch: int
+    accumulation: int
+    max_grad_norm: float
+    optimizer: str
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    scheduler: str
+    warmup_steps: int
+    total_steps: int | None
+    offload_ratio: float = 1.0
+    pin_memory: bool = True
+    offload_buffers: int = STATE_BUFFERS
+    offload_gradients: float = 0.0
+    scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def schedule(self) -> Callable[[int], float]:
+        """The factor on the learning rate as a function of the step.
+
+        Raises:
+            UsageError: the values contradict each other, or `scheduler_kwargs` has a name that `optim.schedule` does not know.
+        """
+        known = ("min_ratio", "decay_steps", "decay")
+        wrong = [name for name in self.scheduler_kwargs if name not in known]
+        if wrong:
+            raise UsageError(f"lr_scheduler_kwargs: {', '.join(map(repr, wrong))} is unknown; it takes {', '.join(known)}.")
+        return optim.schedule(
+            self.scheduler, warmup_steps=self.warmup_steps, total_steps=self.total_steps, **self.scheduler_kwargs
+        )
+
+
+def read(
+    ds_config: str | Path | Mapping[str, Any] | Resolved,
+    run: RunValues,
+    *,
+    world_size: int,
+    device: str,
+    model_config: Any = None,
+) -> tuple[dict[str, Any], list[str]]:
+    """A private copy of the config, linted, with no "auto" left in it; sections `SETTLED_HERE` hold what the file says.
+
+    Args:
+        ds_config: path, preset name or mapping; what `bigtrain.config.resolve` returned is taken as it is.
+        run: what the caller said. It fills what the file leaves open; what the file contradicts is left to `settle`.
+        world_size: number of ranks.
+        device: "cuda" or "cpu".
+        model_config: the model's Hugging Face config, if it has one: it fills bucket sizes.
+
+    Returns:
+        The config, and the lint's warnings.
+
+    Raises:
+        ConfigError: every problem of the file in one report.
+    """
+    if isinstance(ds_config, Resolved):
+        return ds_config.engine_config(), []
+    config = load(ds_config)
+    name = "ds_config" if isinstance(ds_config, Mapping) else str(ds_config)
+    has_shape = isinstance(model_config, Mapping) or hasattr(model_config, "to_dict")
+    resolved = resolve(
+        config,
+        run=left_open(config, run),
+        model=ModelShape.from_config(model_config) if has_shape else None,
+        world_size=world_size,
+        device=device,
+        name=name,
+    )
+    refuse_undone(config, name, optimizer=run.optim is None, scheduler=run.lr_scheduler_type is None)
+    warnings = [str(problem) for problem in resolved.problems if problem.severity == "warning"]
+    settled = {name: value for name, value in resolved.engine_config().items() if name not in SETTLED_HERE}
+    for section in SETTLED_HERE:
+        if config.get(section):
+            settled[section] = {name: value for name, value in config[section].items() if value != "auto"}
+    return settled, warnings
+
+
+def settle(
+    config: dict[str, Any],
+    run: RunValues,
+    *,
+    world_size: int,
+    scheduler_kwargs: Mapping[str, Any] | None = None,
+    offload_gradients: float = 0.0,
+) -> Settings:
+    """Decide every value once. What `run` says wins over the config, and it is said in `notes`.
+
+    Args:
+        config: from `read`; its sections `optimizer` and `scheduler` are taken out of it.
+        run: what the caller said; None for what is left to the config.
+        world_size: number of ranks.
+        scheduler_kwargs, offload_gradients: see `Settings`.
+
+    Raises:
+        ConfigError: on values that contradict each other.
+        UsageError: on an optimizer or schedule that cannot be used here.
+    """
+    notes: list[str] = []
+    stage, bf16, offload = _regime(config)
+    zero = config.get("zero_optimization") or {}
+    optimizer_section = config.pop("optimizer", None) or {}
+    scheduler_section = config.pop("scheduler", None) or {}
+    params = {k: v for k, v in (optimizer_section.get("params") or {}).items() if v != "auto"}
+    if run.optim is not None and optimizer_section:
+        notes.append(
+            f"two optimizers were given: {run.optim!r} to the Engine and {optimizer_section.get('type')!r} in the ds_config. "
+            "The Engine's is used; the values of the ds_config's section serve where the Engine was given none."
+        )
+    name = optim.canonical_name(run.optim or _optimizer_name(optimizer_section))
+    scheduler = _scheduler(scheduler_section, run.lr_scheduler_type, notes)
+    scheduled = {k: v for k, v in (scheduler_section.get("params") or {}).items() if v != "auto"}
+    rates = [("optimizer.params.lr", params.get("lr")), ("scheduler.params.warmup_max_lr", scheduled.get("warmup_max_lr"))]
+    lr = _or(_first("learning rate", notes, run.learning_rate, *rates), DEFAULTS.learning_rate)
+    beta1, beta2 = params.get("betas") or (DEFAULTS.adam_beta1, DEFAULTS.adam_beta2)
+    micro, accum = _batch(config, world_size, run.micro_batch, run.accumulation)
+    norm = _clipping(config, run.max_grad_norm, notes)
+    private = _private(config, stage, bf16, micro, accum, world_size, norm, notes)
+    _own_offload_only(name, zero)
+    if offload_gradients != 0.0:
+        _gradients_can_leave(offload_gradients, name, private, world_size, offload)
+    _add_what_the_optimizer_needs(private, name, stage, offload)
+    steps = _or(run.total_steps, scheduled.get("total_num_steps"))
+    if steps is None and scheduler != "constant":
+        scheduler = _constant(scheduler, run.lr_scheduler_type, notes)
+    return Settings(
+        config=private,
+        stage=stage,
+        bf16=bf16,
+        offload=offload,
+        offload_gradients=float(offload_gradients),
+        **_on_host(zero.get("offload_optimizer") or {}),
+        micro_batch=micro,
+        accumulation=accum,
+        max_grad_norm=norm,
+        optimizer=name,
+        learning_rate=float(lr),
+        betas=(_or(run.adam_beta1, beta1), _or(run.adam_beta2, beta2)),
+        eps=float(_or(run.adam_epsilon, params.get("eps"), DEFAULTS.adam_epsilon)),
+        weight_decay=float(_or(run.weight_decay, params.get("weight_decay"), DEFAULTS.weight_decay)),
+        scheduler=scheduler,
+        warmup_steps=_whole("warmup_steps", _or(run.warmup_steps, scheduled.get("warmup_num_steps"), DEFAULTS.warmup_steps)),
+        total_steps=None if steps is None else _whole("total_steps", steps),
+        scheduler_kwargs=dict(scheduler_kwargs or {}),
+        notes=notes,
+    )
+
+
+def _or(*values: Any) -> Any:
+    """The first that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
+def _clipping(config: dict[str, Any], given: float | None, notes: list[str]) -> float:
+    clip = _number(config.get("gradient_clipping"))
+    norm = float(_or(_first("gradient clipping", notes, given, ("gradient_clipping", clip)), DEFAULTS.max_grad_norm))
+    if not norm >= 0.0:
+        raise UsageError(f"max_grad_norm is {norm}: the largest norm of the gradient, or 0 for no clipping.")
+    return norm
+
+
+def _whole(name: str, value: float) -> int:
+    if int(value) != value:
+        raise UsageError(f"{name} is {value}: a number of updates, not a share of them.")
+    return int(value)
+
+
+def _on_host(block: Mapping[str, Any]) -> dict[str, Any]:
+    """What an `offload_optimizer` block says to optimizers that keep their own state on the host."""
+    return {
+        "offload_ratio": float(block.get("ratio", 1.0)),
+        "pin_memory": block.get("pin_memory", True) is not False,
+        "offload_buffers": max(1, int(block.get("buffer_count") or STATE_BUFFERS)),
+    }
+
+
+def _add_what_the_optimizer_needs(private: dict[str, Any], name: str, stage: int, offload: bool) -> None:
+    """Merge the keys that DeepSpeed must find for this optimizer into `private`."""
+    summed_in = (private.get("data_types") or {}).get("grad_accum_dtype")
+    patch = optim.engine_config_patch(name, stage=stage, offload=offload, grad_accum_dtype=summed_in)
+    for key, value in patch.items():
+        private[key] = {**(private.get(key) or {}), **value} if isinstance(value, dict) else value
+
+
+def _own_offload_only(name: str, zero: dict[str, Any]) -> None:
+    """Refuse what DeepSpeed's own offload can do and an optimizer that keeps its state on the host itself cannot."""
+    block = zero.get("offload_optimizer") or {}
+    if not optim.OPTIMIZERS[name].own_offload:
+        return
+    if block.get("device") == "nvme":
+        raise UsageError(
+            f'optimizer {name!r} keeps its state in host memory: write offload_optimizer.device "cpu", not "nvme".'
+        )
+    if zero.get("zenflow") or block.get("super_offload"):
+        raise UsageError(
+            f"optimizer {name!r} brings its own overlap: remove zenflow and super_offload, or use optimizer adamw."
+        )
+
+
+def _gradients_can_leave(share: float, name: str, private: dict[str, Any], world_size: int, offload: bool) -> None:
+    """Refuse a share of gradients to be offloaded where they would not stay as autograd leaves them (bigtrain/engine/reduction.py)."""
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 <= share <= 1.0:
+        raise UsageError(f"offload_gradients is {share!r}: it is a share of the gradients, from 0 to 1.")
+    summed_in = (private.get("data_types") or {}).get("grad_accum_dtype")
+    wanted = {
+        "one rank": world_size == 1,
+        "zero_optimization.stage 2": private["zero_optimization"]["stage"] == 2,
+        'offload_optimizer.device "cpu"': offload,
+        "an adamw_split optimizer": optim.OPTIMIZERS[name].own_offload,
+        'data_types.grad_accum_dtype "bf16"': summed_in not in ("fp32", "float32"),
+    }
+    missing = [what for what, there in wanted.items() if not there]
+    if missing:
+        raise UsageError(f"offload_gradients {share} needs {', '.join(wanted)}; missing here: {', '.join(missing)}.")
+
+
+def _regime(config: dict[str, Any]) -> tuple[int, bool, bool]:
+    """(stage, bf16, optimizer on the host)."""
+    zero = config.get("zero_optimization") or {}
+    if (config.get("fp16") or {}).get("enabled") is True:
+        raise ConfigError(
+            "fp16.enabled is true: bigtrain trains in bf16 (or fp32), without loss scaling. Write bf16.enabled: true."
+        )
+    groups = {"tensor_parallel.autotp_size": (config.get("tensor_parallel") or {}).get("autotp_size")}
+    groups["sequence_parallel_size"] = config.get("sequence_parallel_size")
+    groups["pipeline.stages"] = (config.get("pipeline") or {}).get("stages")
+    for path, size in groups.items():
+        if isinstance(size, int) and size > 1:
+            raise ConfigError(
+                f"{path} is {size}: bigtrain gives every rank rows of its own and shards by ZeRO alone. Remove it."
+            )
+    offload = (zero.get("offload_optimizer") or {}).get("device", "none") not in ("none", None)
+    return int(zero.get("stage", 0)), (config.get("bf16") or {}).get("enabled") is True, offload
+
+
+def _optimizer_name(section: dict[str, Any]) -> str:
+    if not section:
+        return str(DEFAULTS.optim)
+    kind = str(section.get("type", "")).lower().replace("_", "")
+    if kind not in _OPTIMIZERS:
+        raise UsageError(
+            f"optimizer.type {section.get('type')!r} of the ds_config is none of bigtrain's ({', '.join(optim.OPTIMIZERS)}). "
+            "Remove the section and pass optimizer=... to the Engine."
+        )
+    return _OPTIMIZERS[kind]
+
+
+def _scheduler(section: dict[str, Any], argument: str | None, notes: list[str]) -> str:
+    if not section:
+        return argument or str(DEFAULTS.lr_scheduler_type)
+    kind = section.get("type")
+    if argument is not None:
+        notes.append(
+            f"two schedules were given: {argument!r} to the Engine and {kind!r} in the ds_config. The Engine's is used; the "
+            "section's warm-up and total steps serve where the Engine was given none."
+        )
+        return argument
+    if kind not in _SCHEDULERS:
+        raise UsageError(
+            f"scheduler.type {kind!r} of the ds_config is not known here: the Engine owns the schedule. It translates "
+            f"{', '.join(_SCHEDULERS)}; else remove the section and pass lr_scheduler=... to the Engine."
+        )
+    notes.append(
+        f"scheduler {kind!r} of the ds_config is run as bigtrain's {_SCHEDULERS[kind]!r} with the same warm-up and steps."
+    )
+    return _SCHEDULERS[kind]
+
+
+def _constant(scheduler: str, asked: str | None, notes: list[str]) -> str:
+    if asked is not None:
+        raise UsageError(f"schedule {scheduler!r} needs total_steps: how many updates the run makes.")
+    notes.append("total_steps was not given, so the learning rate stays constant after the warm-up.")
+    return "constant"
+
+
+def _first(what: str, notes: list[str], argument: Any, *sources: tuple[str, Any]) -> Any:
+    """The argument, else the first source with a value; a contradiction is noted."""
+    known = [(path, value) for path, value in sources if value is not None]
+    if argument is None:
+        return known[0][1] if known else None
+    for path, value in known:
+        if float(value) != float(argument):
+            notes.append(f"{what}: the Engine was given {argument}, {path} of the ds_config says {value}; {argument} is used.")
+    return argument
+
+
+def _number(value: Any) -> Any:
+    return None if value in (None, "auto") else value
+
+
+def _batch(config: dict[str, Any], world: int, micro: int | None, accum: int | None) -> tuple[int, int]:
+    """Micro batch and accumulation, from arguments, config, and the global batch."""
+    known: dict[str, Given | None] = {}
+    for key, name, argument in ((MICRO, "micro_batch", micro), (ACCUMULATION, "accumulation", accum), (GLOBAL, "", None)):
+        value = _number(config.get(key))
+        if argument is not None and value is not None and argument != value:
+            raise ConfigError(
+                f"{name}: the Engine was given {argument}, the ds_config says {value}. Say it in one place, or the same."
+            )
+        found = _or(argument, value)
+        if found is not None and int(found) != found:
+            raise ConfigError(f"{name or key} is {found}: a whole number is needed.")
+        known[key] = None if found is None else Given(int(found), "ds_config" if argument is None else "Engine")
+    try:
+        batch = solve_batch(known[MICRO], known[ACCUMULATION], known[GLOBAL], world)
+    except BatchError as error:
+        raise ConfigError(str(error)) from error
+    return batch.micro, batch.accumulation
+
+
+def _private(
+    config: dict[str, Any], stage: int, bf16: bool, micro: int, accum: int, world: int, norm: float, notes: list[str]
+) -> dict[str, Any]:
+    config = {**config, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accum}
+    config["train_batch_size"] = micro * accum * world
+    config["gradient_clipping"] = norm
+    zero = config["zero_optimization"] = {**(config.get("zero_optimization") or {}), "stage": stage}
+    config.setdefault("steps_per_print", 1_000_000_000)  # the Engine's own log has these numbers, and more
+    if stage == 0:
+        # bigtrain.engine.master holds the fp32 masters and accumulators and clips: DeepSpeed is not to do either a second time.
+        config["bf16"] = {"enabled": False}
+        config["gradient_clipping"] = 0.0
+        config.pop("data_types", None)
+    elif bf16 and not (config.get("bf16") or {}).get("bf16_master_weights_and_grads"):
+        types = config["data_types"] = dict(config.get("data_types") or {})
+        types.setdefault("grad_accum_dtype", "fp32")
+    if stage == 1 and zero.get("overlap_comm"):
+        zero["overlap_comm"] = False
+        notes.append("overlap_comm is off at stage 1: gradients are reduced once a step, in one order on every rank.")
+    return config

@@ -1,0 +1,402 @@
+"""What a training run is told: one dataclass, with the names of transformers' TrainingArguments.
+
+    args = parse(["--ds_config", "ds_configs/zero3.json", "--model_name_or_path", "preset:llama-tiny", ...])
+    args = parse(["run.yaml"])                              # a YAML or JSON run file as the only argument
+    args = parse(["--config", "run.yaml", "--seed", "1"])   # flags win over the file
+
+`None` means "the user did not say": the ds_config, or else the default that `bigtrain.config.resolve` documents, decides.
+Parsing needs no torch and raises `UsageError` with every problem found; nothing is built before that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from bigtrain import defaults
+from bigtrain.errors import UsageError
+from bigtrain.run import foreign
+from bigtrain.run.argument_problems import TRACKERS, find_problems
+from bigtrain.runfile import read_run_file
+
+logger = logging.getLogger("bigtrain")
+Packing = Literal["isolated", "concatenate", "none"]
+Policy = Literal["full", "attention", "selective", "offload", "offload_inputs"]
+
+
+def _say(text: str, *aliases: str, **more: Any) -> dict[str, Any]:
+    """Metadata of a field: its help and every other spelling of its flag."""
+    spellings = [s for a in aliases for s in dict.fromkeys((f"--{a}", f"--{a.replace('_', '-')}"))]
+    return {"help": text, "aliases": spellings, **more}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArguments:
+    """One training run."""
+
+    # ------------------------------------------------------------ model and data
+    model_name_or_path: str = field(metadata=_say("Hugging Face directory or id, or preset:NAME for a named shape"))
+    train_data: str = field(metadata=_say("text, JSON Lines, Parquet, Arrow file or folder", "dataset"))
+    output_dir: str = field(metadata=_say("folder for metrics, checkpoints, model and report"))
+    ds_config: str = field(
+        metadata=_say("DeepSpeed JSON file, or auto: the fastest that fits", "deepspeed_config", "deepspeed")
+    )
+    tokenizer_name_or_path: str | None = field(
+        default=None, metadata=_say("tokenizer directory or id (default: the model's)", "tokenizer", "tokenizer_name")
+    )
+    eval_data: str | None = field(default=None, metadata=_say("like train_data, for evaluation"))
+    eval_fraction: float | None = field(default=None, metadata=_say("share of train_data held out for evaluation, 0 to 1"))
+    seq_len: int | None = field(
+        default=None,
+        metadata=_say(
+            f"tokens per row (default: {defaults.SEQ_LEN}, or the model's limit)", "max_length", "max_seq_length", "cutoff_len"
+        ),
+    )
+    packing: Packing = field(default="isolated", metadata=_say("documents of a row: isolated, concatenate, or none"))
+    freeze: list[str] = field(default_factory=list, metadata=_say("name prefixes of parameters that are not trained"))
+    resize_vocab: bool = field(default=False, metadata=_say("grow the embedding if the tokenizer has more tokens"))
+    allow_missing: list[str] = field(
+        default_factory=list, metadata=_say("name patterns of weights that the model's files may lack; drawn from the seed")
+    )
+    allow_unexpected: list[str] = field(
+        default_factory=list, metadata=_say("name patterns in the model's files that are left out")
+    )
+    verify_load: bool = field(default=False, metadata=_say("after loading, compare a hash of each whole weight with its file"))
+    attn_implementation: str = field(
+        default="auto",
+        metadata=_say("attention of the Hugging Face model; auto: variable-length flash for packed rows on a GPU, else sdpa"),
+    )
+    use_liger_kernel: bool | None = field(
+        default=None, metadata=_say("fused kernels ([gpu] extra), else a chunked loss; left out: yes on a GPU, no on a CPU")
+    )
+    trust_remote_code: bool = field(default=False, metadata=_say("run Python code that comes with the model"))
+
+    # ------------------------------------------------------------ batch and length
+    per_device_train_batch_size: int | None = field(default=None, metadata=_say("rows per rank and micro step", "micro_batch"))
+    per_device_eval_batch_size: int | None = field(default=None, metadata=_say("rows per rank in evaluation"))
+    gradient_accumulation_steps: int | None = field(default=None, metadata=_say("micro steps per optimizer step"))
+    num_train_epochs: float = field(default=3.0, metadata=_say("passes over the data", "num_epochs"))
+    max_steps: int | None = field(default=None, metadata=_say("optimizer steps; wins over num_train_epochs", "num_steps"))
+
+    # ------------------------------------------------------------ optimizer
+    optim: str | None = field(default=None, metadata=_say("adamw, adamw_8bit, muon, ... (default adamw)"))
+    learning_rate: float | None = field(default=None, metadata=_say("peak learning rate (default 5e-5)", "lr"))
+    weight_decay: float | None = field(default=None, metadata=_say("decay of matrices; norms and biases get none"))
+    adam_beta1: float | None = field(default=None, metadata=_say("decay of the first moment (default 0.9)"))
+    adam_beta2: float | None = field(default=None, metadata=_say("decay of the second moment (default 0.999)"))
+    adam_epsilon: float | None = field(default=None, metadata=_say("added to the denominator (default 1e-8)"))
+    max_grad_norm: float | None = field(default=None, metadata=_say("global norm to clip at (default 1.0)"))
+    lr_scheduler_type: str | None = field(default=None, metadata=_say("linear, cosine, constant, wsd (default linear)"))
+    lr_scheduler_kwargs: str | None = field(
+        default=None, metadata=_say("JSON object for the schedule: min_ratio; wsd also decay_steps and decay")
+    )
+    warmup_steps: int | None = field(
+        default=None, metadata=_say("steps until the peak learning rate; below 1: a share of all steps")
+    )
+    warmup_ratio: float | None = field(default=None, metadata=_say("the same as a share of all steps, 0 to 1"))
+
+    # ------------------------------------------------------------ numbers and memory
+    bf16: bool | None = field(
+        default=None, metadata=_say("bf16 compute with fp32 master weights (default: as the ds_config says)")
+    )
+    keep_in_fp32: list[str] = field(default_factory=list, metadata=_say("name patterns of parameters that stay in fp32"))
+    gradient_checkpointing: bool | None = field(
+        default=None, metadata=_say("recompute activations in backward", "activation_checkpointing")
+    )
+    checkpoint_blocks: str | None = field(
+        default=None,
+        metadata=_say(
+            "recompute only the first N blocks, the others keep their activations; auto: as few as fit (default: all)"
+        ),
+    )
+    checkpointing_policy: Policy = field(
+        default="full",
+        metadata=_say(
+            "of a recomputed block keep its input (full), results of attention too (attention), of matrix products too (selective), "
+            "input and results of attention in host memory, the input alone where the host lacks room (offload), or never more "
+            "(offload_inputs)"
+        ),
+    )
+    mlp_tile_tokens: int | None = field(
+        default=None,
+        metadata=_say("run each block's feed-forward part over tiles of N tokens, for long sequences (default: 0, as a whole)"),
+    )
+    torch_compile: bool = field(
+        default=False, metadata=_say("compile each decoder block (stages 0 to 2); measure whether it gains anything")
+    )
+    offload_gradients: str = field(
+        default="auto", metadata=_say("share of the gradients that leaves the GPU in backward; auto: the least that fits")
+    )
+    nonfinite_limit: int = field(default=5, metadata=_say("non-finite steps in a row after which the run stops"))
+
+    # ------------------------------------------------------------ when to log, evaluate, save
+    logging_steps: int = field(default=1, metadata=_say("steps between log lines; metrics.jsonl has every step"))
+    eval_steps: int | None = field(default=None, metadata=_say("steps between evaluations (default: only at the end)"))
+    save_steps: int | None = field(default=None, metadata=_say("steps between checkpoints (default: none)"))
+    logging_strategy: str | None = field(default=None, metadata=_say("epoch: a log line at the end of each epoch"))
+    eval_strategy: str | None = field(
+        default=None, metadata=_say("epoch: evaluate at the end of each epoch", "evaluation_strategy")
+    )
+    save_strategy: str | None = field(default=None, metadata=_say("epoch: a checkpoint at the end of each epoch"))
+    save_total_limit: int | None = field(default=None, metadata=_say("newest checkpoints to keep"))
+    copy_checkpoints_to: str | None = field(
+        default=None, metadata=_say("second folder, on another disk: each checkpoint is copied there once it is whole")
+    )
+    keep_every: int | None = field(default=None, metadata=_say("keep checkpoints whose step is a multiple of this as well"))
+    load_best_model_at_end: bool = field(
+        default=False, metadata=_say("keep the checkpoint of the lowest evaluation loss as well, and make OUT/model from it")
+    )
+    save_only_model: bool = field(
+        default=False,
+        metadata=_say("every save_steps a model folder OUT/model-<step> instead of a checkpoint; no run goes on from it"),
+    )
+    resume_from_checkpoint: str | None = field(default=None, metadata=_say("auto, or the path of a checkpoint"))
+    overwrite_output_dir: bool = field(default=False, metadata=_say("start over in a folder that holds a run"))
+    report_to: list[str] = field(
+        default_factory=lambda: ["tensorboard"], metadata=_say("tensorboard, wandb, mlflow, all or none")
+    )
+    run_name: str | None = field(default=None, metadata=_say("name in wandb and mlflow"))
+    disable_tqdm: bool = field(default=False, metadata=_say("log lines instead of a progress bar"))
+
+    # ------------------------------------------------------------ seeds and machinery
+    seed: int = field(default=42, metadata=_say("of the weights and of dropout"))
+    data_seed: int | None = field(default=None, metadata=_say("of the sample order (default: seed)"))
+    dataloader_num_workers: int = field(default=0, metadata=_say("processes per rank that prepare batches"))
+    ddp_timeout: int = field(default=1800, metadata=_say("seconds a rank waits for the others"))
+    hang_s: float | None = field(
+        default=None,
+        metadata=_say("seconds without progress after which all ranks end with a report (default: learned; 0: never)"),
+    )
+    gpu_memory_cap: float | None = field(default=None, metadata=_say("GiB of each GPU that the run may take (default: all)"))
+    no_export: bool = field(default=False, metadata=_say("do not write OUT/model at the end"))
+    no_preflight: bool = field(default=False, metadata=_say("do not test machine and communication before the run starts"))
+    no_plan: bool = field(default=False, metadata=_say("do not check before training that the job fits the memory"))
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """`report_to` with `all` and `none` resolved: `all` takes what is installed."""
+        if "all" in self.report_to:
+            return tuple(t for t in TRACKERS if importlib.util.find_spec(t))
+        return tuple(t for t in self.report_to if t != "none")
+
+    @property
+    def hang_limit(self) -> Any:
+        """`hang_s` in the words of `bigtrain.watch`: seconds, "learned", or None for no watch."""
+        return "learned" if self.hang_s is None else self.hang_s or None
+
+    @property
+    def saves(self) -> bool:
+        """True if the run saves on the way, and at its end."""
+        return bool(self.save_steps) or self.save_strategy == "epoch"
+
+    @property
+    def recomputes(self) -> bool | None:
+        """`gradient_checkpointing`, which a number of blocks or a policy implies."""
+        return defaults.recomputes(self.gradient_checkpointing, self.checkpointing_policy, self.checkpoint_blocks)
+
+    @property
+    def recomputed_blocks(self) -> int | None:
+        """`checkpoint_blocks` as a number; None: all blocks, or not decided yet."""
+        return None if self.checkpoint_blocks in (None, "auto") else int(str(self.checkpoint_blocks))
+
+    @property
+    def scheduler_kwargs(self) -> dict[str, Any]:
+        """`lr_scheduler_kwargs` as a mapping."""
+        return json.loads(self.lr_scheduler_kwargs or "{}")
+
+    @property
+    def order_seed(self) -> int:
+        """Seed of the sample order."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+    def warmup(self, total_steps: int) -> int | None:
+        """Warm-up steps as said; a ratio is rounded up as transformers does. None if the user said neither."""
+        if self.warmup_steps is None and self.warmup_ratio is not None:
+            return -int(-total_steps * self.warmup_ratio // 1)
+        return self.warmup_steps
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for run.json."""
+        return asdict(self)
+
+
+LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
+
+
+class _Help(argparse.HelpFormatter):
+    """Flags in their spellings with underscores alone (hyphens do as well), and defaults where the text says none."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = [name for name in action.option_strings if "-" not in name[2:]]
+        value = "" if action.nargs == 0 else " " + self._format_args(action, "VALUE")
+        return ", ".join(names) + value
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        default = " ".join(map(str, action.default)) if isinstance(action.default, list) else action.default
+        said = default in (None, "", False, argparse.SUPPRESS) or "(default" in text
+        return text if said else f"{text} (default: {default})"
+
+
+USAGE = "launch/train.py --ds_config FILE|auto --model_name_or_path DIR|ID|preset:NAME --train_data PATH --output_dir OUT [--FLAG VALUE ...]"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser behind `parse`: HfArgumentParser over `TrainArguments`, without abbreviations."""
+    from transformers import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> Any:  # argparse would print and exit on every rank
+            if message.startswith("unrecognized arguments: "):  # an unquoted pattern, or a list in a run file
+                message += ": a flag takes one value; write a pattern in quotes ('data/*.jsonl'), or name the folder"
+            if re.search(r"steps: invalid int value: '0?\.\d+'", message):
+                message += ": a share of all steps is not taken; write a number of steps"
+            raise UsageError(re.sub(r"/--[\w-]+", "", message))  # of each flag the first spelling
+
+    parser = Parser(
+        TrainArguments,  # type: ignore[arg-type]
+        prog="launch/train.py",
+        usage=USAGE,
+        formatter_class=_Help,
+        allow_abbrev=False,
+        description="Train a model with DeepSpeed. A YAML or JSON run file may be the only argument, or --config FILE.",
+    )
+    for action in parser._actions:  # HfArgumentParser gives `bool | None` no bare form, but people write `--bf16`
+        if action.dest in ("bf16", "gradient_checkpointing", "use_liger_kernel"):
+            action.nargs, action.const = "?", True
+        if action.dest == "warmup_steps":
+            action.type = _steps_or_share
+    return parser
+
+
+def _steps_or_share(text: str) -> int | float:
+    """Steps, or as transformers 5 has it a share of all steps below 1."""
+    try:
+        return float(text) if 0 < float(text) < 1 else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of steps nor a share below 1") from error
+
+
+def parse(argv: Sequence[str]) -> TrainArguments:
+    """Arguments from the command line, a run file, or both (flags win).
+
+    Raises:
+        UsageError: unknown flag or key (with the nearest known one), wrong type, or values that cannot be.
+    """
+    parser = make_parser()
+    flags, run_file = _split_run_file(_without_local_rank(argv))
+    values = read_run_file(run_file) if run_file else {}
+    given = _given([*flags, *(f"--{key}" for key, value in values.items() if value is not None)], parser)
+    flags, left_out = foreign.sort_out(flags, given)
+    same = {key: value for key, value in values.items() if foreign.changes_nothing(key, _text(value), given)}
+    if left_out := left_out + [f"{key}: {_text(value)}" for key, value in same.items()]:
+        logger.info("left out, because a run does so anyway: %s", ", ".join(left_out))
+    values = {key: value for key, value in values.items() if key not in same}
+    tokens = list(_file_tokens(str(run_file), values, parser))
+    _refuse_unknown([t.split("=", 1)[0] for t in flags if t.startswith("--")], parser, "flag")
+    _refuse_conflicting_spellings(flags, parser)
+    namespace = parser.parse_args(tokens + flags)
+    values = {f.name: getattr(namespace, f.name) for f in fields(TrainArguments)}
+    if isinstance(values["warmup_steps"], float) and values["warmup_ratio"] is None:
+        values["warmup_steps"], values["warmup_ratio"] = None, values["warmup_steps"]
+    values["max_steps"] = None if values["max_steps"] == -1 else values["max_steps"]  # transformers' "as many as there are"
+    for name in ("ds_config", "model_name_or_path", "tokenizer_name_or_path", "train_data", "eval_data", "copy_checkpoints_to"):
+        values[name] = values[name] and os.path.expanduser(values[name])  # run files and --flag=~/x: no shell did it
+    args = TrainArguments(**values)
+    problems = list(find_problems(args))
+    if problems:
+        raise UsageError("\n".join([f"{len(problems)} problem(s) in the arguments:", *(f"  - {p}" for p in problems)]))
+    return args
+
+
+def _without_local_rank(argv: Sequence[str]) -> list[str]:
+    """Drop the launcher's --local_rank; LOCAL_RANK in the environment is what counts, and is set from it if missing."""
+    rest: list[str] = []
+    tokens = iter(argv)
+    for token in tokens:
+        name, _, value = token.partition("=")
+        if name not in LAUNCHER_FLAGS:
+            rest.append(token)
+            continue
+        value = value or next(tokens, "")
+        if not value.lstrip("-").isdigit():
+            raise UsageError(f"{name} needs a number, got {value!r}")
+        if int(value) >= 0:
+            os.environ.setdefault("LOCAL_RANK", value)
+    return rest
+
+
+def _split_run_file(argv: list[str]) -> tuple[list[str], str | None]:
+    if len(argv) == 1 and not argv[0].startswith("-"):
+        return [], argv[0]
+    for place, token in enumerate(argv):
+        name, _, value = token.partition("=")
+        if name == "--config":
+            taken = 1 if value else 2
+            value = value or (argv[place + 1] if place + 1 < len(argv) else "")
+            if not value:
+                raise UsageError("--config needs the path of a YAML or JSON run file")
+            return argv[:place] + argv[place + taken :], value
+    return argv, None
+
+
+def _given(flags: Sequence[str], parser: argparse.ArgumentParser) -> set[str]:
+    """Names of the settings that are given, whatever the spelling."""
+    known = (parser._option_string_actions.get(flag.split("=", 1)[0]) for flag in flags)
+    return {action.dest for action in known if action is not None}
+
+
+def _text(value: Any) -> str:
+    """A value of a run file as it would stand on the command line."""
+    return str(value).lower() if isinstance(value, bool) else json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def _file_tokens(path: str, values: dict[str, Any], parser: argparse.ArgumentParser) -> Iterator[str]:
+    _refuse_unknown([f"--{key}" for key in values], parser, f"key in {path}")
+    _refuse_conflicting_spellings([f"--{key}" for key in values], parser)
+    for key, value in values.items():
+        if value is None:
+            continue
+        if isinstance(value, list):
+            nothing = ["none"] if key.replace("-", "_") == "report_to" else []  # an empty list is not the default there
+            yield from (f"--{key}", *map(str, value or nothing)) if value or nothing else ()
+        else:
+            yield f"--{key}={_text(value)}"
+
+
+def _refuse_unknown(names: Sequence[str], parser: argparse.ArgumentParser, what: str) -> None:
+    known = parser._option_string_actions
+    unknown = [n for n in names if n not in known]
+    if not unknown:
+        return
+    lines = [f"unknown {what} {name}{_hint(name, list(known))}" for name in unknown]
+    lines.append("Run launch/train.py --help for the list.")
+    raise UsageError("\n".join(lines))
+
+
+def _hint(name: str, known: list[str]) -> str:
+    if remedy := foreign.instead(name):
+        return f": {remedy}"
+    near = difflib.get_close_matches("--" + foreign.plain(name), [k for k in known if "-" not in k[2:]], n=3, cutoff=0.6)
+    return f": did you mean {' or '.join(near)}?" if near else ""
+
+
+def _refuse_conflicting_spellings(flags: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """--seq_len 512 --max_length 1024 is a contradiction; the same flag twice is not (the last one wins)."""
+    seen: dict[str, str] = {}
+    for token in flags:
+        action = parser._option_string_actions.get(token.split("=", 1)[0])
+        if action is None:
+            continue
+        name = token.split("=", 1)[0].replace("-", "_").replace("__", "--", 1)
+        first = seen.setdefault(action.dest, name)
+        if first != name:
+            raise UsageError(f"{first} and {name} are two names of one setting: give one of them")

@@ -1,0 +1,70 @@
+"""How a program that trains fails: which rank prints what, the exit code, what other ranks and hosts are told. Torch may be missing."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from bigtrain.errors import BigtrainError, RanksDisagreeError, StoppedError
+from bigtrain.hosts import placement
+
+
+def report(error: Exception) -> int:
+    """Print an error once, or with its rank where only that rank has it; tell the other ranks; returns the exit code."""
+    if _has_met() and not isinstance(error, StoppedError):
+        from bigtrain import watch
+
+        watch.failed(error)
+    ours = error if isinstance(error, BigtrainError) else placement.explain_port(error)
+    rank = "0" if placement.launch_problems() else os.environ.get("RANK", "0")
+    if ours is None:
+        print(f"[rank {rank}] {''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
+        return BigtrainError.exit_code
+    if rank == "0":
+        print(f"{type(ours).__name__}: {ours}" if ours.exit_code != StoppedError.exit_code else str(ours), file=sys.stderr)
+    elif ours.exit_code != StoppedError.exit_code and (os.environ.get("LOCAL_RANK") == "0" or _first_left(int(rank), ours)):
+        # The first rank of another host: under torchrun and Slurm its output is all that is seen there.
+        print(f"[rank {rank}] {type(ours).__name__}: {ours}", file=sys.stderr)
+    elif _has_met() and not isinstance(ours, RanksDisagreeError | StoppedError):
+        print(f"[rank {rank}] {type(ours).__name__}: {str(ours).splitlines()[0]}", file=sys.stderr)
+    sys.stderr.flush()
+    return ours.exit_code
+
+
+def _first_left(rank: int, error: Exception) -> bool:
+    """Every rank before this one was killed, so that none of them says what happened."""
+    if not _has_met():
+        return False
+    from bigtrain import watch
+
+    lost = watch.lost() or getattr(error, "by_rank", {})  # before there is a watch, the error may know
+    return all("without a word" in str(lost.get(before, "")) for before in range(rank))
+
+
+def tell_hosts(error: Exception) -> None:
+    """A rank that fails before it has met those of other hosts tells them why, so that they do not wait for it."""
+    if _has_met():
+        return
+    try:
+        from bigtrain.hosts import rollcall
+    except ImportError:  # torch itself may be what is missing
+        return
+    rollcall.tell(error)
+
+
+def _has_met() -> bool:
+    """True once a process group exists; imports nothing."""
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def leave() -> None:
+    """End the process group, so that no rank's exit looks like a crash to the others."""
+    if _has_met():
+        import torch.distributed as dist
+
+        from bigtrain import watch
+
+        watch.end()
+        dist.destroy_process_group()

@@ -1,0 +1,36 @@
+"""Which targets a loss is the mean over."""
+
+import torch
+from torch import nn
+
+from bigtrain.engine import steps
+
+
+class Says(nn.Module):
+    def __init__(self, loss_type, **config):
+        super().__init__()
+        self.loss_type, self.config = loss_type, type("Config", (), config)()
+
+
+LABELS = torch.tensor([[3, -100, 5], [-100, 1, 255]])
+
+
+def test_only_causal_models_leave_out_the_first_label_of_a_row():
+    counts = {name: steps.target_counter(Says(name))({"labels": LABELS}) for name in (None, "ForCausalLM", "ForMaskedLM")}
+    assert counts == {None: 3, "ForCausalLM": 3, "ForMaskedLM": 4}
+    assert steps.target_counter(Says("ForTokenClassification"))({"labels": LABELS}) == 4
+    assert steps.target_counter(Says("ForCausalLM", is_encoder_decoder=True))({"labels": LABELS}) == 4
+
+
+def test_segmentation_has_an_index_of_its_own_for_what_is_ignored():
+    model = Says("ForSemanticSegmentation", semantic_loss_ignore_index=255)
+    assert steps.target_counter(model)({"labels": LABELS}) == 5
+
+
+def test_a_sample_labelled_minus_100_is_no_target_either():
+    """torch's cross entropy leaves it out of the mean that a classifier's loss is."""
+    count = steps.target_counter(Says("ForSequenceClassification"))
+    assert count({"input_ids": torch.zeros(4, 9), "labels": torch.tensor([2, -100, 0, -100])}) == 2
+    assert count({"input_ids": torch.zeros(4, 9), "labels": torch.tensor([0.5, -100.0, 1.0, 2.0])}) == 4
+    nothing = {"labels": torch.tensor([-100, -100])}
+    assert count(nothing) == 0 and count(steps.without_targets(nothing)) == 1

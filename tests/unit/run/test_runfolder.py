@@ -1,0 +1,186 @@
+"""The output folder: what may be written over, which checkpoint is next, files that are whole."""
+
+import json
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from bigtrain.errors import UsageError
+from bigtrain.run.runfolder import RunFolder, this_process
+from bigtrain.versions import versions
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-x", "mine", "model"):
+        (tmp_path / name).mkdir()
+    for name in ("checkpoint-9", "checkpoint-10"):
+        (tmp_path / name / "COMMIT").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("")
+    return RunFolder(tmp_path)
+
+
+def test_checkpoints_are_sorted_by_number(folder):
+    assert [step for step, _ in folder.checkpoints()] == [9, 10]
+
+
+def test_a_run_is_not_written_over_by_accident(folder, tmp_path):
+    with pytest.raises(UsageError, match=r"already holds a run .*checkpoint-10.*--resume_from_checkpoint auto"):
+        folder.check(resume=None, overwrite=False)
+    folder.check(resume="auto", overwrite=False)
+    folder.check(resume=None, overwrite=True)
+    assert (tmp_path / "metrics.jsonl").exists()  # looking changes nothing
+    RunFolder(tmp_path / "new" / "deep").check(resume=None, overwrite=False)
+    with pytest.raises(UsageError, match="is a file"):
+        RunFolder(tmp_path / "metrics.jsonl").check(resume=None, overwrite=True)
+    with pytest.raises(UsageError, match=r"metrics\.jsonl is a file"):
+        RunFolder(tmp_path / "metrics.jsonl" / "out").check(resume=None, overwrite=True)
+    with pytest.raises(UsageError, match="cannot be made: No such file"):
+        RunFolder("/proc/no/such").open(resume=None)
+
+
+def test_a_folder_that_another_process_trains_into_is_refused(folder, tmp_path):
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        folder.update_run(outcome="running", process=this_process(), started="today")
+        os.write(write, b"!")
+        signal.pause()
+    os.read(read, 1)
+    try:
+        for resume, overwrite in (("auto", False), (None, True)):
+            with pytest.raises(UsageError, match=rf"is in use: process {pid} trains into it since today"):
+                folder.check(resume=resume, overwrite=overwrite)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    folder.check(resume="auto", overwrite=False)
+
+
+def test_starting_over_does_not_remove_what_the_run_reads(folder, tmp_path):
+    for path in (tmp_path / "model", tmp_path / "checkpoint-9" / "model"):
+        with pytest.raises(UsageError, match=r"is read by this run, and starting over .* would remove it"):
+            folder.check(resume=None, overwrite=True, reads=[None, str(path)])
+        folder.check(resume="auto", overwrite=False, reads=[str(path)])
+    folder.check(resume=None, overwrite=True, reads=["preset:llama-tiny", str(tmp_path / "mine")])
+
+
+def test_another_trainers_checkpoints_stop_a_resumed_run_before_it_begins(folder, tmp_path):
+    (tmp_path / "checkpoint-500").mkdir()
+    folder.check(resume="auto", overwrite=False)
+    (tmp_path / "checkpoint-500" / "trainer_state.json").touch()
+    with pytest.raises(UsageError, match="holds checkpoint-500, not bigtrain's"):
+        folder.check(resume="auto", overwrite=False)
+
+
+def names(path):
+    return sorted(p.name for p in path.iterdir())
+
+
+def test_starting_over_removes_only_what_a_run_wrote_and_not_before_its_first_step(folder, tmp_path):
+    folder.open(resume=None)
+    assert names(tmp_path) == [".overwritten", "checkpoint-x", "mine", "run.json"]
+    assert names(tmp_path / ".overwritten") == ["checkpoint-10", "checkpoint-9", "metrics.jsonl", "model"]
+    assert folder.checkpoints() == []
+    folder.forget_the_one_before()
+    assert names(tmp_path) == ["checkpoint-x", "mine", "run.json"]
+
+
+def test_a_run_that_fails_before_its_first_step_has_overwritten_nothing(folder, tmp_path):
+    before = names(tmp_path)
+    with pytest.raises(ValueError), folder.replacing():
+        folder.open(resume=None)
+        folder.update_run(outcome="running")
+        (tmp_path / "metrics.jsonl").write_text("new")
+        raise ValueError
+    assert names(tmp_path) == sorted([*before, "run.json"]) and (tmp_path / "metrics.jsonl").read_text() == ""
+    with pytest.raises(ValueError), folder.replacing():
+        folder.open(resume=None)
+        (tmp_path / "metrics.jsonl").write_text("new")
+        folder.forget_the_one_before()
+        raise ValueError
+    assert names(tmp_path) == ["checkpoint-x", "metrics.jsonl", "mine", "run.json"]
+
+
+def test_a_run_that_is_to_be_started_again_keeps_its_place(folder, tmp_path, monkeypatch):
+    """The next start resumes from the newest checkpoint of the folder: the old run's must not be there."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    with pytest.raises(ValueError), folder.replacing():
+        folder.open(resume=None)
+        raise ValueError
+    assert folder.checkpoints() == [] and (tmp_path / ".overwritten" / "checkpoint-9").is_dir()
+    RunFolder(tmp_path).forget_the_one_before(always=True)
+    assert names(tmp_path) == ["checkpoint-x", "mine", "run.json"]
+
+
+def test_the_next_run_finds_what_a_killed_one_was_to_overwrite(folder, tmp_path):
+    folder.open(resume=None)
+    for name in ("hang", ".overwritten/hang"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "hang" / "summary.txt").write_text("of the killed run")
+    (tmp_path / ".overwritten" / "checkpoint-9").rename(tmp_path / "checkpoint-9")  # killed while they were put aside
+    with pytest.raises(UsageError, match="already holds a run"):
+        RunFolder(tmp_path).check(resume=None, overwrite=False)
+    assert [step for step, _ in folder.checkpoints()] == [9, 10] and not (tmp_path / ".overwritten").exists()
+    assert (tmp_path / "hang" / "summary.txt").read_text() == "of the killed run"
+
+
+def test_resuming_removes_nothing(folder, tmp_path):
+    before = names(tmp_path)
+    folder.open(resume="auto")
+    assert names(tmp_path) == sorted([*before, "run.json"])
+
+
+def test_run_json_is_updated_key_by_key(folder, tmp_path):
+    folder.update_run(a=1, b=2)
+    folder.update_run(b=3)
+    assert json.loads((tmp_path / "run.json").read_text()) == {"a": 1, "b": 3} == folder.read_run()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_versions_name_what_decides_results():
+    assert {"bigtrain", "python", "torch", "deepspeed", "transformers"} <= set(versions())
+
+
+def test_other_data_is_told_fact_by_fact(caplog):
+    from bigtrain.run.job import Job
+
+    mine = SimpleNamespace(data_told={"seq_len": 64, "rows": 10, "content": "a1"})
+    for told in (mine.data_told, {}, {"seq_len": 64}):
+        Job.tell_changed_data(mine, told)
+    assert caplog.messages == []
+    Job.tell_changed_data(mine, {**mine.data_told, "rows": 12})
+    assert len(caplog.messages) == 1 and caplog.messages[0].endswith(":\n  rows: 12 in the checkpoint, 10 in this run")
+
+
+def test_two_runs_that_start_at_once_do_not_share_a_folder(tmp_path):
+    """Both have looked before either has begun; hours of tokenising may lie between the look and the begin."""
+    slow = RunFolder(tmp_path / "out")
+    slow.check(resume=None, overwrite=False)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        quick = RunFolder(tmp_path / "out")
+        quick.check(resume=None, overwrite=False)
+        quick.open(resume=None)
+        os.write(write, b"!")
+        signal.pause()
+    os.read(read, 1)
+    try:
+        with pytest.raises(UsageError, match=f"is in use: process {pid}"):
+            slow.open(resume=None)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    with pytest.raises(UsageError, match="already holds a run"):  # what the quick one has done is not overwritten
+        slow.open(resume=None)
+
+
+@pytest.mark.parametrize("left", [b"", b"[]", b"\x00\x00\xff"])
+def test_a_damaged_run_json_does_not_stop_a_resumed_run(left, folder, tmp_path, caplog):
+    (tmp_path / "run.json").write_bytes(left)
+    folder.check(resume="auto", overwrite=False)
+    folder.open(resume="auto")
+    assert "run.json is damaged" in caplog.text and folder.read_run()["outcome"] == "running"
