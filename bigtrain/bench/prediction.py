@@ -138,7 +138,9 @@ def planned(cell: Cell, machine: Machine) -> Plan:
     done, chosen = _resolved(cell, machine)
     run, share = done.run, _share(cell)
     blocks, blocks_are_open = _blocks(cell), cell.arguments.get("checkpoint_blocks") == AUTO
+    policy = _policy(cell)
     if chosen is not None:
+        policy = policy if chosen.checkpointing == "none" else chosen.checkpointing
         blocks, blocks_are_open, share = chosen.checkpoint_blocks, False, chosen.settings.offload_gradients
     assert run.micro_batch and run.accumulation
     found = _plan_input(
@@ -148,7 +150,7 @@ def planned(cell: Cell, machine: Machine) -> Plan:
         ds_config=done.engine_config(),
         micro_batch=run.micro_batch,
         accumulation=run.accumulation,
-        checkpointing=_policy(cell) if run.gradient_checkpointing else "none",
+        checkpointing=policy if run.gradient_checkpointing else "none",
         checkpoint_blocks=blocks,
     ).but(offload_gradients=share or 0.0)
     gpu, host = limits(cell, machine)

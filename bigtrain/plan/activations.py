@@ -29,6 +29,7 @@ class BlockBytes:
         stream: the residual stream, 2 t d; with checkpointing this is all that stays.
         results: results of matrix products and of attention, which selective checkpointing keeps too.
         results_used: the part of them that backward needs too (not what an output projection adds to the stream).
+        of_attention: results of attention that can be kept by themselves, tensor by tensor: outputs and their fp32 statistics.
     """
 
     first_norm: int
@@ -46,6 +47,7 @@ class BlockBytes:
     stream: int
     results: int = 0
     results_used: int = 0
+    of_attention: tuple[int, ...] = ()
 
     @property
     def kept(self) -> int:
@@ -69,12 +71,13 @@ def norm_kept(g: Geometry, t: int, kernels: str, feeds_linear: bool = True) -> i
 
 @dataclass(frozen=True)
 class _Attention:
-    """Bytes: kept for backward; most that a forward without gradients holds; gradients; results of the products."""
+    """Bytes: kept for backward; most that a forward without gradients holds; gradients; results of the products; of one operator."""
 
     kept: int
     forward: int
     backward: int
     results: int
+    fused: tuple[int, ...] = ()
 
 
 def _attention(g: Geometry, t: int, seq_len: int, device: str, bias: bool) -> _Attention:
@@ -118,14 +121,17 @@ def _in_fp32(g: Geometry, t: int, seq_len: int) -> _Attention:
 
 def _fused(g: Geometry, t: int, seq_len: int, bias: bool) -> _Attention:
     k, out = g.keeps, _out(g)
-    results = _grads(g, t) + 2 * t * out + 4 * t * g.heads
+    fused = (2 * t * out, 4 * t * g.heads)
+    results = _grads(g, t) + sum(fused)
     copies = t * (k.query * out + k.key * g.key + 2 * g.latent) + (2 * t * seq_len * g.heads if bias else 0)
     if k.masked or 0 < k.window < seq_len:
         # What is repeated is no view of one product any more.
         views = 2 * (g.query + g.key) if k.key and g.key != g.query else 0
         copies += t * (4 * (g.query - g.key) - views + (0 if k.mask else 2 * seq_len))
     expanded = 2 * t * 2 * g.query if g.key != g.query else 0
-    return _Attention(results + copies, 0, _grads(g, t) + expanded + 4 * t * g.query + 4 * t * g.heads, results)
+    grads = _grads(g, t) + expanded + 4 * t * g.query + 4 * t * g.heads
+    # models/recompute.py: one that draws random numbers has to draw them again.
+    return _Attention(results + copies, 0, grads, results, () if k.attention_dropout or k.unseen else fused)
 
 
 def _grads(g: Geometry, t: int) -> int:
@@ -201,6 +207,7 @@ def _whole_block(g: Geometry, t: int, kernels: str, block: int, seq_len: int, de
         feed=feed,
         stream=2 * t * d,
         results=used + ends,
+        of_attention=tuple(size for a in parts for size in a.fused),
     )
     return replace(found, results_used=min(used, found.kept))
 

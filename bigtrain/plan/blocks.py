@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bigtrain.plan.activations import block_bytes
+from bigtrain.plan.activations import BlockBytes, block_bytes
 from bigtrain.plan.constants import GPU_MARGIN
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.judge import Candidate, judge
@@ -22,7 +22,7 @@ def least_blocks(
         known: candidates that were judged by these limits already.
     """
     # More blocks never hold more, except on the host of inputs that are kept there: that is looked at in the end.
-    limit = None if _policy(plan) == "offload" and plan.device == "cuda" else host
+    limit = None if plan.offloads_inputs else host
     known = known if limit == host else ()
     none = _judged(plan.but(checkpointing="none"), gpu, limit, rates, known)
     if none.fits:
@@ -75,10 +75,16 @@ def blocks_needed(none: Candidate, policy: str, short_bytes: float | None = None
     costs = [
         block_bytes(g, plan.tokens, plan.kernels, block, plan.seq_len, plan.device, plan.tile_tokens) for block in g.unlike
     ]
-    left = {"full": 1, "selective": 1, "offload": 0}[policy]
-    saved = max(c.kept - left * c.stream - (c.results if policy == "selective" else 0) for c in costs) + _ROUNDING
+    saved = max(c.kept - _left(c, policy) for c in costs) + _ROUNDING
     short = none.gpu_short_bytes / (1 + GPU_MARGIN) if short_bytes is None else short_bytes
     return min(plan.block_count, max(1, -(-int(short) // max(1, saved))))
+
+
+def _left(cost: BlockBytes, policy: str) -> int:
+    """Bytes on the GPU of a block that is recomputed."""
+    if policy in ("offload", "offload_inputs"):
+        return 0
+    return cost.stream + {"attention": sum(cost.of_attention), "selective": cost.results}.get(policy, 0)
 
 
 # The allocator's units in the tensors of one block.

@@ -13,7 +13,7 @@ from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge
 from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.roofline import Rates, speed_numbers, step_time
-from bigtrain.plan.settled import least_s, settled, with_all_buffers, with_fewest_blocks
+from bigtrain.plan.settled import WITHOUT_ATTENTION, filled, least_s, policies, with_all_buffers, with_fewest_blocks
 from bigtrain.plan.spilled import least_share
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.zero_settings import ZeroSettings, settings_from_config
@@ -117,9 +117,9 @@ def search_settings(hidden: int) -> ZeroSettings:
 
 
 def _families(base: PlanInput, optimizers: tuple[str, ...], recompute: bool | None = None) -> Iterator[PlanInput]:
-    """Everything but the micro batch: the base's policy and number of blocks (without one: all, fully), and no checkpointing."""
-    policy = "full" if base.checkpointing == "none" else base.checkpointing
-    policies = {None: ("none", policy), True: (policy,), False: ("none",)}[recompute]
+    """Everything but the micro batch: the base's policy, and what is like it, and number of blocks (without one: all), and no checkpointing."""
+    recomputing = policies(base)
+    tried = {None: ("none", *recomputing), True: recomputing, False: ("none",)}[recompute]
     for optimizer in optimizers:
         layout = LAYOUTS[optimizer]
         for place in _placements(base.world_size):
@@ -128,8 +128,8 @@ def _families(base: PlanInput, optimizers: tuple[str, ...], recompute: bool | No
             if layout.own_offload and place["offload_param"] and base.device == "cuda":
                 continue
             own = {} if place["stage"] == 3 else _STAGE_3
-            for checkpointing in policies:
-                blocks = base.checkpoint_blocks if checkpointing == policy else None
+            for checkpointing in tried:
+                blocks = base.checkpoint_blocks if checkpointing != "none" else None
                 yield base.but(
                     optimizer=optimizer, checkpointing=checkpointing, checkpoint_blocks=blocks, bf16_states=False, overlap_comm=True,
                     offload_gradients=0.0, buffers=ZeroSettings.buffers,
@@ -296,7 +296,7 @@ def _search(
 
     def settle(candidate: Candidate) -> Candidate:
         fewer = blocks and candidate.input.checkpointing != "none"
-        best = settled(candidate.input, gpu, host, rates, share=False, buffers=True, blocks=fewer)
+        best = filled(candidate.input, gpu, host, rates, share=False, buffers=True, blocks=fewer)
         return candidate if best == candidate.input else judge(best, gpu, host, rates)
 
     fitting = _Fitting(wanted, rank, settle)
@@ -326,9 +326,15 @@ def _search(
 def _smallest(base: PlanInput, optimizers: tuple[str, ...]) -> list[PlanInput]:
     """The configurations that hold least, one for each optimizer and placement."""
     least = base.but(
-        micro_batch=1, accumulation=1, checkpoint_blocks=None, reduce_bucket_elems=SMALL_BUCKET_ELEMS, grad_bytes=2
+        checkpointing=WITHOUT_ATTENTION.get(base.checkpointing, base.checkpointing),
+        micro_batch=1,
+        accumulation=1,
+        checkpoint_blocks=None,
+        reduce_bucket_elems=SMALL_BUCKET_ELEMS,
+        grad_bytes=2,
     )
-    return [f for f in _families(least, optimizers) if f.checkpointing != "none" and f.settings.stage >= 2]
+    found = _families(least, optimizers, recompute=True)
+    return [f for f in found if f.settings.stage >= 2 and not f.of_attention]
 
 
 def _any_fits(base: PlanInput, gpu: int | None, host: int | None, optimizers: tuple[str, ...]) -> Candidate | None:

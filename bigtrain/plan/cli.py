@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from bigtrain import defaults, shapes
 from bigtrain.errors import DoesNotFitError, UsageError
@@ -18,7 +18,7 @@ from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, 
 from bigtrain.plan.families import contradicting_sizes, position_limit
 from bigtrain.plan.family_kept import attention_of
 from bigtrain.plan.family_others import VISION_LANGUAGE
-from bigtrain.plan.inputs import PlanInput, plan_input
+from bigtrain.plan.inputs import Checkpointing, PlanInput, plan_input
 from bigtrain.plan.longest import longest
 from bigtrain.plan.machine import expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
@@ -81,7 +81,7 @@ def _configuration(p: argparse.ArgumentParser) -> None:
     p.add_argument("--optim", "--optimizer", metavar="NAME", help=f"one of {', '.join(LAYOUTS)}")
     p.add_argument("--optimizers", metavar="A,B", help=f"what --auto may choose (default {','.join(DEFAULT_OPTIMIZERS)})")
     p.add_argument(
-        "--checkpointing", choices=["none", "full", "selective", "offload"],
+        "--checkpointing", choices=get_args(Checkpointing),
         help="activation checkpointing in one word: none, or the policy (default: none, or as the ds_config says)",
     )  # fmt: skip
     p.add_argument(
@@ -89,7 +89,7 @@ def _configuration(p: argparse.ArgumentParser) -> None:
         help="as launch/train.py takes it: recompute activations in backward",
     )  # fmt: skip
     p.add_argument(
-        "--checkpointing_policy", choices=["full", "selective", "offload"], help="what of a recomputed block is kept"
+        "--checkpointing_policy", choices=get_args(Checkpointing)[1:], help="what of a recomputed block is kept, and where"
     )
     p.add_argument(
         "--checkpoint_blocks", metavar="N|auto", help="recompute only the first N blocks; auto: as few as fit (default: all)"

@@ -86,9 +86,9 @@ class Run:
             b: block_bytes(self.g, tile, plan.kernels, b, tile, plan.device) for b in (self._distinct_blocks() if tile else ())
         }
         self.recomputed = set(list(self.blocks)[: plan.recomputed_blocks])
-        # On CPUs there is nowhere else to put a block's input.
-        self.selective = plan.checkpointing == "selective"
-        self.offload = plan.checkpointing == "offload" and plan.device == "cuda"
+        of_attention = map(sum, plan.of_attention)
+        self.results = {b: self._cost(b).results if plan.checkpointing == "selective" else next(of_attention, 0)
+                        for b in self.blocks if b in self.recomputed}  # fmt: skip
         shards.learn(self._visits(), frozenset(f"b{block}" for block in self.recomputed))
 
     def _visits(self) -> list[Visit]:
@@ -145,18 +145,18 @@ class Run:
         """What stays of a block that is recomputed."""
         cost, tape = self._cost(block), self.tape
         tape.hold(("checkpoint", block), cost.stream, "checkpoints")
-        if self.selective:
-            tape.hold(("results", block), cost.results, "activations, kept results")
-        if self.offload:
+        tape.hold(("results", block), self.results[block], "activations, kept results")
+        if self.plan.offloads_inputs:
             # The copy of the block before has arrived on the host by the end of this one.
-            tape.drop(*(("checkpoint", before) for before in self.recomputed if before != block))
+            tape.drop(*((what, before) for what in ("checkpoint", "results") for before in self.recomputed if before != block))
 
-    def _bring_input(self, block: int) -> None:
-        """models/hostinputs.py: the input of this block, and that of the one before it, which comes next."""
-        if self.offload:
+    def _bring_back(self, block: int) -> None:
+        """models/hostinputs.py: what this block keeps, and what the one before it does, which comes next."""
+        if self.plan.offloads_inputs:
             for wanted in (block, block - 1):
                 if wanted in self.recomputed and not self.tape.holds(("checkpoint", wanted)):
                     self.tape.hold(("checkpoint", wanted), self._cost(wanted).stream, "checkpoints")
+                    self.tape.hold(("results", wanted), self.results[wanted], "activations, kept results")
 
     def _keep_block(self, block: int) -> None:
         cost, tape = self._cost(block), self.tape
@@ -284,7 +284,7 @@ class Run:
         tape, cost, members = self.tape, self._cost(block), self.blocks[block]
         self.shards.fetch(f"b{block}", members, backward=True, steady=steady)
         if block in self.recomputed:
-            self._bring_input(block)
+            self._bring_back(block)
             tape.drop(("results", block))  # the same bytes are among what follows
             self._keep_block(block)
             tape.touch(self._beside_kept(cost), "activations, in passing")

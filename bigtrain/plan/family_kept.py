@@ -11,14 +11,17 @@ from typing import Literal
 from bigtrain.plan.family_others import ROBERTA, T5
 from bigtrain.plan.parameters import Values
 
-# sdpa, sdpa with a dense mask (packed rows where no kernel keeps documents apart), and single operations although there is sdpa.
-Attention = Literal["sdpa", "masked", "eager"]
+# sdpa, sdpa with a dense mask (packed rows where no kernel keeps documents apart), single operations although there is sdpa, and
+# kernels that are compiled for the model, counted as sdpa.
+Attention = Literal["sdpa", "masked", "eager", "flex"]
 
 
 def attention_of(asked: str, packing: str, device: str) -> Attention:
     """Of a run's flags. On GPUs variable-length kernels keep packed documents apart (but for families without sdpa)."""
     if asked == "eager":
         return "eager"
+    if asked == "flex_attention":
+        return "flex"
     return "masked" if device == "cpu" and packing == "isolated" else "sdpa"
 
 
@@ -39,6 +42,7 @@ class Keeps:
         window: tokens that a sliding window sees (0: all before); in longer rows it is a dense mask, here of all blocks.
         masked: sdpa is given a dense mask, which it keeps, and keys and values repeated for each head of queries.
         plain: sdpa finds no fused kernel on any device. bias: what it adds to the scores has a gradient.
+        unseen: attention's kernel is part of something compiled, so that its result cannot be kept by itself.
         masks: dropouts of the residual stream's width. feed_mask: one behind the activation. attention_dropout: one in attention.
     """
 
@@ -56,6 +60,7 @@ class Keeps:
     masked: bool = False
     plain: bool = False
     bias: bool = False
+    unseen: bool = False
     masks: int = 0
     feed_mask: bool = False
     attention_dropout: bool = False
@@ -178,6 +183,7 @@ def keeps(kind: str, c: Values, attention: Attention) -> Keeps:
         matrix=matrix,
         window=_window(kind, c),
         masked=attention == "masked",
+        unseen=attention == "flex",
         attention_dropout=in_attention,
     )
 

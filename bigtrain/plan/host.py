@@ -41,6 +41,13 @@ class _Host:
             self.tape.hold(("rounding", key), pinned_bytes(size) - int(size), "pinned rounding")
         self.tape.drop(("pageable", key))
 
+    def keep_in_pieces(self, key: Hashable, size: int, row: str) -> None:
+        """A tensor that models/hostinputs.py keeps, which pins whatever the settings say."""
+        taken = sum(map(pinned_bytes, pieces(size)))
+        self.tape.hold(key, size, row)
+        self.tape.hold(("rounding", key), taken - size, "pinned rounding")
+        self.pinned += taken
+
 
 class _FlatHost(_Host):
     """Stages 1 and 2 with the optimizer on the host."""
@@ -184,14 +191,13 @@ def _simulate(plan: PlanInput) -> _Host:
         tape.hold("streamed", size, "optimizer state, host")
         tape.hold("leaving", plan.leaving_bytes, "gradients, host")
         host.pinned += int(size) + plan.leaving_bytes if host.pins else 0
-    if plan.checkpointing == "offload" and plan.device == "cuda":
+    if plan.offloads_inputs:
         for block in range(plan.recomputed_blocks):
             # As autograd saves them, one block at a time; torch keeps the memory for the next step.
-            size = 2 * plan.tokens * plan.geometry.hidden
-            tape.hold(("input", block), size, "checkpoints, host")
-            taken = sum(map(pinned_bytes, pieces(size)))
-            tape.hold(("input rounding", block), taken - size, "pinned rounding")
-            host.pinned += taken
+            host.keep_in_pieces(("input", block), 2 * plan.tokens * plan.geometry.hidden, "checkpoints, host")
+        for block, sizes in enumerate(plan.of_attention):
+            for number, size in enumerate(sizes):
+                host.keep_in_pieces(("result", block, number), size, "attention results, host")
     tape.phase("first forward")
     tape.hold("kernels", process_bytes(plan.device, plan.ranks_per_node) - at_start, "process")
     for _ in range(2):

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from bigtrain.errors import UsageError
 from bigtrain.partition import last_share
+from bigtrain.plan.activations import block_bytes
 from bigtrain.plan.families import ModelParameters, model_parameters, parameters_from_shapes
 from bigtrain.plan.family_kept import Attention
 from bigtrain.plan.family_others import ROBERTA, T5, VISION_LANGUAGE
@@ -18,7 +19,7 @@ from bigtrain.plan.zero_settings import ZeroSettings, section, settings_from_con
 
 Kernels = Literal["hf", "liger"]
 Loss = Literal["full", "chunked", "fused"]
-Checkpointing = Literal["none", "full", "selective", "offload"]
+Checkpointing = Literal["none", "full", "attention", "selective", "offload", "offload_inputs"]
 
 _NO_TILES = {"opt", "bert", *ROBERTA}  # their blocks compute the feed-forward part themselves (models/feedforward.py)
 # Families whose forward does more with its logits than to hand them to the causal loss (kernels/attach.py `why_not_chunked`).
@@ -38,8 +39,9 @@ class PlanInput:
         world_size: ranks; gpus_per_node: ranks of one host (default: all).
         micro_batch: sequences a rank takes at once; seq_len: tokens of each; accumulation: micro steps a step.
         optimizer: a name of `plan.states.LAYOUTS` or an alias.
-        checkpointing: "none", or what is kept of a block that is recomputed in backward: "full" (its input), "selective" (that
-            and results of matrix products and attention), "offload" (its input, on the host).
+        checkpointing: "none", or what is kept of a block that is recomputed in backward: "full" (its input), "attention" (that and
+            results of attention), "selective" (those of matrix products too), "offload" (input and results of attention, on the
+            host), "offload_inputs" (its input, on the host).
         checkpoint_blocks: how many blocks are recomputed, the first ones; None: all. 0 is another way to say "none".
         mlp_tile_tokens: the feed-forward parts run over tiles of so many tokens (models/tiles.py); 0: as a whole.
         kernels: "hf" (transformers' own modules with sdpa) or "liger".
@@ -149,6 +151,24 @@ class PlanInput:
         if self.checkpointing == "none":
             return 0
         return self.block_count if self.checkpoint_blocks is None else self.checkpoint_blocks
+
+    @property
+    def offloads_inputs(self) -> bool:
+        """What recomputed blocks keep waits on the host; a CPU has nowhere else to put it."""
+        return self.checkpointing in ("offload", "offload_inputs") and self.device == "cuda"
+
+    @cached_property
+    def of_attention(self) -> tuple[tuple[int, ...], ...]:
+        """Bytes of attention's results, tensor by tensor, that each recomputed block keeps; () where the policy or the kernel does not."""
+        if self.checkpointing not in ("attention", "offload"):
+            return ()
+        blocks = list(self.parameters.blocks)[: self.recomputed_blocks]
+
+        def kept(block: int) -> tuple[int, ...]:
+            return block_bytes(self.geometry, self.tokens, self.kernels, block, self.seq_len, self.device).of_attention
+
+        each = tuple(map(kept, blocks)) if len(self.geometry.unlike) > 1 else (kept(0),) * len(blocks)
+        return each if any(each) else ()
 
     @cached_property
     def streams(self) -> bool:

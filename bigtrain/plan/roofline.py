@@ -139,10 +139,11 @@ def model_flops_per_token(plan: PlanInput) -> float:
 
 
 def _again_flops_per_token(plan: PlanInput) -> float:
-    """A forward of the blocks that are recomputed; embedding and head are not among them."""
-    if plan.checkpointing not in ("full", "offload"):
+    """A forward of the blocks that are recomputed, without attention if its results are kept; embedding and head are not among them."""
+    if plan.checkpointing in ("none", "selective"):
         return 0.0
-    whole = 2 * active_elems(plan, of_blocks=True) + 2 * plan.geometry.layers * plan.seq_len * plan.geometry.query
+    attention = 0 if plan.of_attention else 2 * plan.geometry.layers * plan.seq_len * plan.geometry.query
+    whole = 2 * active_elems(plan, of_blocks=True) + attention
     return whole * plan.recomputed_blocks / max(1, plan.block_count)
 
 
@@ -210,7 +211,7 @@ def _tiles(plan: PlanInput) -> int:
 def _tiles_s(plan: PlanInput, rates: Rates) -> float:
     """What tiles add to a micro step: each runs once more in backward, and adds its weight gradients to the fp32 sums.
 
-    A block that is recomputed with policy "full" or "offload" has counted that run: its recompute ends before the tiles, unless a norm
+    A block that is recomputed with another policy than "selective" has counted that run: its recompute ends before the tiles, unless a norm
     comes after them.
     """
     if not plan.tile_tokens:
@@ -226,7 +227,12 @@ def _tiles_s(plan: PlanInput, rates: Rates) -> float:
 
 def _launch_s(plan: PlanInput, rates: Rates) -> float:
     """What the host needs for the launches of one micro step: a small one is over sooner on the card than it is launched."""
-    return 3 * plan.block_count * rates.launch_s_per_block + plan.recomputed_blocks * rates.recompute_s_per_block
+    recompute = rates.recompute_s_per_block + (_WATCHED_S if plan.of_attention else 0.0)
+    return 3 * plan.block_count * rates.launch_s_per_block + plan.recomputed_blocks * recompute
+
+
+# Of the host, to look for attention in a block's two forwards (models/recompute.py _InAttention), on a CPU where a block takes 4 ms.
+_WATCHED_S = 0.8e-3
 
 
 def _visits(plan: PlanInput) -> int:
@@ -247,7 +253,7 @@ def _sums_s(plan: PlanInput, rates: Rates) -> float:
 
 
 def _host_inputs_s(plan: PlanInput, rates: Rates) -> float:
-    size = 2 * plan.tokens * plan.geometry.hidden * plan.recomputed_blocks
+    size = 2 * plan.tokens * plan.geometry.hidden * plan.recomputed_blocks + sum(map(sum, plan.of_attention))
     return size * (1 / rates.d2h_bytes_s + 1 / rates.h2d_bytes_s)
 
 
@@ -261,7 +267,7 @@ def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
     if plan.checkpointing == "selective":
         compute += plan.accumulation * _elementwise_s(plan, rates)
     compute += plan.accumulation * _tiles_s(plan, rates)
-    if plan.checkpointing == "offload":  # beside the computation, or longer than it
+    if plan.checkpointing in ("offload", "offload_inputs"):  # beside the computation, or longer than it
         compute = max(compute, plan.accumulation * _host_inputs_s(plan, rates))
     if g.vocab and plan.loss_kind == "full":
         compute += plan.accumulation * 40 * plan.tokens * g.vocab / rates.device_bytes_s  # passes over fp32 logits

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from bigtrain.plan.blocks import blocks_needed, least_blocks
 from bigtrain.plan.constants import GPU_MARGIN
 from bigtrain.plan.device import MICRO_STEP
-from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.inputs import Checkpointing, PlanInput
 from bigtrain.plan.judge import judge
 from bigtrain.plan.predict import beside_the_tape, quick
 from bigtrain.plan.roofline import Rates, forward_s, step_time
@@ -23,10 +24,49 @@ _SPANS = 8  # of numbers of buffers, in a bound
 SPARE_SHARE = 0.9  # of a card, beside the margin of every plan: memory that is only useful must not bring a run near the edge
 
 
+# What does the same where nothing of attention can be kept, or has no room.
+WITHOUT_ATTENTION: dict[str, Checkpointing] = {"attention": "full", "offload": "offload_inputs"}
+
+# Below it, attention is less than a quarter of what a block of 8B recomputes: what keeping its results saves is within the roofline's error.
+LONG_TOKENS = 16384
+
+
+def policies(plan: PlanInput) -> tuple[Checkpointing, ...]:
+    """What a search looks at where the user said this policy, or said nothing ("full"): with attention's results and without."""
+    said: Checkpointing = "full" if plan.checkpointing == "none" else plan.checkpointing
+    able: Checkpointing = "attention" if said == "full" and plan.seq_len >= LONG_TOKENS else said
+    without = WITHOUT_ATTENTION.get(able)
+    if without is None or not plan.but(checkpointing=able, checkpoint_blocks=None).of_attention:
+        return (without or said,)
+    return (able,) if said == "attention" else (without, able)
+
+
 def settled(
     plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None, *, share: bool, buffers: bool, blocks: bool
 ) -> PlanInput:
-    """The plan with what it leaves open filled in.
+    """The plan with what it leaves open filled in, the policy among it: "offload" is the faster one of what fits, with attention or without.
+
+    Args:
+        others: see `filled`.
+    """
+    fill = partial(filled, gpu=gpu, host=host, rates=rates, share=share, buffers=buffers, blocks=blocks)
+    without = WITHOUT_ATTENTION.get(plan.checkpointing)
+    if without is None:
+        return fill(plan)
+    if not plan.of_attention:
+        return fill(plan.but(checkpointing=without))
+    found = fill(plan)
+    if plan.checkpointing == "attention":
+        return found
+    other = fill(plan.but(checkpointing=without))
+    fits = quick(found).fits(gpu, host)
+    return found if fits and step_time(found, rates).total_s <= step_time(other, rates).total_s else other
+
+
+def filled(
+    plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None, *, share: bool, buffers: bool, blocks: bool
+) -> PlanInput:
+    """The plan with what it leaves open filled in, but for its policy.
 
     Where buffers and blocks compete for a card, what is faster goes first: a GiB of buffers hides traffic once a step, a GiB of
     results saves a recompute in each micro step.

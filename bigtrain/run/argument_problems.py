@@ -172,8 +172,16 @@ def _problems_with_compiling(args: TrainArguments) -> Iterator[str]:
             "its search knows no compiled blocks: name a ds_config of stage 0, 1 or 2",
         ),
         (_stage(args.ds_config) == 3, "ZeRO stage 3", "weights are gathered by hooks inside of a block: use stage 0, 1 or 2"),
-        (args.checkpointing_policy == "selective", "checkpointing_policy selective", "it looks at single operators: take full"),
-        (args.checkpointing_policy == "offload", "checkpointing_policy offload", "it has not been shown right: take full"),
+        (
+            args.checkpointing_policy in ("attention", "selective"),
+            f"checkpointing_policy {args.checkpointing_policy}",
+            "it looks at single operators: take full",
+        ),
+        (
+            args.checkpointing_policy in ("offload", "offload_inputs"),
+            f"checkpointing_policy {args.checkpointing_policy}",
+            "it has not been shown right: take full",
+        ),
         (
             bool(args.mlp_tile_tokens),
             "mlp_tile_tokens",

@@ -29,7 +29,7 @@ from bigtrain.runfile import read_run_file
 
 logger = logging.getLogger("bigtrain")
 Packing = Literal["isolated", "concatenate", "none"]
-Policy = Literal["full", "selective", "offload"]
+Policy = Literal["full", "attention", "selective", "offload", "offload_inputs"]
 
 
 def _say(text: str, *aliases: str, **more: Any) -> dict[str, Any]:
@@ -120,7 +120,9 @@ class TrainArguments:
     checkpointing_policy: Policy = field(
         default="full",
         metadata=_say(
-            "of a recomputed block keep its input (full), matrix products too (selective), or the input in host memory (offload)"
+            "of a recomputed block keep its input (full), results of attention too (attention), of matrix products too (selective), "
+            "input and results of attention in host memory, the input alone where the host lacks room (offload), or never more "
+            "(offload_inputs)"
         ),
     )
     mlp_tile_tokens: int | None = field(

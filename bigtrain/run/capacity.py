@@ -23,7 +23,7 @@ from bigtrain.plan.show import plan_text
 from bigtrain.plan.spilled import asked_share
 from bigtrain.plan.states import layout_name
 from bigtrain.run import shortage
-from bigtrain.run.arguments import TrainArguments
+from bigtrain.run.arguments import Policy, TrainArguments
 from bigtrain.run.auto import AUTO, flags, pick
 from bigtrain.run.job import Job, choose_seq_len, device_type, fused_kernels, load_model_config, run_values
 from bigtrain.run.runfolder import RunFolder
@@ -90,9 +90,11 @@ def settle(job: Job, gpu: int | None, host: int | None) -> Job:
     if layout is not None:
         now, buffers = layout.input, not job.args.no_plan and buffers_are_open(job.resolved.config)
         found = settled(now, gpu, host, rates, share=asked is None, buffers=buffers, blocks=blocks)
-        job = replace(job, offload_gradients=found.settings.offload_gradients)
+        job = _with_policy(replace(job, offload_gradients=found.settings.offload_gradients), now, found)
         if found.settings.buffers != now.settings.buffers:
             job = _with_buffers(job, found.settings.buffers, buffers_wanted(found, rates))
+    elif job.args.checkpointing_policy == "offload":
+        job = _policy_decided(job, "offload_inputs", "this model has no plan that would say whether there is room for more")
     if job.offload_gradients:
         why = "the least with which the run fits the card" if asked is None else "--offload_gradients"
         job = _decided(job, Decision("offload_gradients", job.offload_gradients, "plan" if asked is None else "flag", why))
@@ -118,6 +120,24 @@ def _with_buffers(job: Job, count: int, wanted: int) -> Job:
     config = copy.deepcopy(job.resolved.config)
     config["zero_optimization"]["offload_optimizer"]["buffer_count"] = count
     return replace(job, resolved=replace(job.resolved, config=config))
+
+
+def _with_policy(job: Job, asked: plan.PlanInput, found: plan.PlanInput) -> Job:
+    """The job with the policy of checkpointing that was found."""
+    if found.checkpointing == "none" or found.checkpointing == asked.checkpointing:
+        return job
+    if asked.of_attention:
+        return _policy_decided(
+            job, found.checkpointing, "with attention's results as well it does not fit, or would not be faster"
+        )
+    why = "attention is no fused operator here, or has dropout, so that its results cannot be kept: it runs again in backward"
+    return _policy_decided(job, found.checkpointing, why)
+
+
+def _policy_decided(job: Job, policy: Policy, why: str) -> Job:
+    logger.warning("checkpointing_policy %s: %s is taken: %s", job.args.checkpointing_policy, policy, why)
+    job = _decided(job, Decision("checkpointing_policy", policy, "plan", why))
+    return replace(job, args=replace(job.args, checkpointing_policy=policy))
 
 
 def _limits(gpu: int | None, host: int | None) -> str:

@@ -31,7 +31,7 @@ def test_tiles_on_a_card_give_what_the_whole_gives_in_less_memory(liger):
     if liger:
         use_liger(plain)
     results = {}
-    for name, tokens, policy in (("whole", 0, "full"), ("tiles", 256, "full"), ("offload", 256, "offload")):
+    for name, tokens, policy in (("whole", 0, "full"), ("tiles", 256, "full"), ("offload", 256, "offload_inputs")):
         model = copy.deepcopy(plain)
         if tokens:
             assert tile_mlp(model, tokens) == 8

@@ -109,7 +109,11 @@ def _all(kind, stage, variants):
 @functools.cache
 def _variants(kind):
     total = 2 if kind == "llama" else 4
-    return ((None, None), *((policy, n) for policy in ("full", "selective", "offload") for n in (None, 1)), ("full", total))
+    return (
+        (None, None),
+        *((policy, n) for policy in ("full", "attention", "selective", "offload") for n in (None, 1)),
+        ("full", total),
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -151,9 +155,16 @@ def test_a_run_with_some_blocks_with_auto_and_with_too_many(tmp_path):
         shape = {"seq_len": 512, "per_device_train_batch_size": 32, "num_train_epochs": 100, "max_steps": 2, "no_export": True}
         return [TRAIN, *flags(tmp_path, out, checkpoint_blocks=blocks, ds_config="ds_configs/zero2.json", **shape, **more)]
 
-    said = run_forked(command(tmp_path / "one", 1))
+    said = run_forked(command(tmp_path / "one", 1, checkpointing_policy="offload"))
     told = json.loads((tmp_path / "one" / "run.json").read_text())
-    assert "activation checkpointing, full: 1 blocks are recomputed" in said and told["planned"]["checkpoint_blocks"] == 1
+    # A block of this size waits for its host, which would look for attention to keep.
+    assert "checkpointing_policy offload: offload_inputs is taken: with attention's results as well it does not fit" in said
+    assert [d["value"] for d in told["decisions"] if d["path"] == "checkpointing_policy"] == ["offload_inputs"]
+    assert told["arguments"]["checkpointing_policy"] == "offload_inputs"
+    assert (
+        "activation checkpointing, offload_inputs: 1 blocks are recomputed" in said
+        and told["planned"]["checkpoint_blocks"] == 1
+    )
     root = container(tmp_path / "host", told["planned"]["host_need_bytes"], 2**20)
     said = run_forked(command(tmp_path / "auto", "auto"), BIGTRAIN_HOST_ROOT=str(root))
     told = json.loads((tmp_path / "auto" / "run.json").read_text())

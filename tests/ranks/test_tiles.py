@@ -94,7 +94,7 @@ def _all(stage, kind, variants):
     return [_trained(stage, kind, *variant) for variant in variants]
 
 
-VARIANTS = ((None, None), (TOKENS, None), (5, None), (7, "full"), (5, "selective"), (3, "offload"))
+VARIANTS = ((None, None), (TOKENS, None), (5, None), (7, "full"), (5, "attention"), (5, "selective"), (3, "offload"))
 
 
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (2, 1), (2, 2), (3, 1), (3, 2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import types
@@ -186,10 +187,8 @@ def test_tensors_reach_the_graphs_in_the_order_they_were_declared(hopper, monkey
     def recomputed(q, k, v):
         return torch.utils.checkpoint.checkpoint(once, q, k, v, use_reentrant=False)
 
-    def kept(q, k, v):
-        return runner("selective", 1)(once, q, k, v)
-
-    for run, forwards in ((once, 1), (recomputed, 2), (kept, 1)):
+    kept = [functools.partial(runner(policy, 1), once) for policy in ("selective", "attention", "offload")]
+    for run, forwards in ((once, 1), (recomputed, 2), *((run, 1) for run in kept)):
         graphs.forwards = 0
         out = run(query, key, value)
         for mine, theirs in zip((out, *torch.autograd.grad(out, (query, key, value), grad)), (expected, *wanted)):

@@ -1,56 +1,123 @@
-"""Inputs of blocks on the host: the pieces in which they lie there."""
+"""What recomputed blocks keep on the host, with a stand-in for a card: the order of copies, and tensors as they were. The rest: tests/gpu."""
 
-import weakref
+import contextlib
+import types
 
 import pytest
 import torch
+from torch import nn
 
-from bigtrain.models.hostinputs import HostInputs, parts_of
-from bigtrain.plan.pinned import pieces
+from bigtrain.models import hostinputs
+from bigtrain.models.hostinputs import HostInputs, OnHost, in_memory_order
+from bigtrain.models.recompute import runner
+from tests.unit.models.test_recompute import ATTENTION, Count
 
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
-@pytest.mark.parametrize("shape", [(1, 3), (2, 100, 129), (1, 300, 1001), (0, 8)])
-def test_the_parts_are_the_tensor(shape, dtype):
-    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
-    parts = parts_of(tensor)
-    assert [part.nbytes for part in parts] == pieces(tensor.nbytes)
-    for part in parts:
-        part += 1  # views: what is written into them is in the tensor
-    assert torch.equal(torch.cat([*parts, tensor.new_empty(0)]), tensor.flatten())
+EVENT = types.SimpleNamespace(synchronize=lambda: None)
 
 
-def test_parts_of_what_does_not_lie_in_one_row_are_its_values():
-    tensor = torch.arange(200_000.0).reshape(400, 500).t().requires_grad_()
-    parts = parts_of(tensor)
-    assert torch.equal(torch.cat(parts), tensor.flatten()) and not parts[0].requires_grad
+class _Torch:
+    """torch, whose streams do at once what they are told, and whose memory is never page-locked."""
+
+    def __init__(self):
+        stream = types.SimpleNamespace(wait_stream=lambda _: None, wait_event=lambda _: None, record_event=lambda: EVENT)
+        self.cuda = types.SimpleNamespace(
+            Stream=lambda _: stream, current_stream=lambda _: stream, stream=lambda _: contextlib.nullcontext(), Event=object
+        )
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty_like(self, tensor, device, pin_memory):
+        assert pin_memory
+        return torch.empty_like(tensor, device=device)
 
 
-class _Sent:
-    """Stands for what a GPU's input becomes, where there is no GPU: a copy elsewhere."""
+@pytest.fixture
+def card(monkeypatch):
+    """Tensors count as on a card; what is done with them on the host, by the number of tokens (a block's own)."""
+    done = []
+    monkeypatch.setattr(hostinputs, "torch", _Torch())
+    monkeypatch.setattr(hostinputs, "_is_on_card", lambda tensor: True)
+    monkeypatch.setattr(hostinputs, "_WORTH_COPYING", 2**10)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    numbers = {}
 
-    def __init__(self, tensor: torch.Tensor):
-        self.values = tensor.detach().clone()
+    def noted(name, method):
+        def run(self, *args):
+            if name == "down":
+                method(self, *args)
+                numbers[id(self)] = len(numbers)
+                done.append((name, numbers[id(self)]))
+            else:
+                if self._coming is None:
+                    done.append((name, numbers[id(self)]))
+                method(self, *args)
 
-    def take(self) -> torch.Tensor:
-        return self.values
+        return run
+
+    monkeypatch.setattr(OnHost, "__init__", noted("down", OnHost.__init__))
+    monkeypatch.setattr(OnHost, "fetch", noted("up", OnHost.fetch))
+    return done
 
 
-def test_an_input_that_was_sent_away_is_held_by_nobody(monkeypatch):
-    """Autograd keeps the hooks of what it saves, and all that they name: the inputs of all blocks stayed where they were."""
-    monkeypatch.setattr("bigtrain.models.hostinputs._OnHost", _Sent)
-    monkeypatch.setattr(HostInputs, "_leaves", lambda self, tensor: tensor.requires_grad)
-    monkeypatch.setattr(HostInputs, "_send", lambda self, tensor: _Sent(tensor))
-    run, weight = HostInputs(), torch.full((3,), 0.5, requires_grad=True)
-    inputs, stream = [], weight * 2
-    for _ in range(3):
-        inputs.append(weakref.ref(stream))
-        stream = run(lambda x: x.sin() * weight, stream)
-    assert [one() is None for one in inputs] == [True] * 3
-    stream.sum().backward()
-    plain = torch.full((3,), 0.5, requires_grad=True)
-    stream = plain * 2
-    for _ in range(3):
-        stream = stream.sin() * plain
-    stream.sum().backward()
-    assert torch.equal(weight.grad, plain.grad)
+class Block(nn.Module):
+    made: list[int]  # weak references to the memory of attention's results
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        self.made.append(attended.untyped_storage()._weak_ref())
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+def _gradients(run):
+    torch.manual_seed(0)
+    blocks, x = [Block() for _ in range(3)], torch.randn(2, 24, 32, requires_grad=True)
+    y = x
+    with Count() as mode:
+        for block in blocks:
+            y = block(y) if run is None else run(block, y)
+        y.square().sum().backward()
+    return [x.grad, *(p.grad for block in blocks for p in block.parameters())], mode.counts[ATTENTION]
+
+
+def test_inputs_and_results_come_back_in_the_order_in_which_they_are_wanted(card):
+    wanted, forwards = _gradients(None)
+    found, mine = _gradients(runner("offload", 3))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)) and mine == forwards == 3
+    # Input and result of each block go down; up come the last block's, and with each its like of the block before.
+    down = [("down", n) for n in range(6)]
+    assert card == [*down, ("up", 4), ("up", 2), ("up", 5), ("up", 3), ("up", 0), ("up", 1)]
+    card.clear()
+    found, mine = _gradients(runner("offload_inputs", 3))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)) and mine == 6
+    assert [what for what, _ in card] == ["down"] * 3 + ["up"] * 3
+
+
+def test_a_result_lies_as_it_did(card):
+    """Attention's output is a view with heads before tokens; what reads it, and the kernel of its backward, go by its strides."""
+    one = torch.randn(2, 24, 4, 16).transpose(1, 2)
+    sent = HostInputs().send(one)
+    assert isinstance(sent, OnHost) and in_memory_order(one).is_contiguous()
+    for _ in range(2):
+        back = sent.take()
+        assert torch.equal(back, one) and back.stride() == one.stride() and back.data_ptr() != one.data_ptr()
+    seed = torch.ones(3)
+    assert HostInputs().send(seed).data_ptr() == seed.data_ptr()
+
+
+@pytest.mark.parametrize("policy, there", [("full", False), ("attention", True), ("offload", False)])
+def test_results_on_the_host_are_nowhere_else(card, policy, there):
+    """Between forward and backward; whatever names the tensor then would keep its memory."""
+    block, run = Block(), runner(policy, 1)
+    for _ in range(2):  # the first one is checked
+        block.made.clear()
+        loss = run(block, torch.randn(2, 24, 32, requires_grad=True)).sum()
+        assert torch.UntypedStorage._expired(block.made[0]) is not there
+        loss.backward()
+    assert torch.UntypedStorage._expired(block.made[0])

@@ -53,7 +53,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("policy", [None, "full", "selective", "offload"])
+@pytest.mark.parametrize("policy", [None, "full", "attention", "selective", "offload"])
 def test_nothing_as_large_as_all_tokens_by_the_inner_width_is_ever_made(policy):
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())

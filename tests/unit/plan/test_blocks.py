@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import get_args
 
 import pytest
 
@@ -12,11 +13,13 @@ from bigtrain.cli import main
 from bigtrain.config import RunValues
 from bigtrain.errors import UsageError
 from bigtrain.plan import block_count, choose, least_blocks, plan_input, predict, step_time
+from bigtrain.plan.inputs import Checkpointing
 from bigtrain.plan.judge import judge
 from bigtrain.plan.zero_settings import ZeroSettings
 from bigtrain.run.auto import pick
 
 GIB = 2**30
+POLICIES = get_args(Checkpointing)[1:]
 
 
 def base(name="llama-3b", stage=2, **values):
@@ -31,7 +34,7 @@ def numbers(plan):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_all_blocks_are_full_and_no_block_is_none(policy, stage):
     plan = base(stage=stage, checkpointing=policy, optimizer="adamw_split" if stage else "adamw")
     assert plan.block_count == 28 and plan.recomputed_blocks == 28
@@ -41,7 +44,7 @@ def test_all_blocks_are_full_and_no_block_is_none(policy, stage):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_memory_falls_and_time_rises_with_each_block(policy, stage):
     plans = [base(stage=stage, checkpointing=policy, checkpoint_blocks=n, world_size=2) for n in (0, 1, 2, 9, 27, 28)]
     for a, b in itertools.pairwise(plans):
@@ -55,17 +58,21 @@ def test_memory_falls_and_time_rises_with_each_block(policy, stage):
 
         cost = block_bytes(plans[0].geometry, plans[0].tokens, "liger")
         assert none.gpu.by_phase["loss"] - one.gpu.by_phase["loss"] == pytest.approx(cost.kept - stream, abs=8 * 512)
-    if policy == "offload":  # on the host, and pinned
+    if policy.startswith("offload"):  # on the host, and pinned
         assert predict(plans[-1]).host.by_phase["export"] - none.host.by_phase["export"] >= 28 * stream
         assert predict(plans[-1]).host_pinned_bytes - none.host_pinned_bytes >= 28 * stream
 
 
 def test_policies_in_order_of_what_they_hold():
-    none, selective, full, offload = (predict(base(checkpointing=c, kernels="hf")).gpu.bytes for c in
-                                      ("none", "selective", "full", "offload"))  # fmt: skip
-    assert offload <= full < selective < none
-    cpu = [predict(base(checkpointing=c, kernels="hf", device="cpu")).host.bytes for c in ("full", "offload")]
-    assert cpu[0] == cpu[1]  # nowhere else to go
+    def held(policy, **more):
+        return predict(base(checkpointing=policy, kernels="hf", **more))
+
+    inputs, offload, full, attention, selective, none = (
+        held(c).gpu.bytes for c in ("offload_inputs", "offload", "full", "attention", "selective", "none")
+    )
+    assert inputs <= offload <= full < attention < selective < none
+    cpu = {c: held(c, device="cpu").host.bytes for c in POLICIES}  # nowhere else to go
+    assert cpu["full"] == cpu["offload_inputs"] < cpu["attention"] == cpu["offload"]
 
 
 def test_wrong_numbers_are_refused():
@@ -85,7 +92,7 @@ def test_how_many_blocks_a_config_has():
         assert block_count(unclear) is None
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "selective", "offload"])
+@pytest.mark.parametrize("policy", ["none", *POLICIES])
 @pytest.mark.parametrize("gpu", [30, 48, 62, 80])
 def test_least_blocks_is_the_least_that_fits(policy, gpu):
     plan = base(checkpointing=policy)

@@ -11,7 +11,7 @@ from bigtrain.errors import UsageError
 from bigtrain.plan import Rates, ZeroSettings, choose, plan_input, predict, rates_from, step_time
 from bigtrain.plan.choose import _SPARED, _families
 from bigtrain.plan.judge import judge, state_bytes
-from bigtrain.plan.settled import settled
+from bigtrain.plan.settled import filled
 from bigtrain.plan.states import LAYOUTS
 
 GIB = 2**30
@@ -84,7 +84,7 @@ def test_what_has_to_sum_gradients_in_bf16_is_planned_although_it_would_be_slow_
 def test_what_a_run_leaves_open_is_settled_for_few(monkeypatch):
     """It takes plans and replays each time: only where it decides which are the fastest."""
     seen = []
-    monkeypatch.setattr(search, "settled", lambda plan, *args, **how: seen.append(plan) or settled(plan, *args, **how))
+    monkeypatch.setattr(search, "filled", lambda plan, *args, **how: seen.append(plan) or filled(plan, *args, **how))
     found = choose(base(world=2), gpu_memory_bytes=int(47.4 * GIB), host_memory_bytes=256 * GIB, global_batch=16, wanted=3)
     assert len(found.fitting) == 3 and len(seen) <= 6
 

@@ -163,7 +163,7 @@ RUNS = st.fixed_dictionaries(
         "micro_batch": st.sampled_from([1, 2, 3]),
         "seq_len": st.sampled_from([1, 7, 32]),
         "accumulation": st.sampled_from([1, 2]),
-        "checkpointing": st.sampled_from(["none", "full", "selective", "offload"]),
+        "checkpointing": st.sampled_from(["none", "full", "attention", "selective", "offload", "offload_inputs"]),
         "kernels": st.sampled_from(["hf", "liger"]),
         "device": st.sampled_from(["cuda", "cuda", "cpu"]),
         "optimizer": st.sampled_from(["adamw", "adamw_8bit", "adamw_split", "adamw_split_8bit", "muon", "sgd"]),

@@ -156,7 +156,9 @@ def test_block_inputs_are_pinned_in_pieces_that_waste_little(tokens):
 
 
 def test_the_plan_counts_the_pieces():
-    plan = plan_input(shapes.config_dict("llama-8b"), settings=ZeroSettings(stage=2), seq_len=300_000, checkpointing="offload")
+    plan = plan_input(
+        shapes.config_dict("llama-8b"), settings=ZeroSettings(stage=2), seq_len=300_000, checkpointing="offload_inputs"
+    )
     size = 2 * 4096 * 300_000
     taken = sum(map(pinned_bytes, pieces(size)))
     assert (

@@ -47,7 +47,7 @@ def test_one_tile_is_none():
 
 
 @pytest.mark.parametrize("kernels", ["hf", "liger"])
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective", "offload"])
+@pytest.mark.parametrize("checkpointing", ["none", "full", "attention", "selective", "offload"])
 def test_smaller_tiles_hold_less_and_take_longer(checkpointing, kernels):
     plans = [base(checkpointing=checkpointing, kernels=kernels, mlp_tile_tokens=tokens) for tokens in (0, 16384, 4096, 1024)]
     held = [predict(plan).gpu.by_phase["backward"] for plan in plans]
