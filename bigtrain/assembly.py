@@ -17,7 +17,7 @@ from bigtrain.misuse import refuse_compiled
 from bigtrain.models.sharding import refuse_empty
 from bigtrain.optim.build import build_optimizer
 from bigtrain.optim.groups import param_groups
-from bigtrain.precision import refuse_other_dtypes, to_bf16
+from bigtrain.precision import refuse_other_dtypes, refuse_other_kinds, to_bf16
 from bigtrain.reduction import GradientFlags, Reduction
 from bigtrain.settings import Settings
 from bigtrain.startup import SharedMaster
@@ -64,7 +64,7 @@ def assemble(
     """Hand the model to DeepSpeed with our optimizer; buffers keep their dtype and values.
 
     Raises:
-        ModelError: if leaf_modules match nothing, no parameter is trainable, some have no elements (stage 3), or the model was
+        ModelError: if leaf_modules match nothing, no parameter is trainable, some are of a kind that cannot be trained, or the model was
             built for another stage or dtype.
     """
     s = settings
@@ -73,6 +73,7 @@ def assemble(
             f"the model is partitioned as for ZeRO stage 3, and the Engine's ds_config says stage {s.stage}: give build_model and "
             "Engine the same ds_config."
         )
+    refuse_other_kinds(model, s.stage, ranks.world_size())
     if s.stage == 3:
         refuse_empty({name: zero.full_shape(p) for name, p in model.named_parameters()})
         guard_state_dict(model)

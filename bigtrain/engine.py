@@ -190,6 +190,7 @@ class Engine(NotCopied):
         agreement.same_freezing(self._parts.frozen_map, self.global_step, None if self._since.backwards else self._ds.module)
         if why := self._since.no_backward() or self._origin.questionable(loss, self._since.planned):
             self._origin.refuse(why)
+        loss = loss.reshape(())
         # DeepSpeed takes the mean over ranks; what is wanted is the sum.
         scaled = loss.float() * (weight * self.world_size)
         if self._reduction.during_backward and not self._uniform:
@@ -275,10 +276,11 @@ class Engine(NotCopied):
             micro_batches: this rank's part, the same number on every rank.
 
         Raises:
-            DataError: if a batch holds `num_items_in_batch`; on every rank, if the global batch holds no target at all.
+            DataError: if a batch is no mapping or holds `num_items_in_batch`; on every rank, if the global batch holds no target at all.
         """
         if self._since.backwards:
             self._origin.refuse(self._since.unfinished())
+        micro_batches = steps.listed(micro_batches)
         counts = [steps.counted(batch, self.count_targets) for batch in micro_batches]
         total = self._since.plan(counts, self.global_step)
         for batch, count in zip(micro_batches, counts):

@@ -346,3 +346,48 @@ def test_names_that_an_engine_does_not_have_say_what_there_is(rank_pool, name, i
     assert said.startswith(f"'Engine' object has no attribute '{name}'{instead}") and (
         instead or said.endswith("'no_such_thing'")
     )
+
+
+def _shaped(stage):
+    """A loss of one element and one dimension, and micro batches that can be gone through once."""
+    engine = _engine(stage)
+    try:
+        for k in range(MICRO):
+            engine.backward(engine(_x(engine.rank, 0, k)).reshape(1))
+        first = engine.step()
+        second = engine.train_step({"x": _x(engine.rank, 1, k)} for k in range(MICRO))
+        return first.step, second.step, _apart(engine, _plain(engine.world_size, _module(), range(2)))
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_loss_with_a_dimension_and_batches_from_a_generator(rank_pool, stage):
+    for first, second, apart in rank_pool(2).run(_shaped, stage):
+        assert (first, second) == (1, 2) and apart <= BOUND
+
+
+def _of_other_kinds(stage):
+    made = {
+        "lazy": nn.LazyLinear(1),
+        "complex": nn.ParameterList([torch.ones(2, dtype=torch.complex64)]),
+        "integers": nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False), torch.ones(2)]),
+        "sparse": nn.Sequential(nn.Embedding(4, 2, sparse=True)),
+        "rescaled": nn.Sequential(nn.EmbeddingBag(4, 2, max_norm=1.0)),
+    }
+    said = {}
+    for name, module in made.items():
+        try:
+            _engine(stage, module).close()
+        except BigtrainError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameters_that_would_part_or_stop_at_an_assertion_are_named(rank_pool, stage):
+    words = {"lazy": "weight is lazy", "complex": "0 is complex64", "rescaled": "0 was built with max_norm=1.0"}
+    words |= {"sparse": "0 was built with sparse=True"} if stage else {}
+    words |= {"integers": "0 is int8"} if stage == 3 else {}
+    for said in rank_pool(2).run(_of_other_kinds, stage):
+        assert said.keys() == words.keys() and all(words[name] in said[name] for name in words)
