@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -292,7 +292,9 @@ class Engine(NotCopied):
         assert result is not None
         return result
 
-    def evaluate(self, batches: Iterable[Batch], limit_s: float | None = 120.0) -> EvalResult:
+    def evaluate(
+        self, batches: Iterable[Batch], limit_s: float | None = 120.0, stop: Callable[[], bool] = lambda: False
+    ) -> EvalResult:
         """Mean loss over all targets of all ranks' batches, without gradients; every module's mode is restored.
 
         Every rank calls it. A rank with fewer batches than another repeats its last one with weight zero, so that all run
@@ -301,11 +303,13 @@ class Engine(NotCopied):
         Args:
             batches: this rank's batches; at least one.
             limit_s: longest wait for the other ranks at the start.
+            stop: asked before each batch.
 
         Raises:
+            StoppedError: on every rank, as soon as `stop` is true on one.
             RanksDisagreeError: if not every rank calls it, or one has no batch at all.
         """
-        return evaluation.evaluate(self, batches, limit_s)
+        return evaluation.evaluate(self, batches, limit_s, stop)
 
     # ------------------------------------------------------------ saving
 
