@@ -14,7 +14,7 @@ from bigtrain import buffers, flat, guards, heap, optim, ranks, weights, zero
 from bigtrain.errors import ModelError
 from bigtrain.master import MasterOptimizer
 from bigtrain.misuse import refuse_compiled
-from bigtrain.models.sharding import refuse_empty
+from bigtrain.models.sharding import generate_in_step, refuse_empty
 from bigtrain.optim.build import build_optimizer
 from bigtrain.optim.groups import param_groups
 from bigtrain.precision import refuse_other_dtypes, refuse_other_kinds, to_bf16
@@ -77,6 +77,8 @@ def assemble(
     if s.stage == 3:
         refuse_empty({name: zero.full_shape(p) for name, p in model.named_parameters()})
         guard_state_dict(model)
+        if ranks.world_size() > 1:
+            generate_in_step(model)
     refuse_compiled(model, s.stage)
     refuse_other_dtypes(model, s.bf16)
     if leaf_modules and s.stage == 3 and not zero.set_leaf_modules(model, leaf_modules):

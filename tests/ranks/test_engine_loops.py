@@ -391,3 +391,25 @@ def test_parameters_that_would_part_or_stop_at_an_assertion_are_named(rank_pool,
     words |= {"integers": "0 is int8"} if stage == 3 else {}
     for said in rank_pool(2).run(_of_other_kinds, stage):
         assert said.keys() == words.keys() and all(words[name] in said[name] for name in words)
+
+
+def _generated():
+    """Texts of different lengths, before any step: what was gathered once may still be there later."""
+    cfg = config(3, bf16=False, micro=2)
+    model = build_model("preset:llama-tiny", ds_config=cfg, dtype=torch.float32, vocab_size=64)
+    engine = Engine(model, ds_config=cfg, learning_rate=1e-3, hang_s=None)
+    prompt = torch.arange(5)[None]
+    try:
+        with torch.no_grad():
+            texts = [
+                engine.module.generate(prompt, max_new_tokens=n, do_sample=False, pad_token_id=0)
+                for n in (3 + 3 * engine.rank, 6)
+            ]
+        return [text.tolist()[0] for text in texts]
+    finally:
+        engine.close()
+
+
+def test_ranks_generate_texts_of_different_lengths_at_stage_3(rank_pool):
+    (short, whole), (long, _) = rank_pool(2).run(_generated)
+    assert short == whole[:8] and long == whole and len(whole) == 11
