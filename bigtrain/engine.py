@@ -251,6 +251,7 @@ class Engine(NotCopied):
         HERE.stepped(self.global_step)
         if not applied:
             self.nonfinite.report(reason, self.global_step, lr)
+        self._rates.tell_spent(self.global_step, lr)
         if self.agree_every and self.global_step % self.agree_every == 0:
             self.check_agreement()
         return StepResult(self.global_step, verdict.loss, lr, norm, verdict.tokens, applied, self.nonfinite.total, reason)

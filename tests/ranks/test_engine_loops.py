@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError
 from bigtrain.models import build_model
+from bigtrain.optim import schedules
 from tests.ranks.tiny import Branched, config, whole_weights
 
 STAGES = [0, 1, 2, 3]
@@ -413,3 +414,27 @@ def _generated():
 def test_ranks_generate_texts_of_different_lengths_at_stage_3(rank_pool):
     (short, whole), (long, _) = rank_pool(2).run(_generated)
     assert short == whole[:8] and long == whole and len(whole) == 11
+
+
+def _beyond_its_schedule(name):
+    engine = Engine(
+        _module(),
+        ds_config=config(2, micro=4, accumulation=MICRO, bf16=False),
+        learning_rate=1e-2,
+        lr_scheduler=name,
+        total_steps=2,
+    )
+    said = []
+    schedules.log.warning = lambda text, *values: said.append(text % values)
+    try:
+        rates = [_one_by_one(engine, step).lr for step in range(4)]
+        return rates, said
+    finally:
+        del schedules.log.warning
+        engine.close()
+
+
+def test_a_loop_that_goes_on_after_its_schedule_is_told_once_that_nothing_moves(rank_pool):
+    ((rates, said),) = rank_pool(1).run(_beyond_its_schedule, "linear")
+    assert rates == [1e-2, 5e-3, 0.0, 0.0] and len(said) == 1 and said[0].startswith("step 3 has the learning rate 0")
+    assert rank_pool(1).run(_beyond_its_schedule, "constant") == [([1e-2] * 4, [])]
