@@ -6,6 +6,7 @@ request and resumable (Ctrl-C or SIGTERM with --save_steps).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -156,20 +157,21 @@ class Run:
         )
 
     def loop(self) -> str:
-        """All steps; returns how it ended."""
+        """All steps and evaluations; returns how it ended."""
         engine = self.engine
-        self.evaluate()  # a run that was stopped after the step that this one goes on from had no time for it
+        if self.evaluate():  # a run that was stopped after the step that this one goes on from had no time for it
+            return self.stopped(engine.global_step)
         self.clock.lap()
         for micro_batches in self.loader:
             result = engine.train_step(micro_batches)
             engine.data_position = self.loader.position(result.step)
-            stopping = self.record(result)
-            if stopping:
+            if self.record(result) or self.evaluate():
                 return self.stopped(result.step)
             self.saving.prepare()
-            self.evaluate()
             if self.saving.due():
                 self.save()
+        if self.evaluate(last=True) and self.saving.resumable:
+            return self.stopped(engine.global_step)
         return "finished"
 
     def record(self, result: Any) -> bool:
@@ -210,20 +212,25 @@ class Run:
         self._track(row, result.step)
         return bool(stop)
 
-    def evaluate(self, last: bool = False) -> None:
-        """Loss over the evaluation data, on all ranks, where it is due after this step and not known yet."""
+    def evaluate(self, last: bool = False) -> bool:
+        """Loss over the evaluation data, on all ranks, where it is due after this step and not known yet; True if a stop cut it short."""
         step = self.engine.global_step
         if self.eval_loader is None or self.evaluated_step == step or not (last or self.saving.due("eval")):
-            return
+            return False
         begin = time.perf_counter()
-        with self.clock.paused("evaluation"):
-            result = self.engine.evaluate(self.eval_loader)
+        try:
+            with self.clock.paused("evaluation"):
+                result = self.engine.evaluate(self.eval_loader, stop=lambda: self.stop.requested is not None)
+        except StoppedError:
+            self.progress.note(f"the evaluation after step {step} was cut short by a stop")
+            return True
         self.evaluated_step = step
         if self.main:
             seconds = time.perf_counter() - begin
             self.evals.write({"step": step, "eval_loss": result.loss, "eval_tokens": result.tokens, "eval_time_s": seconds})
             self._track({"eval/loss": result.loss}, step)
             self.progress.note(f"evaluation after step {step}: loss {result.loss:.4f} over {result.tokens:,} target tokens")
+        return False
 
     def save(self) -> None:
         """Save this step."""
@@ -244,13 +251,12 @@ class Run:
         return f"stopped by {why} after step {step}; continue with --resume_from_checkpoint auto; for a model now: {model}"
 
     def finish(self, outcome: str) -> dict[str, Any]:
-        """Last evaluation and checkpoint, the exported model, the summary, the report.
+        """Last checkpoint, the exported model, the summary, the report.
 
         Raises:
             StoppedError: the run was stopped; nothing is exported then.
         """
         if outcome == "finished":
-            self.evaluate(last=True)
             if self.saving.resumable and self.saving.step != self.engine.global_step:
                 self.save()
             self.engine.checkpoints.wait()
@@ -272,9 +278,10 @@ class Run:
 
         self.engine.checkpoints.failure()  # of a save in flight: it has been said, and must not hide what ended the run
         if self.main and not self.ended:
-            self.folder.update_run(
-                outcome=f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", ended=now()
-            )
+            with contextlib.suppress(OSError):  # a full disk may be what ended the run
+                self.folder.update_run(
+                    outcome=f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", ended=now()
+                )
 
     def _summarise(self, outcome: str) -> dict[str, Any]:
         from bigtrain.diagnostics.metrics import read_rows, summarise

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bigtrain.errors import BigtrainError
 from bigtrain.plan.room import room
 
 T = TypeVar("T")
@@ -150,13 +151,24 @@ class RowLog:
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (held open for the run)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row and hand it to the operating system."""
-        self._file.write(_line(row))
-        self._file.flush()
+        """Append one row and hand it to the operating system.
+
+        Raises:
+            BigtrainError: it does not take it, with a full disk for instance.
+        """
+        try:
+            self._file.write(_line(row))
+            self._file.flush()
+        except OSError as error:
+            raise BigtrainError(
+                f"the row of step {row['step']} cannot be written to {self.path}: {error}. Make room on that disk and start again with "
+                "--resume_from_checkpoint auto"
+            ) from error
 
     def close(self) -> None:
         """Close the file; no more rows."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what a full disk did not take is still to be written, and has been told
+            self._file.close()
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +192,7 @@ class Engine(NotCopied):
         agreement.same_freezing(self._parts.frozen_map, self.global_step, None if self._since.backwards else self._ds.module)
         if why := self._since.no_backward() or self._origin.questionable(loss, self._since.planned):
             self._origin.refuse(why)
+        loss = loss.reshape(())
         # DeepSpeed takes the mean over ranks; what is wanted is the sum.
         scaled = loss.float() * (weight * self.world_size)
         if self._reduction.during_backward and not self._uniform:
@@ -252,6 +253,7 @@ class Engine(NotCopied):
         HERE.stepped(self.global_step)
         if not applied:
             self.nonfinite.report(reason, self.global_step, lr)
+        self._rates.tell_spent(self.global_step, lr)
         if self.agree_every and self.global_step % self.agree_every == 0:
             self.check_agreement()
         return StepResult(self.global_step, verdict.loss, lr, norm, verdict.tokens, applied, self.nonfinite.total, reason)
@@ -277,10 +279,11 @@ class Engine(NotCopied):
             micro_batches: this rank's part, the same number on every rank.
 
         Raises:
-            DataError: if a batch holds `num_items_in_batch`; on every rank, if the global batch holds no target at all.
+            DataError: if a batch is no mapping or holds `num_items_in_batch`; on every rank, if the global batch holds no target at all.
         """
         if self._since.backwards:
             self._origin.refuse(self._since.unfinished())
+        micro_batches = steps.listed(micro_batches)
         counts = [steps.counted(batch, self.count_targets) for batch in micro_batches]
         total = self._since.plan(counts, self.global_step)
         for batch, count in zip(micro_batches, counts):
@@ -292,7 +295,9 @@ class Engine(NotCopied):
         assert result is not None
         return result
 
-    def evaluate(self, batches: Iterable[Batch], limit_s: float | None = 120.0) -> EvalResult:
+    def evaluate(
+        self, batches: Iterable[Batch], limit_s: float | None = 120.0, stop: Callable[[], bool] = lambda: False
+    ) -> EvalResult:
         """Mean loss over all targets of all ranks' batches, without gradients; every module's mode is restored.
 
         Every rank calls it. A rank with fewer batches than another repeats its last one with weight zero, so that all run
@@ -301,11 +306,13 @@ class Engine(NotCopied):
         Args:
             batches: this rank's batches; at least one.
             limit_s: longest wait for the other ranks at the start.
+            stop: asked before each batch.
 
         Raises:
+            StoppedError: on every rank, as soon as `stop` is true on one.
             RanksDisagreeError: if not every rank calls it, or one has no batch at all.
         """
-        return evaluation.evaluate(self, batches, limit_s)
+        return evaluation.evaluate(self, batches, limit_s, stop)
 
     # ------------------------------------------------------------ saving
 

@@ -15,13 +15,13 @@ from bigtrain.engine import buffers
 from bigtrain.engine.flags import GradientFlags
 from bigtrain.engine.master import MasterOptimizer
 from bigtrain.engine.misuse import refuse_compiled
-from bigtrain.engine.precision import refuse_other_dtypes, to_bf16
+from bigtrain.engine.precision import refuse_other_dtypes, refuse_other_kinds, to_bf16
 from bigtrain.engine.reduction import Reduction
 from bigtrain.engine.settings import Settings
 from bigtrain.engine.writes import ForeignWrites, MasterOf
 from bigtrain.errors import ModelError
 from bigtrain.memory import heap
-from bigtrain.models.sharding import refuse_empty
+from bigtrain.models.sharding import generate_in_step, refuse_empty
 from bigtrain.optim.build import build_optimizer
 from bigtrain.optim.groups import param_groups
 from bigtrain.weights.guard import guard_state_dict
@@ -68,7 +68,7 @@ def assemble(
     """Hand the model to DeepSpeed with our optimizer; buffers keep their dtype and values.
 
     Raises:
-        ModelError: if leaf_modules match nothing, no parameter is trainable, some have no elements (stage 3), or the model was
+        ModelError: if leaf_modules match nothing, no parameter is trainable, some are of a kind that cannot be trained, or the model was
             built for another stage or dtype.
     """
     s = settings
@@ -77,9 +77,12 @@ def assemble(
             f"the model is partitioned as for ZeRO stage 3, and the Engine's ds_config says stage {s.stage}: give build_model and "
             "Engine the same ds_config."
         )
+    refuse_other_kinds(model, s.stage, ranks.world_size())
     if s.stage == 3:
         refuse_empty({name: zero.full_shape(p) for name, p in model.named_parameters()})
         guard_state_dict(model)
+        if ranks.world_size() > 1:
+            generate_in_step(model)
     refuse_compiled(model, s.stage)
     refuse_other_dtypes(model, s.bf16)
     if leaf_modules and s.stage == 3 and not zero.set_leaf_modules(model, leaf_modules):

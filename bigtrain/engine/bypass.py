@@ -133,6 +133,13 @@ class Origin:
         self._in_backward, self._reached, self._begun = True, False, False
         try:
             yield
+        except RuntimeError as error:
+            if "got [0] but expected shape" in str(error):  # of a parameter that was partitioned when the loss used it
+                error.add_note(
+                    "At stage 3 weights are empty outside of their own module's forward: a penalty on engine.module.parameters() counts none of "
+                    "them. Give Engine(weight_decay=...), or use stage 0, 1 or 2 for another penalty."
+                )
+            raise
         finally:
             self._in_backward = False
         if self._traced and not self._reached:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from bigtrain import ranks
 from bigtrain.engine import steps
 from bigtrain.engine.steps import Batch, EvalResult
-from bigtrain.errors import RanksDisagreeError
+from bigtrain.errors import RanksDisagreeError, StoppedError
 from bigtrain.meeting import Point, meet
 
 if TYPE_CHECKING:
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, batches: Iterable[Batch], limit_s: float | None) -> EvalResult:
+def evaluate(engine: Engine, batches: Iterable[Batch], limit_s: float | None, stop: Callable[[], bool]) -> EvalResult:
     """See `Engine.evaluate`."""
     meet(Point.EVALUATE, engine.global_step, 0, limit_s=limit_s)
     modes = {m: m.training for m in engine.module.modules()}
     engine.module.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
     try:
-        for batch, count in _in_step(engine, batches):
+        for batch, count in _in_step(engine, batches, stop):
             loss = steps.loss_of(engine(**steps.move(batch, engine.device, engine.dtype)))
             if count:
                 sums[0] += loss.double() * count
@@ -39,7 +39,7 @@ def evaluate(engine: Engine, batches: Iterable[Batch], limit_s: float | None) ->
     return EvalResult(math.fsum(row[0] for row in rows) / total if total else math.nan, total)
 
 
-def _in_step(engine: Engine, batches: Iterable[Batch]) -> Iterator[tuple[Batch, int]]:
+def _in_step(engine: Engine, batches: Iterable[Batch], stop: Callable[[], bool]) -> Iterator[tuple[Batch, int]]:
     """This rank's batches with their target counts; after its last one, that one again with a count of 0 until all are done."""
     source: Iterator[Any] = iter(batches)
     last: Batch | None = None
@@ -48,9 +48,11 @@ def _in_step(engine: Engine, batches: Iterable[Batch]) -> Iterator[tuple[Batch, 
         number += 1
         batch = next(source, None)
         last = last if batch is None else batch
-        told = meet(Point.EVALUATE, engine.global_step, number, (batch is not None, last is not None))
+        told = meet(Point.EVALUATE, engine.global_step, number, (batch is not None, last is not None, stop()))
         if not any(row[0] for row in told):
             return
+        if any(row[2] for row in told):
+            raise StoppedError(f"evaluate() was asked to stop before batch {number}")
         empty = [r for r, row in enumerate(told) if not row[1]]
         if empty:
             raise RanksDisagreeError(

@@ -45,6 +45,42 @@ def refuse_other_dtypes(model: torch.nn.Module, bf16: bool) -> None:
             )
 
 
+def refuse_other_kinds(model: torch.nn.Module, stage: int, world_size: int) -> None:
+    """Refuse parameters that DeepSpeed 0.19.8 stops at with an assertion, or that ranks would move apart.
+
+    Raises:
+        ModelError: a parameter has no values yet, is complex, or (a whole one at stage 3) holds integers; an embedding's gradients
+            are sparse at a stage that cannot sum them; an embedding rescales its own weights in forward on several ranks.
+    """
+    for name, param in model.named_parameters():
+        if torch.nn.parameter.is_lazy(param):
+            raise ModelError(f"parameter {name} is lazy and has no values yet: run the model on one batch before", [name])
+        if param.is_complex():
+            raise ModelError(
+                f"parameter {name} is {_name(param.dtype)}: real numbers alone are trained; keep torch.view_as_real(it) as the parameter, and "
+                "make it complex in forward with torch.view_as_complex",
+                [name],
+            )
+        if stage == 3 and not zero.is_partitioned(param) and not param.is_floating_point():
+            raise ModelError(
+                f"parameter {name} is {_name(param.dtype)}, which stage 3 cannot partition in a model that is whole: build the model with "
+                "bigtrain.models.build_model, or make it a buffer (register_buffer)",
+                [name],
+            )
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or not module.weight.requires_grad:
+            continue
+        if module.sparse and stage > 0:
+            raise ModelError(
+                f"{name} was built with sparse=True: stage {stage} cannot sum sparse gradients. Build it with sparse=False"
+            )
+        if module.max_norm is not None and (world_size > 1 or stage == 3):
+            raise ModelError(
+                f"{name} was built with max_norm={module.max_norm}: it rescales its weights in forward, on each rank those of its own tokens, "
+                "so that ranks would part. Build it without, and rescale the rows between steps on every rank"
+            )
+
+
 def keep_parameters_in_fp32(model: torch.nn.Module, patterns: Sequence[str], stage: int, bf16: bool) -> set[str]:
     """Names of the parameters to keep in fp32.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -94,12 +94,28 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(one)
 
 
+def listed(batches: Iterable[Batch]) -> list[Batch]:
+    """The micro batches of a step, which are gone through twice.
+
+    Raises:
+        DataError: this is one batch.
+    """
+    if isinstance(batches, Mapping):
+        raise DataError("train_step() takes a list of micro batches, and got one batch: call train_step([batch])")
+    return list(batches)
+
+
 def counted(batch: Batch, count: CountTargets) -> int:
     """The number of loss terms in a batch whose loss is the mean over them.
 
     Raises:
-        DataError: the batch says itself what its loss is divided by.
+        DataError: the batch is no mapping, or says itself what its loss is divided by.
     """
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"a batch is a mapping of the model's inputs by name, such as {{'input_ids': ..., 'labels': ...}}; got {type(batch).__name__}. "
+            "train_step() and evaluate() take a list of such batches"
+        )
     if batch.get("num_items_in_batch") is not None:
         raise DataError(
             f"the batch holds num_items_in_batch = {batch['num_items_in_batch']}: train_step() and evaluate() divide by the targets of "

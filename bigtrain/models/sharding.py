@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -70,6 +72,22 @@ def refuse_empty(shapes: Mapping[str, torch.Size]) -> None:
             "weights: build the model a second time.",
             empty,
         )
+
+
+def generate_in_step(model: torch.nn.Module) -> None:
+    """Let transformers' `generate` go on, on a rank whose text has ended, until all have: each token gathers weights from all ranks.
+
+    It does so by itself where DeepSpeed's config is known to transformers (`synced_gpus` in generation/utils.py, 5.24).
+    """
+    for module in model.modules():
+        if any(cls.__name__ == "GenerationMixin" for cls in type(module).__mro__):
+            object.__setattr__(module, "generate", types.MethodType(_generate_in_step, module))
+
+
+def _generate_in_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("synced_gpus") is None:
+        kwargs["synced_gpus"] = True
+    return type(self).generate(self, *args, **kwargs)
 
 
 def _refuse(named: list[tuple[str, Parameter]]) -> None:

@@ -8,12 +8,15 @@ the values are those of transformers' `get_*_schedule_with_warmup` at the same s
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
 
 from bigtrain import guards
 from bigtrain.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 Factor = Callable[[int], float]
 DECAYS: dict[str, Factor | Callable[[float], float]] = {
@@ -120,6 +123,7 @@ class GroupRates:
         self._optimizer, self._factor = optimizer, factor
         self.peaks = self._now()
         self._set = list(self.peaks)
+        self._spent_told = False
 
     def _now(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]  # a load may replace the groups
@@ -134,6 +138,16 @@ class GroupRates:
         for group, rate in zip(self._optimizer.param_groups, self._set):
             group["lr"] = rate
         return self._set[0]
+
+    def tell_spent(self, step: int, lr: float) -> None:
+        """Say once that updates change nothing any more: the loop goes on after the schedule's end. `lr`: of update `step`, from 1."""
+        if lr == 0.0 < self.peaks[0] and not self._spent_told:
+            self._spent_told = True
+            log.warning(
+                "step %d has the learning rate 0, and so have all that follow: the schedule ended with total_steps. Give the Engine the "
+                "total_steps that the loop makes, or a schedule with a min_ratio (lr_scheduler_kwargs).",
+                step,
+            )
 
     def changed(self) -> str:
         """The message if a script has set a rate since, else an empty string."""

@@ -390,13 +390,16 @@ def _hint(name: str, known: list[str]) -> str:
 
 
 def _refuse_conflicting_spellings(flags: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """--seq_len 512 --max_length 1024 is a contradiction; the same flag twice is not (the last one wins)."""
+    """--seq_len 512 --max_length 1024 is a contradiction; the same flag twice is not: the last one wins, and that is said."""
     seen: dict[str, str] = {}
     for token in flags:
         action = parser._option_string_actions.get(token.split("=", 1)[0])
         if action is None:
             continue
         name = token.split("=", 1)[0].replace("-", "_").replace("__", "--", 1)
-        first = seen.setdefault(action.dest, name)
-        if first != name:
+        first = seen.get(action.dest)
+        if first not in (None, name):
             raise UsageError(f"{first} and {name} are two names of one setting: give one of them")
+        if first:
+            logger.warning("%s is given twice: what stands last is taken, and the rest passed over", name)
+        seen[action.dest] = name

@@ -237,8 +237,15 @@ def _named(what: str) -> Iterator[None]:
     """Turn what a library raises about files into a UsageError that names the flag."""
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:
+        if not _about_files(error):
+            raise
         raise UsageError(f"the {what} cannot be loaded: {error}") from error
+
+
+def _about_files(error: Exception) -> bool:
+    """True for what a file holds; huggingface_hub's own class, for values of a config.json that cannot be, is none of Python's."""
+    return isinstance(error, OSError | ValueError | ImportError) or type(error).__name__.startswith("StrictDataclass")
 
 
 def load_tokenizer(args: TrainArguments) -> Any:
@@ -259,7 +266,9 @@ def load_model_config(args: TrainArguments) -> Any:
         return AutoConfig.for_model(values.pop("model_type"), **values)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        if not _about_files(error):
+            raise
         raise ModelError(f"the config of {name} cannot be read: {error}") from error
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from bigtrain import ranks
 from bigtrain.engine import Engine
-from bigtrain.errors import DataError, ModelError, NonFiniteError, RanksDisagreeError, UsageError
+from bigtrain.errors import DataError, ModelError, NonFiniteError, RanksDisagreeError, StoppedError, UsageError
 from tests.ranks.tiny import TinyLM, config, rows, share, whole_weights
 
 STAGES = [0, 1, 2, 3]
@@ -366,6 +366,26 @@ def test_evaluate_counts_each_token_once_and_restores_modes(rank_pool):
     first, second = rank_pool(2).run(_modes)
     assert first[:3] == second[:3] and first[2] == (True, False, False)
     assert math.isfinite(first[0])
+
+
+def _cut_short():
+    engine = _engine(3)
+    batches = [batch for step in range(2 + engine.rank) for batch in share(rows(step), engine.rank, engine.world_size, 1)]
+    asked, said = [], []
+    for at in (2, 4):  # batches on rank 0, of three that all take part in
+        try:
+            engine.evaluate(batches, stop=lambda at=at: asked.append(1) or (engine.rank == 0 and len(asked) == at))
+            said.append("whole")
+        except StoppedError as error:
+            said.append(str(error))
+        asked.clear()
+    said.append(engine.evaluate(batches).tokens > 0 and engine.module.training)
+    engine.close()
+    return said
+
+
+def test_an_evaluation_is_cut_short_on_all_ranks_before_the_batch_where_one_is_asked_to_stop(rank_pool):
+    assert rank_pool(2).run(_cut_short) == [["evaluate() was asked to stop before batch 2", "whole", True]] * 2
 
 
 def _under_default_dtype(dtype):

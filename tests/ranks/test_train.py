@@ -422,3 +422,18 @@ def test_an_evaluation_that_a_stop_came_before_is_made_when_the_run_goes_on(demo
     again = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
     assert [(r["step"], r["eval_loss"]) for r in again] == [(r["step"], r["eval_loss"]) for r in evaluated]
     assert [r["step"] for r in again] == [2, 4]
+
+
+def test_a_stop_in_an_evaluation_does_not_wait_for_its_end(demo, tmp_path):
+    """Who sends SIGTERM kills half a minute later; an evaluation of minutes, and a step after it, came between signal and save."""
+    words = flags(
+        demo, tmp_path / "out", ds_config="ds_configs/zero2.json", eval_data=demo / "train.jsonl", eval_steps=2, save_steps=9
+    )
+    process = scripts.Script([TRAIN, *words], environment(), tmp_path / "said")
+    while "step 2/4" not in process.said() and process.poll() is None:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(LIMIT_S) == StoppedError.exit_code
+    assert "the evaluation after step 2 was cut short" in process.said()
+    assert [row["step"] for row in rows_of(tmp_path / "out")] == [1, 2] and (tmp_path / "out" / "checkpoint-2").is_dir()
+    assert (tmp_path / "out" / "eval.jsonl").read_text() == ""

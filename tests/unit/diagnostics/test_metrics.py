@@ -19,6 +19,7 @@ from bigtrain.diagnostics.metrics import (
     steady,
     summarise,
 )
+from bigtrain.errors import BigtrainError
 
 
 def row(step, step_time_s=0.05, loss=2.0, **more):
@@ -196,3 +197,14 @@ def test_a_damaged_line_costs_no_other_row(tmp_path):
     path.write_bytes(b'{"step": 1}\n\x00\x00\xff\n3\n{"step": "x"}\n{"step": 2}\n{"st')
     RowLog(path, keep_to_step=2).close()
     assert read_rows(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_full_disk_is_told_with_the_file_and_closing_says_nothing_more(tmp_path):
+    log = RowLog(tmp_path / "m.jsonl")
+    log.close()
+    log._file = open("/dev/full", "a")  # noqa: SIM115
+    with pytest.raises(
+        BigtrainError, match=r"row of step 3 .*m\.jsonl: .*No space left on device.*--resume_from_checkpoint auto"
+    ):
+        log.write({"step": 3})
+    log.close()

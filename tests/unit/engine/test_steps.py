@@ -1,9 +1,11 @@
 """Which targets a loss is the mean over."""
 
+import pytest
 import torch
 from torch import nn
 
 from bigtrain.engine import steps
+from bigtrain.errors import DataError
 
 
 class Says(nn.Module):
@@ -34,3 +36,9 @@ def test_a_sample_labelled_minus_100_is_no_target_either():
     assert count({"input_ids": torch.zeros(4, 9), "labels": torch.tensor([0.5, -100.0, 1.0, 2.0])}) == 4
     nothing = {"labels": torch.tensor([-100, -100])}
     assert count(nothing) == 0 and count(steps.without_targets(nothing)) == 1
+
+
+@pytest.mark.parametrize("batches", [{"x": torch.ones(1)}, [[torch.ones(1)]]])
+def test_what_is_no_list_of_mappings_is_told(batches):
+    with pytest.raises(DataError, match=r"\[batch\]|got list"):
+        [steps.counted(batch, steps.samples) for batch in steps.listed(batches)]

@@ -200,9 +200,13 @@ def test_no_abbreviations(base):
     assert "--learning" in refusal([*base, "--learning", "1"])
 
 
-def test_two_names_of_one_setting(base):
+def test_two_names_of_one_setting(base, caplog):
     assert "two names of one setting" in refusal([*base, "--seq_len", "8", "--max_length", "16"])
-    assert parse([*base, "--seed", "1", "--seed", "2"]).seed == 2
+    assert caplog.text == ""
+    assert parse([*base, "--seed", "1", "--seed=2"]).seed == 2
+    assert (
+        "--seed is given twice: what stands last is taken" in caplog.text
+    )  # of --train_data, one would think that both are read
 
 
 def test_every_problem_in_one_report(base):

@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoTokenizer, LlamaConfig
 
 from bigtrain.data.demo import train_tokenizer
-from bigtrain.errors import UsageError
+from bigtrain.errors import ModelError, UsageError
 from bigtrain.run.arguments import TrainArguments
-from bigtrain.run.job import choose_seq_len, tell_foreign_tokenizer
+from bigtrain.run.job import _named, choose_seq_len, load_model_config, load_tokenizer, tell_foreign_tokenizer
 
 ARGS = TrainArguments(model_name_or_path="m", train_data="d", output_dir="o", ds_config="c")
 
@@ -41,3 +41,16 @@ def _moved(text):
     top = max(vocab.values())
     tokenizer["model"]["vocab"] = {t: i if t.startswith("<|") else top + 5 - i for t, i in vocab.items()}
     return json.dumps(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(100, "not a multiple of the number of attention heads"), ("192", "expected int, got str")]
+)
+def test_a_value_that_a_config_cannot_have_is_told_for_tokenizer_and_model(tmp_path, value, said):
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 6, "hidden_size": value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = replace(ARGS, model_name_or_path=str(tmp_path))
+    with pytest.raises(ModelError, match=said):
+        load_model_config(args)
+    with pytest.raises(UsageError, match=said), _named("tokenizer"):
+        load_tokenizer(args)

@@ -1,0 +1,118 @@
+"""Loops that torch takes and an engine once failed at, or passed over in silence: now right, or told by name."""
+
+import pytest
+import torch
+from torch import nn
+
+from bigtrain.engine import Engine
+from bigtrain.errors import BigtrainError
+from bigtrain.models import build_model
+from bigtrain.optim import schedules
+from tests.ranks.test_engine_loops import BOUND, MICRO, _apart, _engine, _module, _one_by_one, _plain, _x
+from tests.ranks.tiny import config
+
+
+def _shaped(stage):
+    """A loss of one element and one dimension, and micro batches that can be gone through once."""
+    engine = _engine(stage)
+    try:
+        for k in range(MICRO):
+            engine.backward(engine(_x(engine.rank, 0, k)).reshape(1))
+        first = engine.step()
+        second = engine.train_step({"x": _x(engine.rank, 1, k)} for k in range(MICRO))
+        return first.step, second.step, _apart(engine, _plain(engine.world_size, _module(), range(2)))
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_loss_with_a_dimension_and_batches_from_a_generator(rank_pool, stage):
+    for first, second, apart in rank_pool(2).run(_shaped, stage):
+        assert (first, second) == (1, 2) and apart <= BOUND
+
+
+def _of_other_kinds(stage):
+    made = {
+        "lazy": nn.LazyLinear(1),
+        "complex": nn.ParameterList([torch.ones(2, dtype=torch.complex64)]),
+        "integers": nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False), torch.ones(2)]),
+        "sparse": nn.Sequential(nn.Embedding(4, 2, sparse=True)),
+        "rescaled": nn.Sequential(nn.EmbeddingBag(4, 2, max_norm=1.0)),
+    }
+    said = {}
+    for name, module in made.items():
+        try:
+            _engine(stage, module).close()
+        except BigtrainError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameters_that_would_part_or_stop_at_an_assertion_are_named(rank_pool, stage):
+    words = {"lazy": "weight is lazy", "complex": "0 is complex64", "rescaled": "0 was built with max_norm=1.0"}
+    words |= {"sparse": "0 was built with sparse=True"} if stage else {}
+    words |= {"integers": "0 is int8"} if stage == 3 else {}
+    for said in rank_pool(2).run(_of_other_kinds, stage):
+        assert said.keys() == words.keys() and all(words[name] in said[name] for name in words)
+
+
+def _generated():
+    """Texts of different lengths, before any step: what was gathered once may still be there later."""
+    cfg = config(3, bf16=False, micro=2)
+    model = build_model("preset:llama-tiny", ds_config=cfg, dtype=torch.float32, vocab_size=64)
+    engine = Engine(model, ds_config=cfg, learning_rate=1e-3, hang_s=None)
+    prompt = torch.arange(5)[None]
+    try:
+        with torch.no_grad():
+            texts = [
+                engine.module.generate(prompt, max_new_tokens=n, do_sample=False, pad_token_id=0)
+                for n in (3 + 3 * engine.rank, 6)
+            ]
+        return [text.tolist()[0] for text in texts]
+    finally:
+        engine.close()
+
+
+def test_ranks_generate_texts_of_different_lengths_at_stage_3(rank_pool):
+    (short, whole), (long, _) = rank_pool(2).run(_generated)
+    assert short == whole[:8] and long == whole and len(whole) == 11
+
+
+def _beyond_its_schedule(name):
+    engine = Engine(
+        _module(),
+        ds_config=config(2, micro=4, accumulation=MICRO, bf16=False),
+        learning_rate=1e-2,
+        lr_scheduler=name,
+        total_steps=2,
+    )
+    said = []
+    schedules.log.warning = lambda text, *values: said.append(text % values)
+    try:
+        rates = [_one_by_one(engine, step).lr for step in range(4)]
+        return rates, said
+    finally:
+        del schedules.log.warning
+        engine.close()
+
+
+def test_a_loop_that_goes_on_after_its_schedule_is_told_once_that_nothing_moves(rank_pool):
+    ((rates, said),) = rank_pool(1).run(_beyond_its_schedule, "linear")
+    assert rates == [1e-2, 5e-3, 0.0, 0.0] and len(said) == 1 and said[0].startswith("step 3 has the learning rate 0")
+    assert rank_pool(1).run(_beyond_its_schedule, "constant") == [([1e-2] * 4, [])]
+
+
+def _penalised(stage):
+    engine = _engine(stage)
+    try:
+        engine.backward(engine(_x(0, 0, 0)) + sum(p.pow(2).sum() for p in engine.module.parameters()))
+    except RuntimeError as error:
+        return error.__notes__
+    finally:
+        engine.close()
+
+
+def test_a_penalty_on_weights_that_are_partitioned_says_what_to_do(rank_pool):
+    assert "weight_decay=" in rank_pool(1).run(_penalised, 3)[0][0]
+    assert rank_pool(1).run(_penalised, 2) == [None]
