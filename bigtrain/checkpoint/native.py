@@ -66,7 +66,7 @@ class Checkpoints:
         return {"fetched_bytes": copier.fetched_bytes, "fetch_s": copier.fetch_s, "held_bytes": copier.held_bytes}
 
     @naming_the_lost()
-    def prepare(self, directory: Path) -> None:
+    def prepare(self, directory: str | Path) -> None:
         """Say that checkpoints will be saved in `directory`; call it after a step, when all of the optimizer's state is there.
 
         A save copies what lies on the GPU to pinned memory of the host, and a first save has to make that memory, which takes
@@ -74,7 +74,7 @@ class Checkpoints:
         saves are as good, and the step after the first takes seconds longer.
         """
         meet(Point.PREPARE, self._engine.global_step, 0, limit_s=MEET_S)
-        self._saver_for(directory).prepare(live.slices_of(self._engine))
+        self._saver_for(Path(directory).absolute()).prepare(live.slices_of(self._engine))
 
     @naming_the_lost()
     def save(
@@ -245,9 +245,10 @@ class Checkpoints:
         if self._saver is None or self._saver.root != directory:
             self.wait()
             self._saver = Saver(directory, disk=self.disk, after=self._saver)
-            self._saver.copy_to = place = self.copy_to
-            if place is not None:
-                ranks.main_decides(lambda: second.prepare(self.disk, place), f"preparing {place}")
+        place = self.copy_to
+        if self._saver.copy_to is None and place is not None:  # which may be said after `prepare`
+            ranks.main_decides(lambda: second.prepare(self.disk, place), f"preparing {place}")
+            self._saver.copy_to = place
         return self._saver
 
     def _files_of_model(self) -> dict[str, bytes]:

@@ -261,7 +261,8 @@ def _drops(func: Any, args: Any, kwargs: Any) -> bool:
 @functools.cache
 def _dropout_place(func: Any) -> tuple[str, int] | None:
     schema = getattr(func, "_schema", None)
-    found = [(a.name, at) for at, a in enumerate(schema.arguments) if a.name in ("dropout_p", "dropout")] if schema else []
+    # torch says dropout_p, flash-attn's own binding p_dropout.
+    found = [(a.name, at) for at, a in enumerate(schema.arguments) if "dropout" in a.name] if schema else []
     return found[0] if found else None
 
 

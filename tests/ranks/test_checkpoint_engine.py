@@ -518,3 +518,23 @@ def _prepare_apart(root):
 def test_ranks_of_which_one_prepares_for_saves_are_told(rank_pool, tmp_path):
     for said in rank_pool(2).run(_prepare_apart, tmp_path):
         assert "rank 0: engine.checkpoints.prepare()" in said and "rank 1: the start of engine.train_step()" in said
+
+
+def _save_where_it_was_prepared(root):
+    """Whether one saver prepared in a relative folder and saved there, and what lies in a second folder, named between the two."""
+    patch = pytest.MonkeyPatch()
+    patch.chdir(root)
+    engine = _engine(2)
+    _step(engine, 0)
+    engine.checkpoints.prepare("out")
+    prepared, engine.checkpoints.copy_to = engine.checkpoints._saver, root / "far"
+    engine.save_checkpoint("out")
+    same = engine.checkpoints._saver is prepared
+    patch.undo()
+    engine.close()
+    return same, [path.name for path in (root / "far").iterdir()]
+
+
+def test_preparing_is_no_first_save(rank_pool, tmp_path):
+    """The second folder was looked at when a saver was made, which preparing had done; and `prepare` took paths as they came."""
+    assert rank_pool(2).run(_save_where_it_was_prepared, tmp_path) == [(True, ["checkpoint-1"])] * 2

@@ -225,6 +225,34 @@ def test_attention_with_dropout_is_computed_again():
     assert all(torch.equal(grads[0], other) for other in grads[1:])
 
 
+@pytest.mark.parametrize("policy", ["attention", "selective", "offload"])
+def test_dropout_is_known_whatever_the_operator_calls_it(policy):
+    """flash-attn's own binding, which its builds for the hub register as it is, says `p_dropout`: kept, later dropouts drew other numbers."""
+    library = torch.library.Library("tests_flash_attn_hub", "FRAGMENT")
+    library.define("mha_fwd(Tensor q, float p_dropout) -> Tensor")
+    library.impl("mha_fwd", nn.functional.dropout, "CompositeExplicitAutograd")
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.ops.tests_flash_attn_hub.mha_fwd(x, 0.5)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    drawn = []
+
+    def block(x):
+        x = Attention.apply(x)
+        drawn.append(torch.rand(8))
+        return (x * drawn[-1]).sin()
+
+    torch.manual_seed(0)
+    runner(policy, 1)(block, torch.ones(8, requires_grad=True)).sum().backward()
+    assert len(drawn) == 2 and torch.equal(*drawn)
+
+
 def test_wrong_numbers_and_policies_are_refused_and_a_second_call_decides():
     model = build_model(Net)
     with pytest.raises(ModelError, match="4 blocks are to be recomputed, and Net has 3: give a number from 1 to 3"):
