@@ -45,6 +45,8 @@ def test_files_and_modules_that_texts_name_exist():
     for text in _texts():
         words = text.read_text(encoding="utf-8")
         paths = set(re.findall(r"(?<![\w/.-])(?:bigtrain|docs|ds_configs|launch|tests)/[\w./-]*\w\.[a-z]\w*", words))
+        links = set(re.findall(r"\]\(([^)#:\s]+)\)", words)) if text.suffix == ".md" else set()
+        missing |= {(str(text.relative_to(ROOT)), link) for link in links if not (text.parent / link).exists()}
         names = set(re.findall(r"(?<![\w/.-])bigtrain(?:\.[a-z_]\w*)+", words)) - NO_MODULES
         missing |= {
             (str(text.relative_to(ROOT)), path) for path in paths if path not in NO_FILES and not (ROOT / path).exists()
