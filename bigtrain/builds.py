@@ -70,7 +70,15 @@ def _is_worked_in(folder: str) -> bool:
 def load_op(builder: Any) -> Any:
     """The native op of DeepSpeed's `builder`, compiled if it is not there; whoever loads one by other flags compiles it anew for all."""
     wait_for_build(builder.name)
+    say_what_compiles(builder.name)
     return without_symbols(builder).load(verbose=False)
+
+
+def say_what_compiles(op: str) -> None:
+    """A line before native op `op` is compiled for the first time: minutes of silence look like a run that hangs."""
+    folder = _get_build_directory(op, verbose=False)
+    if not os.path.exists(os.path.join(folder, f"{op}.so")):
+        log.info("compiling %s into %s, once: this can take a minute or more", op, folder)
 
 
 def without_symbols(builder: Any) -> Any:

@@ -357,7 +357,7 @@ def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str,
 
     resolved = job.resolved
     backend = torch.distributed.get_backend()
-    logger.info("%d rank(s) over %s", len(places), backend)
+    logger.info("%d rank%s over %s", len(places), "s" * (len(places) != 1), backend)
     logger.info("ds_config, who decided what:\n%s", table(resolved.decisions))
     if resolved.problems:
         logger.warning("%s", report(resolved.problems, "ds_config"))

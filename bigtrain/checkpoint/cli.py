@@ -14,7 +14,11 @@ from bigtrain.errors import UsageError
 from bigtrain.partition import owned_range
 from bigtrain.weights import cli as weights_cli
 
-_COUNTERS = ("global_step", "updates", "tokens", "data_position", "seed", "schedule", "skipped", "user")
+# What is said of the run's state, and under which name: its `tokens` are those that count in the loss (`Engine.tokens`).
+_COUNTERS = {
+    **{name: name for name in ("global_step", "updates", "data_position", "seed", "schedule", "skipped", "user")},
+    "tokens": "target_tokens",
+}
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -35,12 +39,17 @@ def add_parsers(subparsers: Any) -> None:
 def run_verify(args: argparse.Namespace) -> int:
     """Exit 0 when whole, 1 when damaged."""
     _refuse_missing(args.checkpoint)
+    if not store.holds_any(args.checkpoint):
+        raise UsageError(
+            f"{args.checkpoint} is no checkpoint of bigtrain and holds none: nothing there has a hash to compare with. "
+            "`bigtrain inspect` says what is in a folder of weights"
+        )
     opened, problems = verify(args.checkpoint)
     if problems or opened is None:
         print(f"{args.checkpoint}: DAMAGED", *problems, sep="\n  ", file=sys.stderr)
         return 1
     size = sum(r.data_bytes for r in opened.ranks)
-    print(f"{opened.folder}: whole. Step {opened.step}, {opened.commit.world_size} ranks, {size / 2**30:.3f} GiB checked.")
+    print(f"{opened.folder}: whole. Step {opened.step}, {_ranks(opened.commit.world_size)}, {size / 2**30:.3f} GiB checked.")
     return 0
 
 
@@ -71,6 +80,14 @@ def run_export(args: argparse.Namespace) -> int:
     )
     weights_cli.tell(report)
     return 0
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" + "s" * (count != 1)
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(f"{key} {one}" for key, one in value.items()) if isinstance(value, dict) else str(value)
 
 
 def _refuse_missing(path: Path) -> None:
@@ -136,14 +153,14 @@ def _reads(opened: store.Opened, world_size: int) -> list[dict[str, int]]:
 
 def describe(f: dict[str, Any], most: int | None = 60) -> str:
     """`facts` for people, with so many of the tensors."""
-    lines = [f"{f['folder']}: step {f['step']}, written by {f['ranks']} ranks, {f['bytes'] / 2**30:.3f} GiB"]
+    lines = [f"{f['folder']}: step {f['step']}, written by {_ranks(f['ranks'])}, {f['bytes'] / 2**30:.3f} GiB"]
     lines += [
         f"  {k['kind']:<12} {k['dtype']:<5} {k['tensors']:>6} tensors {k['elements']:>16,} elements {k['bytes'] / 2**20:>12.1f} MiB"
         for k in f["kinds"]
     ]
     lines.append("  model files: " + (", ".join(f["model_files"]) or "none (give `bigtrain export` --model DIR)"))
     lines += [f"  {name}: {value}" for name, value in f["layout"].items()]
-    lines += [f"  {name}: {value}" for name, value in f["state"].items() if name in _COUNTERS]
+    lines += [f"  {_COUNTERS[name]}: {_plain(value)}" for name, value in f["state"].items() if name in _COUNTERS]
     shown = f["tensors"][:most]
     lines += [f"  {t['name']}  {t['shape']}  {', '.join(f'{k} {d}' for k, d in t['kinds'].items())}" for t in shown]
     if len(f["tensors"]) > len(shown):

@@ -123,6 +123,15 @@ def newest(root: Path) -> tuple[Opened | None, list[str]]:
     return None, skipped
 
 
+def holds_any(path: Path) -> bool:
+    """Whether `path` is, or holds, anything that is or was a checkpoint in bigtrain's own format, whole or not."""
+    if not path.is_dir() or _NAME.fullmatch(path.resolve().name):
+        return path.is_dir()
+    names = [entry.name for entry in path.iterdir()]
+    own = any(name == "COMMIT" or _RANK_FILE.fullmatch(name) or _NAME.fullmatch(name) for name in names)
+    return own or any(path.glob("[!.]*/COMMIT"))
+
+
 def find(path: Path) -> Opened:
     """The checkpoint at `path`: a checkpoint folder, or a root whose newest whole one is meant; newer ones are warned of.
 

@@ -34,7 +34,7 @@ def precision(work: Work) -> None:
 
 
 def accumulation_dtype(work: Work) -> None:
-    """fp32 gradient accumulation wherever DeepSpeed 0.19.8 can do it (measured: tests/unit/config/test_runs.py).
+    """fp32 gradient accumulation wherever DeepSpeed 0.19.8 can do it (measured: tests/ranks/test_config.py).
 
     Stage 0: it cannot (NotImplementedError), micro steps add up in bf16. Stage 1: in fp32, but the sum is rounded to
     bf16 on its way through the reduction unless communication_data_type is fp32, which costs little there because

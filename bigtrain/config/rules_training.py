@@ -186,7 +186,7 @@ def activation_checkpointing(ctx: Context) -> Iterator[Problem]:
     yield Problem("activation_checkpointing", block, "note",
                   "DeepSpeed alone does nothing with it for a Hugging Face model; bigtrain takes the block as a wish "
                   "and switches the model's own activation checkpointing on",
-                  "nothing to do with bigtrain; elsewhere pass --gradient_checkpointing")  # fmt: skip
+                  "with bigtrain there is nothing to do; elsewhere pass --gradient_checkpointing")  # fmt: skip
 
 
 RULES = (precision, accumulation_dtype, master_weights, types, optimizer_values, schedule_values, clipping,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from bigtrain import ranks
-from bigtrain.builds import first_cause, wait_for_build
+from bigtrain.builds import first_cause, say_what_compiles, wait_for_build
 from bigtrain.optim import arithmetic
 from bigtrain.optim.arithmetic import Scalars, code_tables
 
@@ -60,6 +60,7 @@ def why_not() -> str | None:
         return "no ninja on PATH; `pip install ninja`"
     name = f"bigtrain_adamw_split_{_cpu_kind()}"
     wait_for_build(name)
+    say_what_compiles(name)
     try:
         from torch.utils.cpp_extension import load
 

@@ -70,6 +70,6 @@ def run_export(arguments: argparse.Namespace) -> int:
 def tell(report: Any) -> None:
     """Print what an export wrote (an `ExportReport`)."""
     sys.stdout.write(
-        f"{report.path}: {report.tensors} tensors, {report.bytes / 1e9:.3f} GB in {len(report.files)} files, "
+        f"{report.path}: {report.tensors} tensors, {report.bytes / 1e9:.3f} GB in {len(report.files)} file{'s' * (len(report.files) != 1)}, "
         f"{report.seconds:.1f} s\n"
     )

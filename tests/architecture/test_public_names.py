@@ -83,8 +83,16 @@ def test_constraints_name_every_direct_dependency():
 
 
 def test_package_data_travels():
-    text = (ROOT / "setup.cfg").read_text()
-    assert "diagnostics/*.jinja" in text and "bench/*.jinja" in text and "py.typed" in text
+    """Every file of the package that is no module is in the package data, and every folder of modules is a package."""
+    import configparser
+
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    package = ROOT / "bigtrain"
+    listed = {path for pattern in metadata["options.package_data"]["bigtrain"].split() for path in package.glob(pattern)}
+    files = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert files - listed == set()
+    assert {path.parent for path in package.rglob("*.py") if not (path.parent / "__init__.py").exists()} == set()
 
 
 def test_an_editable_installation_is_found_beside_the_clone(tmp_path):

@@ -139,7 +139,7 @@ def test_make_train_and_what_readme_says_of_its_folder(demo, tmp_path):
     out = tmp_path / "out"
     rows = check_output_folder(out, 12)
     assert "port 29500 is in use on this host; the ranks meet on" in said and "report.html" in said
-    assert "2 rank(s) over gloo" in said and "needs a GPU" in said
+    assert "2 ranks over gloo" in said and "needs a GPU" in said
     assert [p.name for p in out.glob("checkpoint-*")] == ["checkpoint-12"]
     assert list((out / "runs").glob("events.*"))
     evaluated = json.loads((out / "eval.jsonl").read_text().splitlines()[-1])

@@ -56,6 +56,12 @@ def test_any_other_end_is_an_end(tmp_path, outcome, code, before):
     assert submit(tmp_path, outcome, code, before=before)[::2] == (code, "")
 
 
+def test_a_job_from_another_folder_says_where_to_start_it(tmp_path):
+    """torchrun on every node said that it can't open file."""
+    done = subprocess.run(["bash", str(SCRIPT)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and f"no launch/train.py in {tmp_path}" in done.stderr and "--chdir" in done.stderr
+
+
 def test_what_slurm_is_asked_for():
     text = SCRIPT.read_text()
     assert "#SBATCH --requeue" in text and "#SBATCH --signal=TERM@120" in text

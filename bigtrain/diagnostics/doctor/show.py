@@ -28,5 +28,8 @@ def text(findings: Sequence[Finding], seconds: float) -> str:
             lines += [f"  {f.name:<{width}}  {f.remedy}{needed}"]
             lines += [f"    {row}" for row in f.details.splitlines()]
     count = Counter(f.status for f in findings)
-    lines += ["", f"{count['broken']} broken, {count['warning']} warnings, {count['ok']} fine; {seconds:.0f} s"]
+    lines += [
+        "",
+        f"{count['broken']} broken, {count['warning']} warning{'s' * (count['warning'] != 1)}, {count['ok']} fine; {seconds:.0f} s",
+    ]
     return "\n".join(lines)

@@ -34,13 +34,30 @@ def test_version_1_is_read(capsys):
     assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(want, got))
     assert opened.ranks[0].slices[1].flat == ("partition-0-0-of-1", 5)
     assert store.steps(GOLDEN) == [12]
-    assert cli.main(["verify", str(GOLDEN)]) == 0 and "whole. Step 12, 1 ranks" in capsys.readouterr().out
+    assert cli.main(["verify", str(GOLDEN)]) == 0 and "whole. Step 12, 1 rank," in capsys.readouterr().out
+
+
+def test_verify_calls_nothing_damaged_that_is_no_checkpoint(tmp_path, capsys):
+    """A model folder was DAMAGED; a checkpoint whose COMMIT is gone, under its own name or not, is."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").touch()
+    assert cli.main(["verify", str(model)]) == 2
+    said = capsys.readouterr().err
+    assert "is no checkpoint of bigtrain" in said and "bigtrain inspect" in said and "DAMAGED" not in said
+    for name, file in (("checkpoint-3", "run.json"), ("mine", "rank-00000-of-00001.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+        assert cli.main(["verify", str(tmp_path / name)]) == 1
+        assert "DAMAGED" in capsys.readouterr().err
+    assert cli.main(["verify", str(tmp_path)]) == 1
 
 
 def test_inspect_lists_tensors_and_who_would_read_what(capsys):
     """--world_size and --all were taken for a checkpoint, and did nothing."""
     assert cli.main(["inspect", str(GOLDEN), "--world_size", "2"]) == 0
     said = capsys.readouterr().out
+    assert "written by 1 rank, " in said and "  user: note x\n" in said
     assert "  w  [3, 100]  master F32, state1 U8" in said and "  frozen  [7]  weight BF16" in said
     assert "rank 1 of 2 (ZeRO-3) would read 0.0 MiB of rank-00000-of-00001.safetensors" in said
     assert cli.main(["inspect", str(GOLDEN), "--world_size", "2", "--json"]) == 0

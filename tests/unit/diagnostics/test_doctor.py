@@ -54,6 +54,7 @@ def test_report_has_a_line_a_finding_and_remedies_below():
     assert lines[:2] == ["ok       long name  fine: 1", "BROKEN   b          is wrong: 3"]
     assert "  b          do this (needed: 4)" in lines and "    stack of rank 0" in lines
     assert lines[-1] == "1 broken, 0 warnings, 1 fine; 2 s"
+    assert show.text([warning("a", "b", 1, "2", "c")], 2.0).splitlines()[-1] == "0 broken, 1 warning, 0 fine; 2 s"
 
 
 # ---------------------------------------------------------------- versions

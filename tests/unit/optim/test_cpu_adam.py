@@ -60,6 +60,26 @@ def test_it_is_compiled_without_debug_information_unless_another_program_did_wit
     assert builds.without_symbols(Builder()).cxx_args() == ["-O3", "-g", "-Wall"]
 
 
+def test_a_compile_is_said_before_it_begins_and_not_where_there_is_none(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    caplog.set_level("INFO", logger="bigtrain")
+    seen = []
+
+    class Builder:
+        name = "cpu_adam"
+
+        def cxx_args(self):
+            return []
+
+        def load(self, verbose):
+            seen.append(caplog.text.count("compiling cpu_adam into " + str(tmp_path / "cpu_adam")))
+            (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
+
+    builds.load_op(Builder())
+    builds.load_op(Builder())
+    assert seen == [1, 1]
+
+
 def test_the_lock_of_a_killed_build_is_removed_and_a_live_one_is_waited_for(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     folder, now = tmp_path / "cpu_adam", time.time()
