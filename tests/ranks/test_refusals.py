@@ -33,3 +33,33 @@ def _resized_live(stage):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_vocabulary_is_not_resized_under_an_engine(rank_pool, stage):
     assert all("--resize_vocab" in said for said in rank_pool(2).run(_resized_live, stage))
+
+
+def _notes(call):
+    try:
+        call()
+        return "nothing"
+    except Exception as error:
+        return "".join(getattr(error, "__notes__", []))
+
+
+def _bare_forwards():
+    cfg = config(3, bf16=False, micro=4, accumulation=MICRO)
+    teacher = build_model(_module, ds_config=cfg, dtype=torch.float32)
+    teacher.requires_grad_(False)
+    x = _x(0, 0, 0)
+    said = [_notes(lambda: teacher(x))]
+    with gathered(list(teacher.parameters())):
+        same = torch.equal(teacher(x), _module()(x))
+    engine = Engine(_module(), ds_config=cfg, learning_rate=1e-2)
+    _one_by_one(engine, 0)
+    engine.close()
+    said.append(_notes(lambda: engine.module(x)))
+    engine = Engine(engine.module, ds_config=cfg, learning_rate=1e-2)
+    wrong_input = _notes(lambda: engine(x[:, :3]))
+    engine.close()
+    return [("no Engine gathers them" in notes and "zero.gathered" in notes) for notes in said], same, wrong_input
+
+
+def test_a_forward_of_partitioned_weights_without_an_engine_says_what_gathers_them(rank_pool):
+    assert rank_pool(2).run(_bare_forwards) == [([True, True], True, "")] * 2
