@@ -63,3 +63,43 @@ def _bare_forwards():
 
 def test_a_forward_of_partitioned_weights_without_an_engine_says_what_gathers_them(rank_pool):
     assert rank_pool(2).run(_bare_forwards) == [([True, True], True, "")] * 2
+
+
+def _broken_on_rank_1(rank, batches):
+    yield batches[0]
+    if rank == 1:
+        raise OSError("the file server is gone")
+    yield batches[1]
+
+
+class _Unreadable:
+    def __iter__(self):
+        raise OSError("no such shard")
+
+
+def _evaluated():
+    torch.manual_seed(0)
+    engine = Engine(TinyLM(), ds_config=config(2, accumulation=2), learning_rate=1e-3)
+    batches = share(rows(0), engine.rank, engine.world_size, 2)
+    said = []
+    for given in (
+        _broken_on_rank_1(engine.rank, batches),
+        [batches[0], 7] if engine.rank == 1 else batches,
+        _Unreadable() if engine.rank == 1 else batches,
+    ):
+        try:
+            engine.evaluate(given)
+            said.append("nothing")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    trains = engine.module.training and engine.evaluate(batches).tokens > 0
+    engine.close()
+    return said, trains
+
+
+def test_an_evaluation_set_that_fails_on_one_rank_fails_on_all(rank_pool):
+    (first, trains), (second, trains_too) = rank_pool(2).run(_evaluated, limit_s=30)
+    assert trains and trains_too
+    for told, own, words in zip(first, second, ("the file server is gone", "a batch is a mapping", "no such shard")):
+        assert told.startswith("RanksDisagreeError") and "rank 1" in told and words in told
+        assert not own.startswith("RanksDisagreeError") and words in own
