@@ -103,3 +103,39 @@ def test_an_evaluation_set_that_fails_on_one_rank_fails_on_all(rank_pool):
     for told, own, words in zip(first, second, ("the file server is gone", "a batch is a mapping", "no such shard")):
         assert told.startswith("RanksDisagreeError") and "rank 1" in told and words in told
         assert not own.startswith("RanksDisagreeError") and words in own
+
+
+def _kept(folder):
+    engine = Engine(_module(), ds_config=config(2, bf16=False, micro=4, accumulation=MICRO), learning_rate=1e-2)
+    _one_by_one(engine, 0)
+    said = []
+    for position, state in (
+        (100 + engine.rank, {}),
+        (5, {"epoch": engine.rank, "same": 1}),
+        (5, {"names": ["a long one"] * 10 + [str(engine.rank)]}),
+        (5, {"best": {"loss": [1.0, torch.ones(2)]}}),
+        (torch.tensor(3), {}),
+        (5, {"b": 1, "a": [1, 2.5, None, "x"]}),
+    ):
+        engine.data_position = position
+        for save in (engine.save_checkpoint, engine.save_deepspeed_checkpoint):
+            try:
+                save(folder, f"tag-{len(said)}", state)
+                said.append("nothing")
+            except BigtrainError as error:
+                said.append(str(error))
+    state = engine.load_checkpoint(folder, "tag-10")
+    engine.close()
+    return said, list(state.items())
+
+
+def test_what_a_checkpoint_cannot_keep_for_every_rank_is_refused_by_name(rank_pool, tmp_path):
+    for said, state in rank_pool(2).run(_kept, str(tmp_path)):
+        for position, epoch, names, best, tensor, fine in (said[::2], said[1::2]):
+            assert "rank 0: {'data_position': '100'}" in position and "rank 1: {'data_position': '101'}" in position
+            assert "rank 1: {\"state['epoch']\": '1'}" in epoch and "'same'" not in epoch
+            assert "state['names']" in names and names.count("characters, hash") == 2
+            assert "state['best']['loss'][1] cannot be kept" in best and "torch.Tensor" in best
+            assert "data_position cannot be kept" in tensor and "torch.Tensor" in tensor
+            assert fine == "nothing"
+        assert state == [("b", 1), ("a", [1, 2.5, None, "x"])]
