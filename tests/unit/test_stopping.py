@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests import ROOT, python_path
 
 CODE = """
@@ -60,3 +62,25 @@ def test_a_process_ends_when_its_threads_and_exit_functions_are_done(tmp_path):
     assert (ended.returncode, ended.stdout, ended.stderr) == (7, b"said\n", b"")
     words = said.read_text().split()
     assert sorted(words) == ["atexit", "executor", "thread"] and words[-1] == "atexit"
+
+
+HEARD = """
+import os, signal, sys
+from bigtrain.stopping import StopSignal
+number = signal.Signals[sys.argv[1]]
+if sys.argv[2] == "ignored":  # as nohup does
+    signal.signal(number, signal.SIG_IGN)
+with StopSignal() as stop:
+    os.kill(os.getpid(), number)
+    print(stop.requested)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1"])
+@pytest.mark.parametrize("before", ["default", "ignored"])
+def test_what_would_kill_stops_after_the_step_unless_it_was_ignored(name, before):
+    ended = subprocess.run(
+        [sys.executable, "-c", HEARD, name, before], cwd=ROOT, env={"PYTHONPATH": python_path(), "RANK": "0"}, capture_output=True,
+        timeout=60,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (0, b"None\n" if before == "ignored" else name.encode() + b"\n")
