@@ -34,6 +34,7 @@ class StopSignal:
         self._first_at = 0.0
         self._before: dict[int, Any] = {}
         self._pid = os.getpid()
+        self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def __enter__(self) -> StopSignal:
         for number in _STOPS:
@@ -59,10 +60,19 @@ class StopSignal:
             signal.set_wakeup_fd(before)
             os.close(writer)  # the thread ends
 
+    def _let_go_of_what_is_closed(self) -> None:
+        """Each write to a terminal that is gone fails, and would end the run before it is through."""
+        for fd in (fd for fd in self._terminals if not os.isatty(fd)):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, fd)
+            os.close(nowhere)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a data worker that was forked with this handler: its rank decides
             return
         now = time.monotonic()
+        if number == signal.SIGHUP:
+            self._let_go_of_what_is_closed()
         if self.requested is None:
             self.requested, self._first_at = signal.Signals(number).name, now
             if os.environ.get("RANK", "0") == "0":

@@ -1,5 +1,7 @@
 """Signals reach a rank whose stderr has been closed."""
 
+import os
+import pty
 import subprocess
 import sys
 
@@ -84,3 +86,30 @@ def test_what_would_kill_stops_after_the_step_unless_it_was_ignored(name, before
         timeout=60,
     )  # fmt: skip
     assert (ended.returncode, ended.stdout) == (0, b"None\n" if before == "ignored" else name.encode() + b"\n")
+
+
+CLOSED = """
+import sys, time
+from bigtrain.stopping import StopSignal
+with StopSignal() as stop:
+    print("ready", flush=True)
+    while stop.requested is None:
+        time.sleep(0.01)
+    print("saved", flush=True)
+    print("saved", file=sys.stderr, flush=True)
+    open(sys.argv[1], "w").write(stop.requested)
+"""
+
+
+def test_what_is_said_to_a_closed_terminal_fails_nothing(tmp_path):
+    said = tmp_path / "said"
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(ROOT)
+        os.execve(sys.executable, [sys.executable, "-c", CLOSED, str(said)], {"PYTHONPATH": python_path(), "RANK": "0"})
+    told = b""
+    while b"ready" not in told:
+        told += os.read(terminal, 100)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert said.read_text() == "SIGHUP"
