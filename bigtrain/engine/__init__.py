@@ -311,7 +311,7 @@ class Engine(NotCopied):
 
         Raises:
             StoppedError: on every rank, as soon as `stop` is true on one.
-            RanksDisagreeError: if not every rank calls it, or one has no batch at all.
+            RanksDisagreeError: if not every rank calls it, one has no batch at all, or another rank's `batches` failed.
         """
         return evaluation.evaluate(self, batches, limit_s, stop)
 
