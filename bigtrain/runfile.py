@@ -56,4 +56,9 @@ def _yaml(text: str) -> Any:
                 once([(self.construct_object(key, deep=True), None) for key, _ in node.value])
             return super().construct_mapping(node, deep)
 
-    return yaml.load(text, Loader)
+    values = yaml.load(text, Loader)
+    try:
+        json.dumps(values, default=str, skipkeys=True)
+    except ValueError as error:
+        raise ValueError("an alias (*name) stands inside of what it names") from error
+    return values

@@ -1,4 +1,4 @@
-"""How a run ends: at Ctrl-C and the scheduler's SIGTERM it finishes the step, saves, leaves with exit code 75.
+"""How a run ends: at Ctrl-C, a scheduler's SIGTERM or SIGUSR1, and a closed terminal's SIGHUP it finishes the step, saves, leaves with exit code 75.
 
 The handler only notes the wish; ranks agree on it after each step, so that all stop after the same one. A second Ctrl-C
 leaves at once. Launchers pass a Ctrl-C on to ranks that the terminal has already told, so what comes within
@@ -22,6 +22,8 @@ from bigtrain.errors import StoppedError
 
 ECHO_S = 2.0
 EXIT_INTERRUPTED = 130
+_IF_NOBODY_ELSES = (signal.SIGHUP, signal.SIGUSR1)  # by default they kill
+_STOPS = (signal.SIGINT, signal.SIGTERM, *_IF_NOBODY_ELSES)
 
 
 class StopSignal:
@@ -32,9 +34,12 @@ class StopSignal:
         self._first_at = 0.0
         self._before: dict[int, Any] = {}
         self._pid = os.getpid()
+        self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def __enter__(self) -> StopSignal:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _STOPS:
+            if number in _IF_NOBODY_ELSES and signal.getsignal(number) != signal.SIG_DFL:
+                continue  # nohup ignores SIGHUP; a debugger has its own use for SIGUSR1
             self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -55,10 +60,19 @@ class StopSignal:
             signal.set_wakeup_fd(before)
             os.close(writer)  # the thread ends
 
+    def _let_go_of_what_is_closed(self) -> None:
+        """Each write to a terminal that is gone fails, and would end the run before it is through."""
+        for fd in (fd for fd in self._terminals if not os.isatty(fd)):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, fd)
+            os.close(nowhere)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a data worker that was forked with this handler: its rank decides
             return
         now = time.monotonic()
+        if number == signal.SIGHUP:
+            self._let_go_of_what_is_closed()
         if self.requested is None:
             self.requested, self._first_at = signal.Signals(number).name, now
             if os.environ.get("RANK", "0") == "0":
@@ -70,7 +84,7 @@ class StopSignal:
 
 def _leave_when_told(reader: int) -> None:
     for told in iter(lambda: os.read(reader, 1), b""):
-        if told[0] in (signal.SIGINT, signal.SIGTERM):
+        if told[0] in _STOPS:
             _say(b"\nstopped while the ranks were meeting, before anything was trained\n")
             os._exit(StoppedError.exit_code)
     os.close(reader)

@@ -22,6 +22,7 @@ import torch
 from bigtrain import __version__, ranks, zero
 from bigtrain.checkpoint import deepspeed_import, live
 from bigtrain.checkpoint.rng import random_state, set_random_state
+from bigtrain.checkpoint.userstate import agreed
 from bigtrain.errors import CheckpointError
 from bigtrain.meeting import Point, meet
 from bigtrain.weights.write import fsync
@@ -62,8 +63,8 @@ def save(engine: Engine, directory: str | Path, tag: str | None, state: dict[str
             "save_checkpoint() in the middle of an accumulation would lose its gradients: call it after engine.step()."
         )
     final, work = root / tag, root / f".writing-{tag}"
+    state = agreed(state, engine.data_position)
     with ranks.together(f"preparing {final}"):
-        json.dumps(state)
         if "/" in tag or tag in (LATEST, ".", ".."):
             raise CheckpointError(f"{tag!r} cannot be a tag: it is the name of a folder inside {root}")
     ranks.main_decides(lambda: _prepare(final, work), f"preparing {final}")

@@ -15,6 +15,7 @@ from bigtrain.checkpoint import deepspeed_format, deepspeed_import, files, live,
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
+from bigtrain.checkpoint.userstate import agreed
 from bigtrain.errors import CheckpointError
 from bigtrain.meeting import Point, meet, naming_the_lost
 from bigtrain.weights.companions import companion_files, exported_config
@@ -104,7 +105,8 @@ class Checkpoints:
             The checkpoint's folder.
 
         Raises:
-            RanksDisagreeError: if not all ranks come, or they differ.
+            RanksDisagreeError: if not all ranks come, or they differ, in `state` or the engine's `data_position` too.
+            UsageError: JSON cannot say something in `state` or `data_position`.
             CheckpointError: in the middle of an accumulation, or it cannot be written.
         """
         engine = self._engine
@@ -115,8 +117,7 @@ class Checkpoints:
                 "a checkpoint in the middle of an accumulation would lose its gradients: save after engine.step()"
             )
         self._tell_what_is_left_out()
-        with ranks.together("reading the state to save"):
-            user = json.loads(json.dumps(state))
+        user = agreed(state, engine.data_position)
         run = {**live.run_state(engine), "user": user, "scalars": live.scalars_of(engine)}
         saver = self._saver_for(directory)
         saver.keep_last, saver.keep_every, saver.protect = keep_last, keep_every, set(keep)

@@ -171,11 +171,13 @@ def refuse_cache(error: BaseException, cache: Path) -> None:
     while cause is not None and not isinstance(cause, DataError):
         about = getattr(cause, "filename", None)
         told = (
-            isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE and (about is None or str(about).startswith(str(cache)))
+            isinstance(cause, OSError)
+            and cause.errno in (_NOT_WRITABLE if about is None else (*_NOT_WRITABLE, errno.ENOENT))
+            and (about is None or str(about).startswith(str(cache)))
         )
         if told or "Not enough disk space" in str(cause):
             raise DataError(
-                f"the cache of data {cache} cannot be written: {cause}. Set HF_DATASETS_CACHE to a folder with room that may be written"
+                f"the cache of data {cache} cannot be written: {cause}. Set HF_DATASETS_CACHE (or HF_HOME) to a folder with room that may be written"
             ) from error
         cause = cause.__cause__ or cause.__context__
 

@@ -104,12 +104,13 @@ class Engine(NotCopied):
         zero.init_distributed()
         with ranks.together("reading the engine's settings"):
             refuse_unfit(model)
-            beta1, beta2 = betas or (None, None)
+            beta1, beta2 = settings.pair_of(betas)
             run = RunValues(
                 optim=optimizer, learning_rate=learning_rate, adam_beta1=beta1, adam_beta2=beta2, adam_epsilon=eps,
                 weight_decay=weight_decay, lr_scheduler_type=lr_scheduler, warmup_steps=warmup_steps, total_steps=total_steps,
                 max_grad_norm=max_grad_norm, micro_batch=micro_batch, accumulation=accumulation,
             )  # fmt: skip
+            settings.refuse_other_kinds(run, seed)
             world, device = ranks.world_size(), ranks.device().type
             config, notes = settings.read(
                 ds_config, run, world_size=world, device=device, model_config=getattr(model, "config", None)
@@ -310,7 +311,7 @@ class Engine(NotCopied):
 
         Raises:
             StoppedError: on every rank, as soon as `stop` is true on one.
-            RanksDisagreeError: if not every rank calls it, or one has no batch at all.
+            RanksDisagreeError: if not every rank calls it, one has no batch at all, or another rank's `batches` failed.
         """
         return evaluation.evaluate(self, batches, limit_s, stop)
 

@@ -21,7 +21,7 @@ from bigtrain.engine.settings import Settings
 from bigtrain.engine.writes import ForeignWrites, MasterOf
 from bigtrain.errors import ModelError
 from bigtrain.memory import heap
-from bigtrain.models.sharding import generate_in_step, refuse_empty
+from bigtrain.models.sharding import explain_bare_forward, generate_in_step, refuse_empty
 from bigtrain.optim.build import build_optimizer
 from bigtrain.optim.groups import param_groups
 from bigtrain.weights.guard import guard_state_dict
@@ -81,6 +81,7 @@ def assemble(
     if s.stage == 3:
         refuse_empty({name: zero.full_shape(p) for name, p in model.named_parameters()})
         guard_state_dict(model)
+        explain_bare_forward(model)
         if ranks.world_size() > 1:
             generate_in_step(model)
     refuse_compiled(model, s.stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -41,14 +42,23 @@ def evaluate(engine: Engine, batches: Iterable[Batch], limit_s: float | None, st
 
 def _in_step(engine: Engine, batches: Iterable[Batch], stop: Callable[[], bool]) -> Iterator[tuple[Batch, int]]:
     """This rank's batches with their target counts; after its last one, that one again with a count of 0 until all are done."""
-    source: Iterator[Any] = iter(batches)
+    source: Iterator[Any] = itertools.chain.from_iterable((batches,))  # which calls iter() as late as next()
     last: Batch | None = None
     number = 0
     while True:
         number += 1
-        batch = next(source, None)
+        batch, count, failure = _next(source, engine)
         last = last if batch is None else batch
-        told = meet(Point.EVALUATE, engine.global_step, number, (batch is not None, last is not None, stop()))
+        told = meet(
+            Point.EVALUATE,
+            engine.global_step,
+            number,
+            (batch is not None, last is not None, 2 * (failure is not None) + stop()),
+        )
+        if any(row[2] >= 2 for row in told):
+            with ranks.together(f"evaluate(): reading batch {number}"):
+                if failure is not None:
+                    raise failure
         if not any(row[0] for row in told):
             return
         if any(row[2] for row in told):
@@ -59,5 +69,13 @@ def _in_step(engine: Engine, batches: Iterable[Batch], stop: Callable[[], bool])
                 f"evaluate(): rank {', '.join(map(str, empty))} has no batch at all: give every rank one or more."
             )
         assert last is not None
-        count = 0 if batch is None else steps.counted(batch, engine.count_targets)
         yield last if count else steps.without_targets(last), count
+
+
+def _next(source: Iterator[Any], engine: Engine) -> tuple[Batch | None, int, Exception | None]:
+    """The next batch, None at the end, with its targets; or what failed, which the other ranks must hear of before it is raised."""
+    try:
+        batch = next(source, None)
+        return batch, 0 if batch is None else steps.counted(batch, engine.count_targets), None
+    except Exception as error:
+        return None, 0, error

@@ -141,6 +141,9 @@ class Misuse:
         self._handles: list[Any] = []
         self._put: list[tuple[Any, str, Any]] = []
         self._on(ds.module, zero_grad=self._zero_grad, _apply=self._converting)
+        for part in ds.module.modules():
+            if hasattr(type(part), "resize_token_embeddings"):
+                self._on(part, resize_token_embeddings=self._resizing)
         self._on(ds, module_state_dict=self._inner("module_state_dict"))
         for target in (ds, ds.optimizer):
             self._on(target, step=self._inner("step", self._refuse_stepping))
@@ -228,6 +231,16 @@ class Misuse:
                     "or engine.export(dir, dtype=...)."
                 )
         return type(module)._apply(module, fn, recurse)
+
+    def _resizing(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """transformers would put other memory under the same parameter; without a size it returns the embedding."""
+        watched = self._module()
+        if (args or kwargs) and watched is not None and any(part is module for part in watched.modules()):
+            self._refuse(
+                "resize_token_embeddings() while an Engine trains the model: its gradients and optimizer state have the old shape. Build "
+                "the model with the size that the tokenizer needs: build_model(..., resize_vocab_to=N), in a run --resize_vocab."
+            )
+        return type(module).resize_token_embeddings(module, *args, **kwargs)
 
     def _empty(self, module: Any, _prefix: str, keep_vars: bool) -> None:
         """At stage 3; `keep_vars` asks for the parameters themselves, whatever they hold."""

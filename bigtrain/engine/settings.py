@@ -5,7 +5,8 @@ The Engine owns the optimizer, the schedule, clipping at stage 0 and the accumul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import numbers
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,32 @@ class Settings:
         )
 
 
+def pair_of(betas: Any) -> tuple[Any, Any]:
+    """Adam's two, or None for both.
+
+    Raises:
+        UsageError: there are not two.
+    """
+    if betas is None:
+        return None, None
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+        raise UsageError(f"betas is {betas!r}: two numbers below 1, such as (0.9, 0.999).")
+    return betas[0], betas[1]
+
+
+def refuse_other_kinds(run: RunValues, seed: Any) -> None:
+    """Check that numbers are numbers: a value out of a file or the environment is text until somebody reads it.
+
+    Raises:
+        UsageError: naming each that is not.
+    """
+    texts = ("optim", "lr_scheduler_type")
+    wrong = [f"{n} is {v!r}" for n, v in run.given().items() if n not in texts and isinstance(v, str | bytes | Sequence)]
+    wrong += [] if isinstance(seed, numbers.Integral) else [f"seed is {seed!r}"]
+    if wrong:
+        raise UsageError(f"Engine: {', '.join(wrong)}: give a number (float(...) or int(...) of a text).")
+
+
 def read(
     ds_config: str | Path | Mapping[str, Any] | Resolved,
     run: RunValues,
@@ -104,6 +131,8 @@ def read(
     """
     if isinstance(ds_config, Resolved):
         return ds_config.engine_config(), []
+    if not isinstance(ds_config, str | Path | Mapping):
+        raise ConfigError(f"ds_config is a {type(ds_config).__name__}: give a path, the name of a preset, or a mapping.")
     config = load(ds_config)
     name = "ds_config" if isinstance(ds_config, Mapping) else str(ds_config)
     has_shape = isinstance(model_config, Mapping) or hasattr(model_config, "to_dict")
@@ -171,6 +200,8 @@ def settle(
     steps = _or(run.total_steps, scheduled.get("total_num_steps"))
     if steps is None and scheduler != "constant":
         scheduler = _constant(scheduler, run.lr_scheduler_type, notes)
+    decay = float(_or(run.weight_decay, params.get("weight_decay"), DEFAULTS.weight_decay))
+    notes += hardly_meant(float(lr), decay)
     return Settings(
         config=private,
         stage=stage,
@@ -185,13 +216,39 @@ def settle(
         learning_rate=float(lr),
         betas=(_or(run.adam_beta1, beta1), _or(run.adam_beta2, beta2)),
         eps=float(_or(run.adam_epsilon, params.get("eps"), DEFAULTS.adam_epsilon)),
-        weight_decay=float(_or(run.weight_decay, params.get("weight_decay"), DEFAULTS.weight_decay)),
+        weight_decay=decay,
         scheduler=scheduler,
         warmup_steps=_whole("warmup_steps", _or(run.warmup_steps, scheduled.get("warmup_num_steps"), DEFAULTS.warmup_steps)),
         total_steps=None if steps is None else _whole("total_steps", steps),
         scheduler_kwargs=dict(scheduler_kwargs or {}),
         notes=notes,
     )
+
+
+_LR_MOST = 0.1
+_LR_LEAST = 1e-9
+
+
+def hardly_meant(learning_rate: float, weight_decay: float) -> list[str]:
+    """What a run may be started with and hardly anybody means, a sentence each. Adam and Muon move a weight by about the rate, whatever
+    the size of its gradient, and decay takes rate * weight_decay of it away (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2)."""
+    notes = []
+    if learning_rate > _LR_MOST:  # weights are drawn with deviations of 0.02 or so
+        notes.append(
+            f"the learning rate is {learning_rate:g}: each update moves every weight by about as much, and most weights of a model are smaller "
+            f"than {_LR_MOST:g}. Rates of 1e-6 to 1e-2 are usual."
+        )
+    if 0 < learning_rate < _LR_LEAST:  # half a unit in the last place of an fp32 weight of 0.02 is 9e-10
+        notes.append(
+            f"the learning rate is {learning_rate:g}: updates below {_LR_LEAST:g} are lost in the rounding of fp32 weights, so that little or "
+            "nothing will move. Rates of 1e-6 to 1e-2 are usual."
+        )
+    if learning_rate <= _LR_MOST and learning_rate * weight_decay > _LR_MOST:
+        notes.append(
+            f"weight_decay is {weight_decay:g}: at the learning rate {learning_rate:g} each update takes {learning_rate * weight_decay:.0%} of every "
+            "weight away. Values of 0 to 0.1 are usual."
+        )
+    return notes
 
 
 def _or(*values: Any) -> Any:

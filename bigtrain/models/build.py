@@ -25,7 +25,7 @@ from bigtrain.models.frozen import freeze, load_checkpoint
 from bigtrain.models.info import BuildInfo, tied_groups
 from bigtrain.models.pretrained import initialise_missing, load_weights, staging_for
 from bigtrain.models.seeding import seeded
-from bigtrain.models.sharding import DtypeRule, dtype_rule, shard, thaw
+from bigtrain.models.sharding import DtypeRule, dtype_rule, explain_bare_forward, shard, thaw
 from bigtrain.models.source import Source, fetched, resolve, set_config_dtype
 from bigtrain.models.window import Window, gather
 
@@ -351,6 +351,7 @@ def _settle(model: torch.nn.Module, info: BuildInfo, target: _Target, frozen: Se
         for buffer in model.buffers():  # DeepSpeed moves no buffers of a model that is partitioned already
             buffer.data = buffer.data.to(target.partitioner.local_device)
         target.partitioner.install_efficient_linear()
+        explain_bare_forward(model)
 
 
 def edit_model(model: torch.nn.Module, edit: Callable[[torch.nn.Module], Any], *, seed: int | None = None) -> torch.nn.Module:

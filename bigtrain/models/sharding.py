@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -82,6 +83,26 @@ def generate_in_step(model: torch.nn.Module) -> None:
     for module in model.modules():
         if any(cls.__name__ == "GenerationMixin" for cls in type(module).__mro__):
             object.__setattr__(module, "generate", types.MethodType(_generate_in_step, module))
+
+
+def explain_bare_forward(model: torch.nn.Module) -> None:
+    """From now on, what a forward of partitioned weights fails with says that nothing gathers them. Calling it again changes nothing."""
+    if "_bigtrain_explains" not in model.__dict__:
+        handle = model.register_forward_hook(_explain_bare_forward, always_call=True)
+        object.__setattr__(model, "_bigtrain_explains", handle)
+
+
+def _explain_bare_forward(model: torch.nn.Module, _inputs: Any, output: Any) -> None:
+    error = sys.exc_info()[1]  # torch calls this while it handles the error
+    if error is None or output is not None or all(zero.is_available(p) for p in model.parameters()):
+        return
+    hooks = (hook for part in model.modules() for hook in part._forward_pre_hooks.values())
+    if not any(str(getattr(hook, "__module__", "")).startswith("deepspeed") for hook in hooks):
+        error.add_note(
+            "The model's weights are partitioned over the ranks (ZeRO stage 3), and no Engine gathers them for this forward: none was made, or "
+            "it was closed. Make one (bigtrain.engine.Engine); for a model that does not train, call it on every rank inside "
+            "bigtrain.zero.gathered(list(model.parameters())), or build it without a ds_config, whole on each rank."
+        )
 
 
 def _generate_in_step(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import difflib
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,12 +174,23 @@ def _constructor(config: Any, attn_implementation: str | None, trust_remote_code
             # Drawn in torch's default dtype whatever the config says; the builder rounds once, at the end.
             try:
                 return cls._from_config(config, dtype=torch.get_default_dtype(), attn_implementation=attention)
+            except KeyError as error:  # of a table of implementations, as by rope_type
+                raise ModelError(
+                    f"{cls.__name__} cannot be built from this config: {error} is none of the values that transformers knows; looked up by "
+                    f"{_last_line(error)}"
+                ) from error
             except (ValueError, ImportError) as error:
                 asked = isinstance(error, ImportError) and attention not in (None, "sdpa", "eager")
                 instead = f" Install it, or leave attn_implementation {attention} out." if asked else ""
                 raise ModelError(f"{cls.__name__} cannot be built from this config: {error}{instead}") from error
 
     return construct
+
+
+def _last_line(error: BaseException) -> str:
+    """The line of code that failed."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.line} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 def _attention(cls: Any, wanted: str | None) -> str | None:

@@ -1,7 +1,11 @@
 """Signals reach a rank whose stderr has been closed."""
 
+import os
+import pty
 import subprocess
 import sys
+
+import pytest
 
 from tests import ROOT, python_path
 
@@ -60,3 +64,52 @@ def test_a_process_ends_when_its_threads_and_exit_functions_are_done(tmp_path):
     assert (ended.returncode, ended.stdout, ended.stderr) == (7, b"said\n", b"")
     words = said.read_text().split()
     assert sorted(words) == ["atexit", "executor", "thread"] and words[-1] == "atexit"
+
+
+HEARD = """
+import os, signal, sys
+from bigtrain.stopping import StopSignal
+number = signal.Signals[sys.argv[1]]
+if sys.argv[2] == "ignored":  # as nohup does
+    signal.signal(number, signal.SIG_IGN)
+with StopSignal() as stop:
+    os.kill(os.getpid(), number)
+    print(stop.requested)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1"])
+@pytest.mark.parametrize("before", ["default", "ignored"])
+def test_what_would_kill_stops_after_the_step_unless_it_was_ignored(name, before):
+    ended = subprocess.run(
+        [sys.executable, "-c", HEARD, name, before], cwd=ROOT, env={"PYTHONPATH": python_path(), "RANK": "0"}, capture_output=True,
+        timeout=60,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (0, b"None\n" if before == "ignored" else name.encode() + b"\n")
+
+
+CLOSED = """
+import sys, time
+from bigtrain.stopping import StopSignal
+with StopSignal() as stop:
+    print("ready", flush=True)
+    while stop.requested is None:
+        time.sleep(0.01)
+    print("saved", flush=True)
+    print("saved", file=sys.stderr, flush=True)
+    open(sys.argv[1], "w").write(stop.requested)
+"""
+
+
+def test_what_is_said_to_a_closed_terminal_fails_nothing(tmp_path):
+    said = tmp_path / "said"
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(ROOT)
+        os.execve(sys.executable, [sys.executable, "-c", CLOSED, str(said)], {"PYTHONPATH": python_path(), "RANK": "0"})
+    told = b""
+    while b"ready" not in told:
+        told += os.read(terminal, 100)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert said.read_text() == "SIGHUP"

@@ -124,6 +124,8 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     for name in ("a.jsonl", "b.txt"):
         with pytest.raises(DataError, match=r"cache of data .*no/bigtrain cannot be written: .* Set HF_DATASETS_CACHE"):
             load_source(tmp_path / name, cache_dir=tmp_path / "no")
+    with pytest.raises(DataError, match=r"cache of data /proc/none/bigtrain cannot be written: .* Set HF_DATASETS_CACHE"):
+        load_source(tmp_path / "a.jsonl", cache_dir="/proc/none")  # where no folder can be made
     full = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(DataError, match=r"cannot be written: .*No space left"):
         refuse_cache(full, tmp_path)

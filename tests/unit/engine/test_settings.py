@@ -170,3 +170,27 @@ def test_scheduler_kwargs_reach_the_schedule_and_unknown_ones_are_named():
     assert settled.schedule()(10) == 0.25
     with pytest.raises(UsageError, match="'min_lr' is unknown; it takes min_ratio, decay_steps, decay"):
         settle(base(), lr_scheduler_type="cosine", total_steps=10, scheduler_kwargs={"min_lr": 0.25}).schedule()
+
+
+def test_what_is_no_number_is_named():
+    given = RunValues(learning_rate="1e-3", total_steps=[3], optim="adamw", max_grad_norm=1)
+    with pytest.raises(UsageError, match=r"learning_rate is '1e-3', total_steps is \[3\], seed is None: give a number"):
+        settings.refuse_other_kinds(given, None)
+    settings.refuse_other_kinds(RunValues(learning_rate=1, warmup_steps=0), 7)
+    for betas in ((0.9,), 0.9, "ab", (0.9, 0.99, 0.999)):
+        with pytest.raises(UsageError, match=r"betas is .*two numbers"):
+            settings.pair_of(betas)
+    assert settings.pair_of(None) == (None, None) and settings.pair_of([0.8, 0.9]) == (0.8, 0.9)
+    with pytest.raises(ConfigError, match="ds_config is a int"):
+        settings.read(3, RunValues(), world_size=1, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("rate", "decay", "said"),
+    [(1e4, 0.0, "learning rate is 10000"), (1e-10, 0.0, "learning rate is 1e-10"), (1e-3, 1000.0, "weight_decay is 1000")],
+)
+def test_what_can_hardly_be_meant_is_said(rate, decay, said):
+    (note,) = settle(base(), learning_rate=rate, weight_decay=decay, total_steps=9).notes
+    assert said in note
+    for usual in (0.0, 1e-9, 5e-5, 0.1):
+        assert settle(base(), learning_rate=usual, weight_decay=0.1, total_steps=9).notes == []

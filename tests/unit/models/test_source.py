@@ -94,6 +94,7 @@ def test_nested_settings_of_a_composite_config():
         (Path("nowhere"), {}, "there is no folder"),
         ({"model_type": "lama"}, {}, "knows no model_type 'lama'"),
         (LLAMA, {"hiden_size": 3}, "nearest: hidden_size"),
+        (LLAMA, {"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}}, r"'foo' is none of the values .*rope_type"),
         (torch.nn.Linear(2, 2), {}, "Pass a callable"),
         (lambda: 3, {}, "returned a int, not an nn.Module"),
         (5, {}, "cannot build a model from a int"),

@@ -379,6 +379,8 @@ def test_run_file_faults(base, tmp_path):
     for name, text in (("twice.yaml", "seed: 1\nseed: 2"), ("twice.json", '{"seed": 1, "seed": 2}')):
         (tmp_path / name).write_text(text)
         assert "key 'seed' stands twice" in refusal([str(tmp_path / name)])
+    (tmp_path / "loop.yaml").write_text("lr_scheduler_kwargs: &all\n  decay: *all\n")
+    assert "an alias (*name) stands inside" in refusal([str(tmp_path / "loop.yaml")])
     assert "cannot be read" in refusal([str(tmp_path / "none.yaml")])
     assert "expected a name that ends in" in refusal([str(tmp_path / "run.toml")])
     assert "--config needs the path" in refusal([*base, "--config"])
