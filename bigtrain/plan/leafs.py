@@ -7,9 +7,10 @@ end of it. In a leaf module no other counts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from bigtrain.plan.families import ModelParameters
+from bigtrain.errors import UsageError
+from bigtrain.plan.families import ModelParameters, model_parameters
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.parts import feed_forward
 from bigtrain.plan.zero_settings import ZeroSettings
@@ -91,6 +92,19 @@ def block_class(kind: str) -> str | None:
     if kind == "hunyuan_v1_dense":
         return "HunYuanDenseV1DecoderLayer"
     return _BY_FAMILY.get(kind.removesuffix("_text").replace("_", "").replace("-", ""))
+
+
+def blocks_told(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the model of a Hugging Face config, the fields of `config.ModelShape` that tell of its blocks; empty where they are not known."""
+    own = block_class(str(config.get("model_type")))
+    try:
+        parameters = model_parameters(config)
+    except UsageError:
+        return {}
+    sizes = [sum(parameters.items[i].elems for i in members) for members in parameters.blocks.values()]
+    if own is None or not sizes:
+        return {}
+    return {"block_class": own, "block_elems": max(sizes), "other_blocks": frozenset(_CLASSES) - {own}}
 
 
 def is_block_class(name: str, kind: str) -> bool:
