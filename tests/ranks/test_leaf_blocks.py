@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from bigtrain import shapes
 from bigtrain.errors import ModelError
 from tests.ranks import zoo
 from tests.ranks.test_checkpoint_blocks import ZERO3
@@ -210,3 +211,66 @@ def test_hidden_states_by_keyword(rank_pool, how, carried):
 def test_what_no_hook_can_see_is_refused_by_name(rank_pool, how, words):
     for _, leaf in rank_pool(2).run(_by_keyword, how, True):
         assert f"leaf module blocks.0 (Keyword) {words}" in leaf and "leaf_modules" in leaf
+
+
+SMALL = {**shapes.config_dict("llama-tiny"), "num_hidden_layers": 3}
+
+
+def _zero3(prefetch):
+    return {"stage3_prefetch_bucket_size": prefetch, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 1000,
+            "leaf_module": {"classes": ["LlamaDecoderLayer"]}}  # fmt: skip
+
+
+def _gathers(prefetch, policy):
+    """Names of what DeepSpeed gathers together, in the order of a micro step, once it has its trace."""
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+
+    from bigtrain.engine import Engine
+    from bigtrain.models import build_model, enable_activation_checkpointing
+
+    cfg = config(3, **_zero3(prefetch))
+    model = build_model(SMALL, ds_config=cfg, seed=5)
+    if policy is not None:
+        enable_activation_checkpointing(model, policy=policy)
+    engine = Engine(model.train(), ds_config=cfg, learning_rate=1e-2)
+    names = {id(p): n for n, p in engine.module.named_parameters()}
+    owner, name = coordinator.PartitionedParameterCoordinator, "_PartitionedParameterCoordinator__all_gather_params_"
+    gather, seen = getattr(owner, name), []
+
+    def watched(self, params, forward, quantize=False):
+        if group := sorted(names[id(p)] for p in params if p.ds_status == coordinator.ZeroParamStatus.NOT_AVAILABLE):
+            seen.append(group)
+        return gather(self, params, forward, quantize)
+
+    setattr(owner, name, watched)
+    try:
+        for _ in range(3):
+            seen.clear()
+            ids = torch.arange(9).view(1, 9)
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+    finally:
+        setattr(owner, name, gather)
+    engine.close()
+    return list(seen)
+
+
+@pytest.mark.parametrize(("prefetch", "policy", "first"), [(0, None, 0), (0, "full", 0), (100_000, "full", 2)])
+def test_the_plan_gathers_what_deepspeed_does(rank_pool, prefetch, policy, first):
+    """In blocks; `first`: the modules around them gather ahead too, which the plan does not know."""
+    from bigtrain.plan import plan_input
+    from bigtrain.plan.device import Run, sharding
+    from bigtrain.plan.tape import Tape
+
+    plan = plan_input(SMALL, ds_config={"zero_optimization": {"stage": 3, **_zero3(prefetch)}}, world_size=2, seq_len=9,
+                      micro_batch=1, device="cpu", checkpointing=policy or "none")  # fmt: skip
+    shards = sharding(plan, Tape())
+    Run(plan, Tape(), shards)
+    groups = [group for stop in shards.trace.micro_step(1) for group in stop.gathered]
+    planned = [sorted(plan.parameters.items[i].name for i in group) for group in groups]
+    real = rank_pool(2).run(_gathers, prefetch, policy)[0]
+
+    def of_blocks(found):
+        return [inside for group in found[first:] if (inside := [name for name in group if ".layers." in name])]
+
+    assert of_blocks(real) == of_blocks(planned) and len(of_blocks(real)) >= 6
