@@ -22,11 +22,14 @@ BLOCKS = {
 FROZEN = {
     "frozen": ["model.embed_tokens", "model.layers.0.self_attn"],
     "frozen block": ["model.embed_tokens", "model.layers.0"],
+    "parts": ["model.embed_tokens", "model.layers.0.input_layernorm"],
     "t5": ["shared"],
 }
 
 
 def _leafs(kind):
+    if kind == "parts":  # whose hidden states come by keyword
+        return {"leaf_module": {"name_suffixes": ["self_attn", "mlp"]}}
     return {"leaf_module": {"classes": BLOCKS.get(kind, ["LlamaDecoderLayer"])}}
 
 
@@ -76,7 +79,7 @@ def _trained(kind, leaf, bf16=True, policy=None, tile=None, folder=None, stage=3
     cfg = config(stage, bf16=bf16, micro=2, accumulation=2, **(zero3 if stage == 3 else {}), **(_leafs(kind) if leaf else {}))
     engine = Engine(_model(kind, cfg, policy, tile), ds_config=cfg, learning_rate=1e-2)
     marked = {id(p.ds_z3_leaf_module) for p in engine.module.parameters() if hasattr(p, "ds_z3_leaf_module")}
-    assert len(marked) == (4 if kind == "t5" else 2) * leaf or tile or kind == "mixtral"
+    assert len(marked) == {"t5": 4, "parts": 4}.get(kind, 2) * leaf or tile or kind == "mixtral"
     numbers = []
     for step in range(3):  # ZeRO-3 gathers by its trace from the third on
         result = engine.train_step(list(_batches(engine.rank, step)))
@@ -116,6 +119,8 @@ def _both(kind, *args, plain_stage=3, **kwargs):
         ("frozen", 2, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
         ("frozen", 2, {"tile": 8}),
         ("frozen block", 2, {}),
+        ("parts", 2, {}),
+        ("parts", 2, {"policy": "full"}),
         ("gpt2", 2, {}),
         ("llama", 3, {"policy": "offload"}),
         ("mixtral", 3, {"policy": "full"}),
