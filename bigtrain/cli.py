@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from bigtrain import __version__
+from bigtrain import __version__, shapes
 from bigtrain.errors import BigtrainError, UsageError
 
 # verb: (module with add_parsers, what it is for)
@@ -139,6 +139,8 @@ def _run(words: list[str]) -> int:
         raise UsageError(_unknown(words[0], unknown, parser))
     if args.verb == "config":  # it does not know which optimizers and schedules there are
         _refuse_unknown_names(args)
+        if args.action == "lint" and args.model:  # nor a model's blocks
+            args.blocks = importlib.import_module("bigtrain.plan.leafs").blocks_told(shapes.read_config(args.model))
     if getattr(args, "measure", None):  # the planner itself runs nothing: what does is handed to it
         args.measurer = importlib.import_module("bigtrain.bench.measure").measure
     if args.verb == "plan":  # nor does it know what a ds_config may say

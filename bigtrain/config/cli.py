@@ -138,7 +138,10 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _lint(args: argparse.Namespace) -> int:
     _positive_world(args)
-    problems = lint(_read(args.file), world_size=args.world_size, model=_model(args), device=args.device)
+    model = _model(args)
+    if model is not None:
+        model = replace(model, **getattr(args, "blocks", {}))
+    problems = lint(_read(args.file), world_size=args.world_size, model=model, device=args.device)
     if args.json:
         sys.stdout.write(json.dumps([p.to_dict() for p in problems], indent=2) + "\n")
     else:

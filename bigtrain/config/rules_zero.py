@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from bigtrain import defaults
 from bigtrain.config.problems import Problem
 from bigtrain.config.rules import Context, Z
 
@@ -130,6 +131,27 @@ def persistence(ctx: Context) -> Iterator[Problem]:
                       'write a smaller number, or "auto" (10 x hidden size)')  # fmt: skip
 
 
+def leafs(ctx: Context) -> Iterator[Problem]:
+    """Blocks that are gathered whole: they must be the model's, and fit what is gathered ahead."""
+    names = ctx.get(f"{Z}.leaf_module.classes")
+    named = [names] if isinstance(names, str) else names if isinstance(names, list) else []
+    model, path = ctx.model, f"{Z}.leaf_module.classes"
+    if ctx.stage != 3 or model is None or not model.block_class:
+        return
+    classes = [name.rpartition(".")[2] for name in named if isinstance(name, str)]
+    for name in classes:
+        if name != model.block_class and name in model.other_blocks:
+            yield Problem(path, name, "warning", f"'{model.model_type}' has no such module: nothing is gathered whole",
+                          f"write {model.block_class}")  # fmt: skip
+    size, key = f"{Z}.stage3_prefetch_bucket_size", "stage3_prefetch_bucket_size"
+    auto = defaults.bucket_elems(model.hidden_size)[key] if model.hidden_size and ctx.get(size) == "auto" else None
+    ahead = next(n for n in (ctx.number(size), auto, defaults.BUCKET_ELEMS[key]) if n is not None)
+    if model.block_class in classes and ahead < model.block_elems:
+        yield Problem(size, ctx.get(size), "note",
+                      f"{ahead:.0f} elements are gathered ahead, a {model.block_class} has {model.block_elems}: it is not there whole when it begins",
+                      f"write {model.block_elems}, where memory allows")  # fmt: skip
+
+
 def worlds(ctx: Context) -> Iterator[Problem]:
     """Group sizes must divide the number of ranks."""
     if ctx.world_size is None:
@@ -147,4 +169,4 @@ def worlds(ctx: Context) -> Iterator[Problem]:
                       f"write {max(1, int(ctx.world_size // sp))}")  # fmt: skip
 
 
-RULES = (stage, offload, reduction, persistence, worlds)
+RULES = (stage, offload, reduction, persistence, leafs, worlds)

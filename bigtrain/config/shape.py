@@ -20,6 +20,8 @@ class ModelShape:
         num_experts: routed experts in a block; 0 when dense.
         is_huggingface: comes from a Hugging Face config, so that it can switch on its own activation checkpointing.
         model_type: the config's `model_type`, for messages.
+        block_class, block_elems: class of the repeated block, and elements of the largest; empty and 0 when unknown.
+        other_blocks: classes of blocks of other families.
     """
 
     hidden_size: int | None = None
@@ -27,6 +29,9 @@ class ModelShape:
     num_experts: int = 0
     is_huggingface: bool = True
     model_type: str = ""
+    block_class: str = ""
+    block_elems: int = 0
+    other_blocks: frozenset[str] = frozenset()
 
     @classmethod
     def from_config(cls, config: Any) -> ModelShape:

@@ -55,7 +55,7 @@ class Engine(NotCopied):
         keep_in_fp32: patterns of parameter names that stay fp32: stage 0 only.
         nonfinite_limit: end the run after so many skipped steps in a row.
         agree_every: steps between comparisons of replicated state over the ranks; 0: never.
-        leaf_modules: classes whose modules gather all their parameters at once at stage 3; their inputs must carry gradients.
+        leaf_modules: classes whose modules gather all their parameters at once at stage 3; an input of theirs is given a gradient if none has.
         count_targets: from a batch to the number of terms in its mean loss, for models that `steps.target_counter` counts wrong.
         uniform_forward: promise that all ranks use the same parameters in every backward, to skip the check (0.2 ms each).
         trace_gradients: mark parameters whose local gradient is not finite, so that rank and parameter are named.

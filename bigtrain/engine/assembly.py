@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from bigtrain import guards, optim, ranks, weights, zero
 from bigtrain.engine import buffers
 from bigtrain.engine.flags import GradientFlags
+from bigtrain.engine.leafs import carry_gradients
 from bigtrain.engine.master import MasterOptimizer
 from bigtrain.engine.misuse import refuse_compiled
 from bigtrain.engine.precision import refuse_other_dtypes, refuse_other_kinds, to_bf16
@@ -43,6 +45,7 @@ class Assembled:
         flags: marks of non-finite gradients.
         reduction: how gradients reach the optimizer.
         writes: weights that a script wrote between two steps.
+        leafs: hooks on ZeRO-3's leaf modules.
     """
 
     ds: Any
@@ -53,12 +56,13 @@ class Assembled:
     flags: GradientFlags
     reduction: Reduction
     writes: ForeignWrites
+    leafs: list[RemovableHandle]
 
     def release(self) -> None:
         """End DeepSpeed's engine and take all hooks off the model: another may have it."""
         self.reduction.finish_update(states=True)
         self.ds.destroy()
-        for hook in (self.ds.module_forward_pre_hook, self.ds.module_forward_post_hook, *self.flags.handles):
+        for hook in (self.ds.module_forward_pre_hook, self.ds.module_forward_post_hook, *self.flags.handles, *self.leafs):
             hook.remove()
 
 
@@ -130,6 +134,7 @@ def assemble(
             # DeepSpeed's BF16_Optimizer keeps gradients in place.
             emptied=zero.optimizer_kind(ds.optimizer) != "bf16" and not _zenflow(s),
         ),
+        carry_gradients(model) if s.stage == 3 else [],
     )
 
 

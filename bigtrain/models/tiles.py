@@ -35,9 +35,6 @@ def install(module: torch.nn.Module, tokens: int) -> None:
     if "_bigtrain_whole_forward" not in module.__dict__:
         module._bigtrain_whole_forward = module.__dict__.get("forward")  # type: ignore[assignment]
         module.forward = types.MethodType(_tiled_forward, module)
-        # ZeRO-3 reduces the gradients of a leaf module when the gradient of its input is there. Where nothing before the module
-        # trains, there would be none, and the reduction would come before the gradients.
-        module.register_forward_pre_hook(_with_gradient)
 
 
 def is_installed(module: torch.nn.Module) -> bool:
@@ -60,10 +57,6 @@ def _tile() -> Iterator[None]:
         yield
     finally:
         _running.tiles -= 1
-
-
-def _with_gradient(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(_asking(module, x) if isinstance(x, torch.Tensor) else x for x in args)
 
 
 def _asking(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

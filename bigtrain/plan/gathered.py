@@ -8,8 +8,9 @@ the head is, from the blocks before it on until backward is done with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from bigtrain.plan.parameters import Parameter
@@ -20,19 +21,19 @@ Call = tuple[int, ...]
 Visit = tuple[str, list[int]]
 
 
+_NONE: Mapping[int, str] = MappingProxyType({})
+
+
 def calls_of(
-    items: Sequence[Parameter], members: Sequence[int], persistence_elems: int, leaf: frozenset[int] = frozenset()
+    items: Sequence[Parameter], members: Sequence[int], persistence_elems: int, leafs: Mapping[int, str] = _NONE
 ) -> list[Call]:
     """The modules of a block, or of a part outside of blocks, in the order of a forward; modules that hold modules come first.
 
-    `leaf`: parameters of the block's leaf module, which is one call whatever lies in it.
+    `leafs`: the leaf module of each parameter that lies in one: one call, whatever else lies in it.
     """
     found: dict[str, list[int]] = {}
-    paths = {i: items[i].name.split(".")[:-1] for i in members}
-    inside = [path for i, path in paths.items() if i in leaf]
-    common = [part for part, *others in zip(*inside) if all(part == other for other in others)]
-    for i, path in paths.items():
-        path = common if i in leaf else path
+    for i in members:
+        path = leafs[i].split(".") if i in leafs else items[i].name.split(".")[:-1]
         start = 1 + next((k for k, part in enumerate(path) if part.isdigit()), len(path) - 1)
         for end in range(start, len(path) + 1):
             found.setdefault(".".join(path[:end]), [])
@@ -49,7 +50,7 @@ class Gathered:
         items: of the model. visits: key and parameters of each part, in the order in which forward and backward come to it.
         recomputed: keys of the backwards that recompute.
         zero: bucket, limits and distances, in elements.
-        leaf: parameters of leaf modules.
+        leafs: the leaf module of each parameter that lies in one.
 
     Attributes:
         here: indices of the parameters that are whole.
@@ -59,14 +60,14 @@ class Gathered:
     visits: Sequence[Visit]
     recomputed: frozenset[str]
     zero: ZeroSettings
-    leaf: frozenset[int] = frozenset()
+    leafs: Mapping[int, str] = field(default_factory=dict)
     here: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.calls: list[Call] = []
         self.ends: list[int] = []
         for key, members in self.visits:
-            calls = calls_of(self.items, members, self.zero.persistence_elems, self.leaf)
+            calls = calls_of(self.items, members, self.zero.persistence_elems, self.leafs)
             if key[0] == "b":
                 calls = (calls if key in self.recomputed else []) + calls[::-1]
             elif key == "head":
@@ -86,8 +87,9 @@ class Gathered:
         found: list[list[int]] = []
         for step in range(self.step, self.ends[self.visit]):
             call = self.calls[step]
-            found += [[i] for i in call if i not in self.here]
-            self._take([i for i in call if i not in self.here])
+            missing = [i for i in call if i not in self.here]
+            found += [missing] if missing and missing[0] in self.leafs else [[i] for i in missing]
+            self._take(missing)
             self._forget_queued(step, {i for i in call if self.recent.get(i, -1) < step})
             ahead = self._ahead()
             self._take(ahead)

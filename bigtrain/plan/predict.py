@@ -12,6 +12,7 @@ from bigtrain.plan.device import device_tape, device_tapes
 from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.host import host_tape, page_locked_bytes
 from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.leafs import leaf_notes
 from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.resident import one_memory
 from bigtrain.plan.rows import formula, source
@@ -179,6 +180,7 @@ class Plan:
             found.append("images are counted as their text tokens: the vision tower's own activations are not in the plan")
         if plan.kernels == "liger":
             found.append("liger kernels: checked against one measured run only")
+        found += leaf_notes(plan)
         since = "from the second step on" if plan.device == "cuda" else "while it is written"
         found.append(
             f"a checkpoint beside training takes up to {show_bytes(self.save_copy_bytes)} more of the host for each rank {since}, if there is "

@@ -30,6 +30,8 @@ class ZeroSettings:
         max_live_elems, max_reuse_elems: stage3_max_live_parameters, stage3_max_reuse_distance.
         sub_group_elems: sub_group_size.
         bf16_states: bf16.bf16_master_weights_and_grads.
+        leaf_classes, leaf_names, leaf_suffixes: leaf_module's classes, names, name_suffixes, as far as the file has them.
+        leaf_threshold: stage3_module_granularity_threshold.
 
     Raises:
         UsageError: values that no stage takes, or not this one.
@@ -52,6 +54,10 @@ class ZeroSettings:
     max_reuse_elems: int = 1_000_000_000
     sub_group_elems: int = 1_000_000_000
     bf16_states: bool = False
+    leaf_classes: tuple[str, ...] = ()
+    leaf_names: tuple[str, ...] = ()
+    leaf_suffixes: tuple[str, ...] = ()
+    leaf_threshold: int = 0
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -109,6 +115,15 @@ def _offload(zero: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
     return block if device == "cpu" else None
 
 
+def _leafs(zero: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """DeepSpeed takes one name for a list of one."""
+    names = section(zero, "leaf_module").get(key) or ()
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise UsageError(f"zero_optimization.leaf_module.{key} is {names!r}: a list of names is needed")
+    return tuple(names)
+
+
 def settings_from_config(config: Mapping[str, Any], hidden: int) -> ZeroSettings:
     """Read a ds_config; "auto" of buckets stands for `defaults.bucket_elems`.
 
@@ -148,4 +163,8 @@ def settings_from_config(config: Mapping[str, Any], hidden: int) -> ZeroSettings
         max_reuse_elems=size("stage3_max_reuse_distance", ZeroSettings.max_reuse_elems),
         sub_group_elems=size("sub_group_size", ZeroSettings.sub_group_elems),
         bf16_states=bool(bf16.get("bf16_master_weights_and_grads")),
+        leaf_classes=_leafs(zero, "classes") if stage == 3 else (),
+        leaf_names=_leafs(zero, "names") if stage == 3 else (),
+        leaf_suffixes=_leafs(zero, "name_suffixes") if stage == 3 else (),
+        leaf_threshold=size("stage3_module_granularity_threshold", 0) if stage == 3 else 0,
     )

@@ -5,13 +5,13 @@ Follows deepspeed 0.19.8 runtime/zero/stage3.py, partition_parameters.py and par
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from bigtrain.plan.constants import WINDOW_BYTES
 from bigtrain.plan.flat import slice_elems, split_groups, sub_groups
 from bigtrain.plan.gathered import Gathered, Recording, Visit
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.parts import feed_forward
+from bigtrain.plan.leafs import leafs_of_plan
 from bigtrain.plan.streamed import Update
 from bigtrain.plan.tape import Tape
 from bigtrain.plan.zero_flat import chunk_of_gradients, hold_moments
@@ -47,6 +47,10 @@ class SlicedSharding:
         self.lent: deque[list[int]] = deque()
         self.lent_elems = 0
         self.unused: list[list[int]] = []  # gathered together ahead, none of them used so far
+        self.leafs = leafs_of_plan(plan)
+        trained = [i for i in self.leafs if plan.trains[i]]
+        self.to_come = Counter(self.leafs[i] for i in trained)  # gradients of each leaf module in its backward
+        self.waiting: dict[str, list[int]] = {}
         # 'reduce_and_partition_stream' and the coordinator's '__allgather_stream'.
         self.side, self.gather = (1, 2) if self.zero.overlap_comm else (0, 0)
 
@@ -60,11 +64,10 @@ class SlicedSharding:
         """The order in which a step comes to blocks and other parts."""
         zero, head = self.zero, any(key == "head" and members for key, members in visits)
         limits = zero.persistence_elems, zero.prefetch_elems, zero.max_live_elems, zero.max_reuse_elems
-        feeds = feed_forward(self.plan.parameters) if self.plan.mlp_tile_tokens else []
-        leaf = frozenset(i for feed in feeds for i in feed)
+        named = zero.leaf_classes, zero.leaf_names, zero.leaf_suffixes, bool(self.plan.mlp_tile_tokens)
         self.trace = self.plan.parameters.fact(
-            ("gathered", recomputed, head, limits, leaf),
-            lambda: Recording(Gathered(self.items, visits, recomputed, zero, leaf)),
+            ("gathered", recomputed, head, limits, named),
+            lambda: Recording(Gathered(self.items, visits, recomputed, zero, self.leafs)),
         )
 
     # Start-up.
@@ -134,10 +137,16 @@ class SlicedSharding:
         self.steady = steady
         if steady:
             return self._fetch_by_trace(key, members)
-        whole = [p.elems for p in (self.items[i] for i in members) if p.elems > self.zero.persistence_elems]
+        whole = [i for i in members if self.items[i].elems > self.zero.persistence_elems]
         if whole:
-            self.tape.hold(("window", key), 2 * (sum(whole) if backward else max(whole)), self._row(), self.gather)
-            self._gloo(max(whole))
+            together = Counter[str | int]()  # elements of each module
+            for i in whole:
+                together[self.leafs.get(i, i)] += self.items[i].elems
+            most = max(together.values())
+            self.tape.hold(("window", key), 2 * (together.total() if backward else most), self._row(), self.gather)
+            if self.leafs and self.world > 1:
+                self.tape.touch(2 * most, self._row(), self.gather)  # gathered flat, and copied apart
+            self._gloo(max(self.items[i].elems for i in whole))
 
     def _row(self) -> str:
         return "weights, gathered" if self.world > 1 else "weights, copied to the GPU"
@@ -186,8 +195,19 @@ class SlicedSharding:
         self.micro, self.last = micro, last
 
     def grad(self, i: int) -> None:
+        """Of a leaf module all wait for the last ('reduce_leaf_module_grads')."""
+        self.tape.hold(("fresh", i), 2 * self.items[i].elems, "gradients, fresh from autograd")
+        if i not in self.leafs:
+            return self._reduce(i)
+        waiting = self.waiting.setdefault(self.leafs[i], [])
+        waiting.append(i)
+        if len(waiting) == self.to_come[self.leafs[i]]:
+            for ready in sorted(waiting):
+                self._reduce(ready)
+            waiting.clear()
+
+    def _reduce(self, i: int) -> None:
         elems = self.items[i].elems
-        self.tape.hold(("fresh", i), 2 * elems, "gradients, fresh from autograd")
         if self.filled + elems > self.zero.reduce_bucket_elems:
             self._flush()
         more = min(self.filled + elems, self.zero.reduce_bucket_elems) - self.written

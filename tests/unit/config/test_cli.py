@@ -122,3 +122,26 @@ def test_pipe(tmp_path):
     read = subprocess.run([sys.executable, "-c", PROGRAM, "config", "lint", "-"], env=environment, input=made.stdout,
                           capture_output=True, text=True, cwd=tmp_path, check=True)  # fmt: skip
     assert "standard input" in read.stdout or "no problems" in read.stdout
+
+
+def test_lint_knows_a_models_blocks(tmp_path, capsys):
+    """llama-tiny has 393,600 elements in a block; "auto" gathers 0.9 x 192 x 192 ahead."""
+    from bigtrain.cli import main
+
+    def told(classes, ahead):
+        zero = {"stage": 3, "leaf_module": {"classes": classes}, "stage3_prefetch_bucket_size": ahead}
+        (tmp_path / "x.json").write_text(json.dumps({**BASE, "zero_optimization": zero}))
+        main(["config", "lint", str(tmp_path / "x.json"), "--model", "preset:llama-tiny", "--json"])
+        found = json.loads(capsys.readouterr().out)
+        return [
+            (p["severity"], p["path"].rpartition(".")[2], p["why"])
+            for p in found
+            if "leaf" in p["path"] or "prefetch" in p["path"]
+        ]
+
+    block = "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
+    [(severity, key, why)] = told([block], "auto")
+    assert (severity, key) == ("note", "stage3_prefetch_bucket_size") and "33177 elements" in why and "393600" in why
+    assert told(block, 393_600) == [] and told(["LlamaMLP"], "auto") == []
+    [(severity, key, why)] = told(["Qwen2DecoderLayer"], "auto")
+    assert (severity, key) == ("warning", "classes") and "'llama' has no such module" in why

@@ -140,7 +140,12 @@ def test_the_ledger_is_that_of_the_whole_tape(stage):
 
 def test_a_leaf_module_is_one_call():
     items = [Parameter(f"layers.0.{name}.weight", (100, 1), block=0) for name in ("attn.q", "mlp.up", "mlp.down")]
-    assert calls_of(items, [0, 1, 2], 10, frozenset({1, 2})) == [(), (), (0,), (1, 2)]  # layers.0, attn, attn.q, mlp
+    assert calls_of(items, [0, 1, 2], 10, {1: "layers.0.mlp", 2: "layers.0.mlp"}) == [
+        (),
+        (),
+        (0,),
+        (1, 2),
+    ]  # layers.0, attn, attn.q, mlp
 
 
 def test_what_cannot_be_tiled_has_no_plan():
