@@ -76,22 +76,7 @@ def assemble(
             built for another stage or dtype.
     """
     s = settings
-    if s.stage < 3 and any(zero.is_partitioned(p) for p in model.parameters()):
-        raise ModelError(
-            f"the model is partitioned as for ZeRO stage 3, and the Engine's ds_config says stage {s.stage}: give build_model and "
-            "Engine the same ds_config."
-        )
-    refuse_other_kinds(model, s.stage, ranks.world_size())
-    if s.stage == 3:
-        refuse_empty({name: zero.full_shape(p) for name, p in model.named_parameters()})
-        guard_state_dict(model)
-        explain_bare_forward(model)
-        if ranks.world_size() > 1:
-            generate_in_step(model)
-    refuse_compiled(model, s.stage)
-    refuse_other_dtypes(model, s.bf16)
-    if leaf_modules and s.stage == 3 and not zero.set_leaf_modules(model, leaf_modules):
-        raise ModelError(f"leaf_modules: the model has no module of {[c.__name__ for c in leaf_modules]}")
+    _refuse(model, s, leaf_modules)
     if s.bf16:
         buffers.compute_in_fp32(model)
     saved = buffers.snapshot(model)
@@ -136,6 +121,26 @@ def assemble(
         ),
         carry_gradients(model) if s.stage == 3 else [],
     )
+
+
+def _refuse(model: torch.nn.Module, s: Settings, leaf_modules: Sequence[type]) -> None:
+    """What cannot be trained so; and what must be told of the model before DeepSpeed takes it."""
+    if s.stage < 3 and any(zero.is_partitioned(p) for p in model.parameters()):
+        raise ModelError(
+            f"the model is partitioned as for ZeRO stage 3, and the Engine's ds_config says stage {s.stage}: give build_model and "
+            "Engine the same ds_config."
+        )
+    refuse_other_kinds(model, s.stage, ranks.world_size())
+    if s.stage == 3:
+        refuse_empty({name: zero.full_shape(p) for name, p in model.named_parameters()})
+        guard_state_dict(model)
+        explain_bare_forward(model)
+        if ranks.world_size() > 1:
+            generate_in_step(model)
+    refuse_compiled(model, s.stage)
+    refuse_other_dtypes(model, s.bf16)
+    if leaf_modules and s.stage == 3 and not zero.set_leaf_modules(model, leaf_modules):
+        raise ModelError(f"leaf_modules: the model has no module of {[c.__name__ for c in leaf_modules]}")
 
 
 def _with_masters(params: Sequence[torch.nn.Parameter], master_of: MasterOf, s: Settings) -> list[int]:

@@ -67,7 +67,19 @@ def _parameter_without_state(data: Any, requires_grad: bool, hooks: Any, state: 
     return data
 
 
+_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}  # DeepSpeed's ZeroStageEnum
+
+
+def _stage_by_name(kind: Any, name: Any) -> Any:
+    """In place of `getattr`, by which Python 3.11.2 pickles a member of an enum: DeepSpeed's stage and nothing else."""
+    if kind is not Inert or name not in _STAGES:
+        raise pickle.UnpicklingError(f"getattr of {name!r} is not a tensor, a container or a number")
+    return Inert(_STAGES[name])
+
+
 _REPLACED = {
+    ("builtins", "getattr"): _stage_by_name,
+    ("__builtin__", "getattr"): _stage_by_name,
     ("torch._tensor", "_rebuild_from_type_v2"): _without_state,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter_without_state,
 }

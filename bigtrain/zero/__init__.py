@@ -209,6 +209,7 @@ def initialize(
     model: torch.nn.Module, config: dict[str, Any], optimizer: Any = None, params: Any = None, through_host: bool = False
 ) -> Any:
     """DeepSpeed's engine; `through_host`: ZeRO-1/2 flattens weights there, as where the GPU has no room for a second copy."""
+    _pickle_stages_by_value()
     accelerator = deepspeed.accelerator.get_accelerator()
     stage = (config.get("zero_optimization") or {}).get("stage", 0)
     if through_host:
@@ -275,6 +276,13 @@ def mark_leaf(module: torch.nn.Module) -> None:
 def is_persistent(param: torch.nn.Parameter) -> bool:
     """True if ZeRO-3 keeps this parameter whole between uses (it is below `stage3_param_persistence_threshold`)."""
     return bool(getattr(param, "ds_persist", False))
+
+
+def _pickle_stages_by_value() -> None:
+    """DeepSpeed's files hold its ZeroStageEnum. Python 3.11.2 pickles a member by `getattr`, which no restricted unpickler runs."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    ZeroStageEnum.__reduce_ex__ = lambda self, protocol: (type(self), (self.value,))
 
 
 def checkpoint_classes() -> list[Any]:
