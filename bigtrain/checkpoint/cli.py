@@ -91,8 +91,8 @@ def _plain(value: Any) -> str:
 
 
 def _refuse_missing(path: Path) -> None:
-    if not path.exists():
-        raise UsageError(f"there is no folder {path}")
+    if not path.is_dir():
+        raise UsageError(f"{path} is not a folder" if path.exists() else f"there is no folder {path}")
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -59,7 +59,8 @@ def open_folder(path: str | Path) -> Folder:
     """
     path = str(path)
     if not os.path.isdir(path):
-        raise WeightsError(f"{path}: no such folder. Give the folder that holds config.json and the weights.", file=path)
+        what = "not a folder" if os.path.exists(path) else "no such folder"
+        raise WeightsError(f"{path}: {what}. Give the folder that holds config.json and the weights.", file=path)
     config = _read_config(path)
     found = _chosen(path)
     weight_map = read_index(os.path.join(path, found)) if found.endswith(".index.json") else None

@@ -38,6 +38,9 @@ def test_bad_input_is_refused(tmp_path):
         run(write(pristine(), tmp_path), "--world_size", "0")
     with pytest.raises(WeightsError, match="no such folder"):
         inspect_folder(str(tmp_path / "absent"), None)
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightsError, match="not a folder"):
+        inspect_folder(str(tmp_path / "file"), None)
 
 
 def test_no_torch_is_imported(tmp_path):
