@@ -16,7 +16,9 @@ import torch
 def instructions() -> dict[str, Any]:
     """The file that the sweep wrote, named on the command line."""
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        raise SystemExit(f"{sys.argv[0]} INSTRUCTIONS.json: a peer of launch/benchmark.py (--help), which writes that file and starts it")
+        raise SystemExit(
+            f"{sys.argv[0]} INSTRUCTIONS.json: a peer of launch/benchmark.py (--help), which writes that file and starts it"
+        )
     return json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
 
 
