@@ -217,7 +217,9 @@ def choose(
     if leaf_blocks == "on":
         asked = [(at, leafed(plan)) for at, plan in asked if plan.settings.stage == 3]
         if not asked:
-            raise UsageError(f"leaf_blocks on needs ZeRO stage 3, which {', '.join(optimizers)} does not work at: leave it out")
+            raise UsageError(
+                f"leaf_blocks on needs ZeRO stage 3, and offload_gradients {share:g} stage 2: leave one of them out"
+            )
     opened = _Open(open_blocks, share is None, leaf_blocks == "auto")
     fitting, rejected, slower = _search(asked, gpu, host, optimizers, rates, wanted, opened)
     rejected.sort(key=lambda c: c.gpu_short_bytes * world + c.host_short_bytes)
