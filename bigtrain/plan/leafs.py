@@ -167,8 +167,6 @@ def leaf_notes(plan: PlanInput) -> list[str]:
             f"leaf_module: {', '.join(leafs.unknown)} is not counted: the planner knows the class of a family's blocks "
             f"({block_class(plan.parameters.kind) or 'none for this model'}), and names of modules in blocks"
         )
-    if leafs.path:
-        found.append("leaf_module: memory is counted; the host's time for hooks is that of blocks without, and should be less")
     if zero.leaf_threshold:
         found.append(
             f"stage3_module_granularity_threshold {zero.leaf_threshold:,} is not counted: the leaf modules that it makes hold their "

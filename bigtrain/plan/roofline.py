@@ -16,7 +16,8 @@ from typing import Any
 from bigtrain.errors import UsageError
 from bigtrain.plan.activations import block_bytes
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.parts import feed_forward
+from bigtrain.plan.leafs import leafs_of_plan
+from bigtrain.plan.parts import feed_forward, parts_of
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.streamed import leaving_s, seconds
 
@@ -26,34 +27,42 @@ class Rates:
     """What a machine does in a second.
 
     Attributes:
-        matmul_flops: large bf16 matmul, FLOP/s. hf_share, liger_share: part of it that a whole model reaches.
+        matmul_flops: large bf16 matmul, FLOP/s. hf_share, liger_share, attention_share: part of it that a model's matrices reach with
+            these kernels, and its attention.
         device_bytes_s: GPU memory copied. h2d_bytes_s, d2h_bytes_s: pinned PCIe. pageable_bytes_s: unpinned.
         cpu_adam_s_per_elem: DeepSpeedCPUAdam; cpu_adam_8bit_s_per_elem: its 8-bit stand-in (assumed twice that).
-        launch_s_per_block: of the host's thread, to launch one block's forward on a GPU; its backward takes twice that.
+        launch_s_per_block: of the host's thread, to launch one block's forward on a GPU; its backward takes twice that, and
+            launch_s_per_tensor for each weight and bias in it.
         recompute_s_per_block: the same for a forward in backward, with the hooks around it.
-        stage3_s_per_block: what stage 3 adds to each of these, hooks and copies that nothing hides.
+        stage3_s_per_tensor: what stage 3's hooks add to each of these (to a backward twice) for each weight and bias of a block.
+        stage3_s_per_leaf: the same for each leaf module, whatever it holds.
         host_bytes_s: elementwise passes over host memory with all cores; host_copy_bytes_s: with one thread.
-        link_bytes_s: collectives between the cards of one host; network_bytes_s: between hosts.
+        link_bytes_s: collectives between the cards of one host; network_bytes_s: between hosts. stage3_bytes_s: those of stage 3, which
+            come a module or a prefetch bucket at a time, are no faster than that.
         peak_flops: what MFU is counted against.
         ranks_share_host: ranks of one host divide its cores and memory bandwidth.
     """
 
     matmul_flops: float = 784e12
     hf_share: float = 0.57
-    liger_share: float = 0.71
+    liger_share: float = 0.80
+    attention_share: float = 0.615
     device_bytes_s: float = 2.95e12
     h2d_bytes_s: float = 53e9
     d2h_bytes_s: float = 54e9
     pageable_bytes_s: float = 10e9
     cpu_adam_s_per_elem: float = 0.174e-9
     cpu_adam_8bit_s_per_elem: float = 0.348e-9
-    launch_s_per_block: float = 2.0e-3
-    recompute_s_per_block: float = 3.2e-3
-    stage3_s_per_block: float = 1.5e-3
+    launch_s_per_block: float = 1.0e-3
+    launch_s_per_tensor: float = 0.17e-3
+    recompute_s_per_block: float = 0.9e-3
+    stage3_s_per_tensor: float = 0.43e-3
+    stage3_s_per_leaf: float = 0.8e-3
     host_bytes_s: float = 95e9
     host_copy_bytes_s: float = 28e9
     link_bytes_s: float = 200e9
     network_bytes_s: float = 40e9
+    stage3_bytes_s: float = 57e9
     peak_flops: float = 989e12
     ranks_share_host: bool = True
 
@@ -138,13 +147,66 @@ def model_flops_per_token(plan: PlanInput) -> float:
     return 6 * active_elems(plan) + 6 * g.layers * plan.seq_len * g.query
 
 
-def _again_flops_per_token(plan: PlanInput) -> float:
-    """A forward of the blocks that are recomputed, without attention if its results are kept; embedding and head are not among them."""
+def _compute_s(plan: PlanInput, rates: Rates, *, forward: bool = False) -> float:
+    """Of one micro step on the card: matrices, attention, and passes over what a block keeps. `forward`: of its forward alone."""
+    g, share = plan.geometry, rates.liger_share if plan.kernels == "liger" else rates.hf_share
+    again, of_attention = (0.0, 0.0) if forward else _again_flops_per_token(plan)
+    times, pairs = 1 if forward else 3, 2 * g.layers * plan.seq_len * g.query
+    products = plan.tokens * (times * 2 * (active_elems(plan) - _looked_up_elems(plan)) + again) / (rates.matmul_flops * share)
+    attention = plan.tokens * (times * pairs + of_attention) / (rates.matmul_flops * rates.attention_share)
+    return products + attention + times * _passes_s(plan, rates) / 3
+
+
+def _looked_up_elems(plan: PlanInput) -> int:
+    """Embeddings that no product is made with: rows of them are copied."""
+
+    def count() -> int:
+        parts = parts_of(plan.parameters)
+        head = parts.head if plan.geometry.vocab else []
+        outside = [plan.parameters.items[i] for i in parts.before if i not in head]
+        return sum(p.elems for p in outside if len(p.shape) == 2 and any(word in p.name for word in _LOOKED_UP))
+
+    return plan.parameters.fact(("looked up", bool(plan.geometry.vocab)), count)
+
+
+_LOOKED_UP = ("emb", "wte", "wpe", "shared")
+
+
+def _again_flops_per_token(plan: PlanInput) -> tuple[float, float]:
+    """(matrices, attention) of blocks that are recomputed; embedding and head are not among them.
+
+    A recompute ends once everything is there that backward asks for: in a block that adds its last product to the stream, before it,
+    and before a feed-forward part in tiles (models/tiles.py).
+    """
+    g = plan.geometry
     if plan.checkpointing in ("none", "selective"):
-        return 0.0
-    attention = 0 if plan.of_attention else 2 * plan.geometry.layers * plan.seq_len * plan.geometry.query
-    whole = 2 * active_elems(plan, of_blocks=True) + attention
-    return whole * plan.recomputed_blocks / max(1, plan.block_count)
+        return 0.0, 0.0
+    left_out = 0
+    if not g.experts and g.norms <= 2:
+        feed = sum(plan.parameters.items[i].elems for part in feed_forward(plan.parameters) for i in part)
+        left_out = feed if plan.tile_tokens else plan.block_count * g.ffn * g.hidden
+    part = plan.recomputed_blocks / max(1, plan.block_count)
+    attention = 0 if plan.of_attention else 2 * g.layers * plan.seq_len * g.query
+    return 2 * part * max(0, active_elems(plan, of_blocks=True) - left_out), part * attention
+
+
+# Reads and writes of what a block keeps, by all that is no matrix product, in forward and backward: fitted (docs/results/plan_accuracy.md).
+_PASSES = 2.8
+
+
+def _passes_s(plan: PlanInput, rates: Rates) -> float:
+    """Of forward and backward, and half as much again of a block that is recomputed; over the logits too, where they come in chunks."""
+    g = plan.geometry
+
+    def kept(block: int) -> int:
+        return block_bytes(
+            g, plan.tokens, plan.kernels, block, plan.seq_len, plan.device
+        ).kept  # tiles make it too, piece by piece
+
+    all_kept = sum(map(kept, plan.parameters.blocks)) if len(g.unlike) > 1 else plan.block_count * kept(0)
+    part = plan.recomputed_blocks / max(1, plan.block_count) if plan.checkpointing not in ("none", "selective") else 0.0
+    logits = 40 * plan.tokens * g.vocab if plan.loss_kind == "full" else _PASSES * 2 * plan.tokens * g.vocab
+    return (_PASSES * all_kept * (1 + part / 3) + logits) / rates.device_bytes_s
 
 
 def _communication_s(plan: PlanInput, rates: Rates) -> float:
@@ -155,7 +217,7 @@ def _communication_s(plan: PlanInput, rates: Rates) -> float:
     size = 2 * plan.parameters.elems * (world - 1) / world
     speed = rates.link_bytes_s if plan.ranks_per_node == world else rates.network_bytes_s
     if zero.stage == 3:
-        return 3 * size / speed  # gather for forward, gather for backward, reduce-scatter
+        return 3 * size / min(speed, rates.stage3_bytes_s)  # gather for forward, gather for backward, reduce-scatter
     every = zero.stage == 2
     return 2 * size / speed / (1 if every else plan.accumulation)  # all-reduce, also at stage 2
 
@@ -189,10 +251,8 @@ def _optimizer_s(plan: PlanInput, rates: Rates, forward_s: float) -> float:
 
 
 def forward_s(plan: PlanInput, rates: Rates) -> float:
-    """Of one micro step: a third of what forward and backward need, or longer if its launches take longer."""
-    share = rates.liger_share if plan.kernels == "liger" else rates.hf_share
-    compute = plan.tokens * model_flops_per_token(plan) / 3 / (rates.matmul_flops * share)
-    return max(compute, plan.block_count * rates.launch_s_per_block)
+    """Of one micro step: on the card, or longer if its launches take longer."""
+    return max(_compute_s(plan, rates, forward=True), plan.block_count * rates.launch_s_per_block)
 
 
 def _elementwise_s(plan: PlanInput, rates: Rates) -> float:
@@ -209,36 +269,49 @@ def _tiles(plan: PlanInput) -> int:
 
 
 def _tiles_s(plan: PlanInput, rates: Rates) -> float:
-    """What tiles add to a micro step: each runs once more in backward, and adds its weight gradients to the fp32 sums.
-
-    A block that is recomputed with another policy than "selective" has counted that run: its recompute ends before the tiles, unless a norm
-    comes after them.
-    """
+    """What tiles add to a micro step: each runs once more in backward, and adds its weight gradients to the fp32 sums."""
     if not plan.tile_tokens:
         return 0.0
     share = rates.liger_share if plan.kernels == "liger" else rates.hf_share
     elems = sum(plan.parameters.items[i].elems for feed in feed_forward(plan.parameters) for i in feed)
-    counted = plan.recomputed_blocks / max(1, plan.block_count) if plan.checkpointing != "selective" else 0.0
-    if plan.geometry.norms > 2:
-        counted = 0.0
-    again = 2 * elems * plan.tokens * (1 - counted) / (rates.matmul_flops * share)
+    again = 2 * elems * plan.tokens / (rates.matmul_flops * share)
     return again + _tiles(plan) * 10 * elems / rates.device_bytes_s  # bf16 read, fp32 read and written
 
 
-def _launch_s(plan: PlanInput, rates: Rates) -> float:
-    """What the host needs for the launches of one micro step: a small one is over sooner on the card than it is launched."""
+def host_s(plan: PlanInput, rates: Rates | None = None) -> float:
+    """Seconds of the host's thread for one micro step: to launch its blocks, and at stage 3 its hooks.
+
+    A small micro step is over sooner on the card than it is launched. Of stage 3's hooks with and without blocks as leaf modules tells
+    this of two plans that differ in `settings.leaf_classes`; `step_time` counts it beside what the card does meanwhile.
+    """
+    rates = rates or Rates()
     recompute = rates.recompute_s_per_block + (_WATCHED_S if plan.of_attention else 0.0)
-    return 3 * plan.block_count * rates.launch_s_per_block + plan.recomputed_blocks * recompute
+    launches = 3 * plan.block_count * rates.launch_s_per_block + plan.recomputed_blocks * recompute
+    tensors = [i for block in plan.parameters.blocks.values() for i in block]
+    launches += len(tensors) * rates.launch_s_per_tensor
+    if plan.settings.stage == 3:
+        leafs = leafs_of_plan(plan)
+        inside = [leafs[i] for i in tensors if i in leafs]
+        hooks = (len(tensors) - len(inside)) * rates.stage3_s_per_tensor + len(set(inside)) * rates.stage3_s_per_leaf
+        launches += (3 + plan.recomputed_blocks / max(1, plan.block_count)) * hooks
+    return launches
 
 
 # Of the host, to look for attention in a block's two forwards (models/recompute.py _InAttention), on a CPU where a block takes 4 ms.
 _WATCHED_S = 0.8e-3
 
 
-def _visits(plan: PlanInput) -> int:
-    """Blocks that one micro step runs: forward, backward as two, and those that are recomputed."""
-    # A tile's two forwards and its backward are about one visit; those of the first one are in the others.
-    return 3 * plan.block_count + plan.recomputed_blocks + plan.block_count * max(0, _tiles(plan) - 1)
+def _beside(device_s: float, host_s: float) -> float:
+    """What card and host take together: the longer of the two where one takes far longer, a fifth more where they are alike.
+
+    Each waits for the other at times: forward and backward are not bound alike, and at stage 3 the host waits for weights.
+    """
+    most = max(device_s, host_s)
+    return most * (1 + (min(device_s, host_s) / most) ** 4) ** 0.25 if most else 0.0
+
+
+# Collectives beside computation take memory bandwidth and cores from it: this part of them, at the card.
+_CONTENTION = 0.2
 
 
 def _sums_s(plan: PlanInput, rates: Rates) -> float:
@@ -260,31 +333,27 @@ def _host_inputs_s(plan: PlanInput, rates: Rates) -> float:
 def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
     """Seconds of one step of this plan."""
     rates = rates or Rates()
-    g = plan.geometry
-    share = rates.liger_share if plan.kernels == "liger" else rates.hf_share
     model = model_flops_per_token(plan)
-    compute = plan.accumulation * plan.tokens * (model + _again_flops_per_token(plan)) / (rates.matmul_flops * share)
+    compute = _compute_s(plan, rates) + _tiles_s(plan, rates)
     if plan.checkpointing == "selective":
-        compute += plan.accumulation * _elementwise_s(plan, rates)
-    compute += plan.accumulation * _tiles_s(plan, rates)
+        compute += _elementwise_s(plan, rates)
     if plan.checkpointing in ("offload", "offload_inputs"):  # beside the computation, or longer than it
-        compute = max(compute, plan.accumulation * _host_inputs_s(plan, rates))
-    if g.vocab and plan.loss_kind == "full":
-        compute += plan.accumulation * 40 * plan.tokens * g.vocab / rates.device_bytes_s  # passes over fp32 logits
-    compute = max(compute, plan.accumulation * _launch_s(plan, rates))
-    communication = plan.accumulation * _communication_s(plan, rates)
+        compute = max(compute, _host_inputs_s(plan, rates))
+    communication, host = _communication_s(plan, rates), host_s(plan, rates)
     fetch = 0.0
     if plan.settings.offload_param:
-        fetch = plan.accumulation * 2 * 2 * plan.parameters.elems / plan.world_size / rates.h2d_bytes_s
-    hidden = plan.settings.overlap_comm or plan.settings.stage == 3
-    micro = max(compute, communication + fetch) if hidden else compute + communication + fetch
-    if plan.settings.stage == 3:
-        # A part in tiles is one module to stage 3.
-        micro += plan.accumulation * (3 * plan.block_count + plan.recomputed_blocks) * rates.stage3_s_per_block
+        fetch = 2 * 2 * plan.parameters.elems / plan.world_size / rates.h2d_bytes_s
+    if plan.settings.stage == 3:  # the host waits for weights before it launches what needs them
+        micro = max(_beside(compute + _CONTENTION * communication, host + communication), communication + fetch)
+    elif plan.settings.overlap_comm:
+        micro = max(_beside(compute + _CONTENTION * communication, host), communication + fetch)
+    else:
+        micro = _beside(compute, host) + communication + fetch
+    compute, communication, fetch, micro = (plan.accumulation * s for s in (compute, communication, fetch, micro))
     if plan.device == "cuda":
         micro += _sums_s(plan, rates)
     optimizer = _optimizer_s(plan, rates, forward_s(plan, rates))
-    backward = compute / plan.accumulation - forward_s(plan, rates)
+    backward = max(compute / plan.accumulation, host) - forward_s(plan, rates)
     exposed = leaving_s(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, backward)
     tokens = plan.tokens * plan.accumulation * plan.world_size
     total = micro + exposed + optimizer

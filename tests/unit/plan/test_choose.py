@@ -9,8 +9,10 @@ import pytest
 from bigtrain import shapes
 from bigtrain.errors import UsageError
 from bigtrain.plan import Rates, ZeroSettings, choose, plan_input, predict, rates_from, step_time
+from bigtrain.plan.activations import block_bytes
 from bigtrain.plan.choose import _SPARED, _families
 from bigtrain.plan.judge import judge, state_bytes
+from bigtrain.plan.roofline import host_s
 from bigtrain.plan.settled import filled
 from bigtrain.plan.states import LAYOUTS
 
@@ -204,17 +206,33 @@ def test_sparse_models_count_active_parameters_only():
 
 
 def test_a_recompute_is_a_forward_of_the_blocks():
-    """Of the card neither embedding nor head, which are not recomputed; of the host more than a forward, where that is what takes time."""
+    """Neither embedding nor head, which are not recomputed, nor each block's last product, whose result backward does not ask for."""
     plan, rates = base("llama-1b", checkpointing="full", micro_batch=64, kernels="liger"), Rates()
     blocks = sum(p.elems for p in plan.parameters.items if p.block is not None)
-    again = plan.tokens * (2 * blocks + 2 * 16 * plan.seq_len * 2048) / (rates.matmul_flops * rates.liger_share)
+    products = 2 * (blocks - 16 * 2048 * 8192) / rates.liger_share
+    attention = 2 * 16 * plan.seq_len * 2048 / rates.attention_share
+    passes = 2.8 / 3 * 16 * block_bytes(plan.geometry, plan.tokens, "liger").kept / rates.device_bytes_s
+    again = plan.tokens * (products + attention) / rates.matmul_flops + passes
     none = plan.but(checkpointing="none")
     assert step_time(plan).compute_s - step_time(none).compute_s == pytest.approx(again, rel=1e-9)
     assert step_time(plan.but(checkpoint_blocks=4)).compute_s - step_time(none).compute_s == pytest.approx(again / 4, rel=1e-9)
-    small = plan.but(micro_batch=1, seq_len=16)
-    assert step_time(small).compute_s == pytest.approx(
-        16 * (3 * rates.launch_s_per_block + rates.recompute_s_per_block), rel=1e-9
-    )
+
+
+def test_a_small_micro_batch_takes_what_its_launches_take():
+    plan = base("llama-1b", checkpointing="full", micro_batch=1, seq_len=16, kernels="liger", settings=ZeroSettings(stage=2))
+    rates = Rates()
+    launches = 16 * (3 * rates.launch_s_per_block + 9 * rates.launch_s_per_tensor + rates.recompute_s_per_block)
+    assert host_s(plan) == pytest.approx(launches, rel=1e-9)
+    assert step_time(plan).total_s - step_time(plan).optimizer_s == pytest.approx(launches, rel=1e-3)
+
+
+def test_embeddings_take_no_products():
+    tied, untied = ({**shapes.config_dict("llama-1b"), "tie_word_embeddings": tie} for tie in (True, False))
+    times = [
+        step_time(plan_input(c, settings=ZeroSettings(stage=1), seq_len=4096, kernels="liger")).compute_s
+        for c in (tied, untied)
+    ]
+    assert times[0] == pytest.approx(times[1], rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["llama-50m", "mixtral-tiny"])

@@ -8,11 +8,12 @@ import pytest
 
 from bigtrain import shapes
 from bigtrain.errors import UsageError
-from bigtrain.plan import plan_input, predict
+from bigtrain.plan import Rates, plan_input, predict, step_time
 from bigtrain.plan.device import device_tape
 from bigtrain.plan.families import model_parameters, supported
 from bigtrain.plan.gathered import Gathered, calls_of
 from bigtrain.plan.leafs import block_class, is_block_class, leafs_of
+from bigtrain.plan.roofline import host_s
 from bigtrain.plan.zero_settings import ZeroSettings, settings_from_config
 from tests.unit.plan.test_gathered import ITEMS, VISITS, walk
 from tests.unit.plan.test_shared import assert_same
@@ -114,5 +115,19 @@ def test_notes_say_what_is_not_counted():
     assert "leaf_module: Other is not counted" in notes({"classes": ["Other"]}) and "LlamaDecoderLayer" in notes(
         {"classes": ["Other"]}
     )
-    assert "is not counted" not in notes({"classes": [BLOCK]}) and "host's time for hooks" in notes({"classes": [BLOCK]})
+    assert "is not counted" not in notes({"classes": [BLOCK]}) and "leaf" not in notes({"classes": [BLOCK]})
     assert "stage3_module_granularity_threshold 5,000 is not counted" in notes(leaf_threshold=5000)
+
+
+def test_a_leaf_module_spares_the_host_the_hooks_of_each_weight():
+    rates, stage3 = Rates(), plan(None, checkpointing="full")
+    stage2 = stage3.but(stage=2)
+    layers = stage3.block_count
+    visits = 4 * layers  # forward, backward as two, recompute
+    assert host_s(stage3) - host_s(stage2) == pytest.approx(visits * 9 * rates.stage3_s_per_tensor, rel=1e-9)
+    whole, feed = (plan({"classes": [BLOCK]}), plan({"name_suffixes": ["mlp"]}))
+    whole, feed = whole.but(checkpointing="full"), feed.but(checkpointing="full")
+    assert host_s(whole) - host_s(stage2) == pytest.approx(visits * rates.stage3_s_per_leaf, rel=1e-9)
+    of_feed = 6 * rates.stage3_s_per_tensor + rates.stage3_s_per_leaf  # two norms and four of attention; the feed-forward part
+    assert host_s(feed) - host_s(stage2) == pytest.approx(visits * of_feed, rel=1e-9)
+    assert step_time(whole).total_s < step_time(feed).total_s < step_time(stage3).total_s
