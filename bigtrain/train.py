@@ -82,7 +82,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     if asked.ds_config == jobs.AUTO:
         args, config = capacity.choose(args)
     limits = capacity.memory_limits(args.gpu_memory_cap)
-    job = capacity.settle(jobs.prepare(args, config, resume), *limits)
+    job = capacity.settle(jobs.prepare(args, config, resume), *limits, resume)
     layout = capacity.plan_of(job, limits[0])
     planned = None if args.no_plan else capacity.check_fit(layout, *limits)  # before the data is tokenised, for hours maybe
     job = capacity.named_auto(jobs.with_data(job, config, reached), asked)
@@ -138,7 +138,8 @@ class Run:
             )
             self.eval_loader = data.EvalLoader(job.eval_rows, plan, num_workers=workers, **where)
         self.clock, self.memory, self.main = StepClock(), ProcessMemory(), ranks.is_main()
-        self.saving, self.ended = Saving(args, engine, job.steps, folder.root, job.data_told), False
+        self.saving = Saving(args, engine, job.steps, folder.root, {**job.data_told, "leaf_blocks": job.leaf_blocks})
+        self.ended = False
         self.trackers: list[Any] = []
         if self.main:
             self.rows = RowLog(folder.root / "metrics.jsonl", keep_to_step=start)

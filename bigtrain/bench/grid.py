@@ -30,6 +30,7 @@ from typing import Any, get_args
 from bigtrain import defaults, shapes
 from bigtrain.config import load
 from bigtrain.errors import UsageError
+from bigtrain.plan.leaf_choice import LeafBlocks
 from bigtrain.run.arguments import Policy, TrainArguments
 from bigtrain.runfile import read_run_file
 
@@ -38,6 +39,8 @@ _OWN = ("runner", "num_gpus", "steps", "warmup", "max_cell_s", "env")
 _SHORT = {"model": "model_name_or_path", "accumulation": "gradient_accumulation_steps", "num_ranks": "num_gpus"}
 # The sweep decides these itself.
 _TAKEN = ("output_dir", "max_steps", "overwrite_output_dir", "report_to", "resume_from_checkpoint", "no_export", "disable_tqdm")
+_BIGTRAINS = ("checkpoint_blocks", "checkpointing_policy", "leaf_blocks", "mlp_tile_tokens")
+PEER_OPTIMIZERS = ("adamw", "adamw_8bit")
 _LISTS = ("freeze", "keep_in_fp32")
 _OVERRIDE = "ds_config."
 
@@ -165,6 +168,8 @@ def _cell(values: Mapping[str, Any], folder: Path) -> Cell:
         raise UsageError(f"grid: env is {env!r}; it must be a mapping of variables, {{NAME: value}}")
     own["env"] = {str(k): str(v) for k, v in env.items()}
     left.setdefault("seq_len", defaults.SEQ_LEN)
+    if isinstance(left.get("leaf_blocks"), bool):  # YAML reads on and off as true and false
+        left["leaf_blocks"] = "on" if left["leaf_blocks"] else "off"
     cell = Cell(**own, ds_config=config, ds_name=name, arguments=left)
     _check(cell)
     return cell
@@ -200,12 +205,12 @@ def _describe(config: Mapping[str, Any]) -> str:
 def _check(cell: Cell) -> None:
     if cell.runner not in RUNNERS:
         raise UsageError(f"grid: runner is {cell.runner!r}; it must be one of {', '.join(RUNNERS)}")
-    mine = [name for name in ("checkpoint_blocks", "checkpointing_policy", "mlp_tile_tokens") if name in cell.arguments]
-    if mine and cell.runner != "bigtrain":
-        raise UsageError(
-            f"grid: {mine[0]} is bigtrain's own: runner {cell.runner} recomputes all blocks or none, as a whole; exclude it there"
-        )
+    if cell.runner != "bigtrain":
+        _check_peer(cell)
     _check_recomputing(cell.arguments)
+    leafs = cell.arguments.get("leaf_blocks", "auto")
+    if leafs not in get_args(LeafBlocks):
+        raise UsageError(f"grid: leaf_blocks is {leafs!r}; it must be one of {', '.join(get_args(LeafBlocks))}")
     tile = cell.arguments.get("mlp_tile_tokens", 0)
     if isinstance(tile, bool) or not isinstance(tile, int) or tile < 0:
         raise UsageError(f"grid: mlp_tile_tokens is {tile!r}; it must be a whole number of tokens, or 0 for no tiles")
@@ -219,6 +224,21 @@ def _check(cell: Cell) -> None:
         )
     if isinstance(cell.max_cell_s, bool) or not isinstance(cell.max_cell_s, int | float) or not cell.max_cell_s > 0:
         raise UsageError(f"grid: max_cell_s is {cell.max_cell_s!r}; it must be a positive number of seconds")
+
+
+def _check_peer(cell: Cell) -> None:
+    """Peers have no place for some arguments: found here, before a sweep has taken the cards."""
+    mine = [name for name in _BIGTRAINS if name in cell.arguments]
+    if mine:
+        raise UsageError(
+            f"grid: {mine[0]} is bigtrain's own: runner {cell.runner} recomputes all blocks or none, as a whole; exclude it there"
+        )
+    optim = cell.arguments.get("optim", PEER_OPTIMIZERS[0])
+    if optim not in PEER_OPTIMIZERS:
+        raise UsageError(
+            f"grid: optim {optim} is bigtrain's own: give the cells of runner {cell.runner} one of {', '.join(PEER_OPTIMIZERS)}, "
+            "or exclude it there"
+        )
 
 
 def _check_recomputing(arguments: Mapping[str, Any]) -> None:
@@ -250,7 +270,8 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 _WORDS = {
     "per_device_train_batch_size": "mb", "gradient_accumulation_steps": "ga", "seq_len": "seq", "num_gpus": "gpus",
-    "gradient_checkpointing": "ckpt", "checkpoint_blocks": "blocks", "checkpointing_policy": "keep", "mlp_tile_tokens": "tile", "use_liger_kernel": "liger", "gpu_memory_cap": "cap",
+    "gradient_checkpointing": "ckpt", "checkpoint_blocks": "blocks", "checkpointing_policy": "keep", "mlp_tile_tokens": "tile", "leaf_blocks": "leafs",
+    "use_liger_kernel": "liger", "gpu_memory_cap": "cap",
     "torch_compile": "compile",
 }  # fmt: skip
 

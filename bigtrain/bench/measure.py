@@ -61,7 +61,7 @@ def cell_of(model: str, candidate: Candidate) -> Cell:
         "gradient_accumulation_steps": plan.accumulation,
         "optim": plan.optimizer,
         "gradient_checkpointing": plan.checkpointing != "none",
-        **{name: value for name, value in flags(plan).items() if value not in (None, "full", "0.0")},
+        **{name: value for name, value in flags(plan).items() if value not in (None, "full", "0.0", "auto")},
         "use_liger_kernel": plan.kernels == "liger",
     }
     if plan.frozen:

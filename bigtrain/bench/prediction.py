@@ -12,8 +12,10 @@ from bigtrain.bench.grid import Cell
 from bigtrain.config import ModelShape, Resolved, RunValues
 from bigtrain.diagnostics.metrics import FlopsFormula
 from bigtrain.errors import DoesNotFitError, UsageError
+from bigtrain.plan.cards import H100_FLOPS, peak_bf16_flops
 from bigtrain.plan.cli import model_config
 from bigtrain.plan.inputs import Checkpointing, PlanInput
+from bigtrain.plan.leaf_choice import LeafBlocks, leafed, with_leafs
 from bigtrain.plan.machine import expandable_segments
 from bigtrain.plan.predict import Plan
 from bigtrain.plan.roofline import step_time, stored_rates
@@ -53,6 +55,10 @@ def _share(cell: Cell) -> float | None:
     return asked_share(str(cell.arguments.get("offload_gradients", AUTO)))
 
 
+def _leafs(cell: Cell) -> LeafBlocks:
+    return cell.arguments.get("leaf_blocks", AUTO)
+
+
 def attention(cell: Cell, machine: Machine) -> plan.Attention:
     """Rows of a sweep are not packed unless told."""
     return plan.attention_of(
@@ -86,6 +92,7 @@ def _plan_input(cell: Cell, machine: Machine, run: RunValues, **more: Any) -> Pl
         mlp_tile_tokens=cell.arguments.get("mlp_tile_tokens") or 0,
         kernels=kernels(cell, machine),
         device=machine.device,
+        card_flops=peak_bf16_flops(machine.card) or H100_FLOPS,
         expandable=expandable_segments({**os.environ, **cell.env}),
         frozen=tuple(cell.arguments.get("freeze") or ()),
         drawn=shapes.is_preset(cell.model),
@@ -116,6 +123,7 @@ def _resolved(cell: Cell, machine: Machine) -> tuple[Resolved, PlanInput | None]
             rates=stored_rates(machine.device),
             blocks_are_open=cell.arguments.get("checkpoint_blocks") == AUTO,
             share=_share(cell),
+            leaf_blocks=_leafs(cell),
         )
         config, run, chosen = picked.config, picked.run, picked.candidate.input
     shape = ModelShape.from_config(values)
@@ -156,7 +164,9 @@ def planned(cell: Cell, machine: Machine) -> Plan:
     gpu, host = limits(cell, machine)
     buffers = not cell.arguments.get("no_plan") and buffers_are_open(done.config)
     rates = stored_rates(machine.device)
+    found = leafed(found) if _leafs(cell) == "on" else found
     found = settled(found, gpu, host, rates, share=share is None, buffers=buffers, blocks=blocks_are_open)
+    found = with_leafs(found, gpu, host) if _leafs(cell) == AUTO else found
     return plan.predict(found, gpu_memory_bytes=gpu)
 
 

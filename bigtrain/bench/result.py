@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.bench.processes import Ended
-from bigtrain.diagnostics.metrics import FlopsFormula, peak_bf16_flops, read_rows
+from bigtrain.diagnostics.metrics import FlopsFormula, read_rows
 from bigtrain.errors import DoesNotFitError, UsageError
+from bigtrain.plan.cards import peak_bf16_flops
 
 # ok      all steps ran                       oom      GPU memory ran out
 # refused the plan said before building that it does not fit (exit 3)

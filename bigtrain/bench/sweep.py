@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from bigtrain.bench.grid import Cell, labels
 from bigtrain.bench.prediction import Machine
 from bigtrain.bench.processes import Ended, python_path, run_ranks
 from bigtrain.errors import UsageError
+from bigtrain.plan.cards import card_name
 from bigtrain.plan.cli import model_config
 from bigtrain.plan.machine import gpu_memory, host_memory
 from bigtrain.versions import versions
@@ -233,11 +233,7 @@ def this_machine() -> Machine:
     cards = () if os.environ.get("DS_ACCELERATOR") == "cpu" else gpu_memory()
     if not cards:
         return Machine(device="cpu", card=f"CPU, {os.cpu_count()} cores", gpu_bytes=None, host_bytes=host_bytes)
-    done = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False
-    )
-    name = (done.stdout.splitlines() or ["GPU"])[0].strip()
-    return Machine(device="cuda", card=name, gpu_bytes=min(cards), host_bytes=host_bytes)
+    return Machine(device="cuda", card=card_name() or "GPU", gpu_bytes=min(cards), host_bytes=host_bytes)
 
 
 def code_version() -> str:

@@ -2,7 +2,7 @@
 
 from bigtrain.models.batchnorm import refuse_batchnorm_micro_batch_1
 from bigtrain.models.build import build_model, edit_model
-from bigtrain.models.checkpointing import disable_cache, enable_activation_checkpointing
+from bigtrain.models.checkpointing import declared_blocks, disable_cache, enable_activation_checkpointing
 from bigtrain.models.compiled import compile_blocks
 from bigtrain.models.feedforward import feed_forwards, tile_mlp
 from bigtrain.models.frozen import freeze, frozen_module
@@ -16,6 +16,7 @@ __all__ = [
     "compile_blocks",
     "disable_cache",
     "edit_model",
+    "declared_blocks",
     "enable_activation_checkpointing",
     "feed_forwards",
     "freeze",

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, NamedTuple
 
 from bigtrain.errors import UsageError
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge
+from bigtrain.plan.leaf_choice import LeafBlocks, either, leafed, with_leafs
 from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.roofline import Rates, speed_numbers, step_time
 from bigtrain.plan.settled import WITHOUT_ATTENTION, filled, least_s, policies, with_all_buffers, with_fewest_blocks
@@ -26,7 +27,8 @@ SEQUENCES_PER_RANK = 8
 WANTED = 3
 # Settings of stage 3 alone: others leave them as DeepSpeed has them, so that the ds_config reads back as what was planned.
 _STAGE_3 = {name: getattr(ZeroSettings, name) for name in
-            ("prefetch_elems", "persistence_elems", "max_live_elems", "max_reuse_elems", "sub_group_elems")}  # fmt: skip
+            ("prefetch_elems", "persistence_elems", "max_live_elems", "max_reuse_elems", "sub_group_elems",
+             "leaf_classes", "leaf_names", "leaf_suffixes", "leaf_threshold")}  # fmt: skip
 Rank = tuple[float, bool, int, int]
 _MOST_RANKS = 4096
 _MOST_SEQUENCES = 2**31
@@ -171,6 +173,7 @@ def choose(
     accumulation: int | None = None,
     recompute: bool | None = None,
     share: float | None = None,
+    leaf_blocks: LeafBlocks = "auto",
     optimizers: tuple[str, ...] = DEFAULT_OPTIMIZERS,
     rates: Rates | None = None,
     wanted: int | None = None,
@@ -186,6 +189,7 @@ def choose(
         micro_batch, accumulation: as the user said; None: to be chosen.
         recompute: False: no block; True: those that `base` says; None: either, or as few as fit, unless `base` says a number.
         share: of the gradients that leave the GPU in backward, as the user said; None: the least that fits.
+        leaf_blocks: at stage 3; "on": that stage alone is looked at. "auto": as `leaf_choice` has it.
         optimizers: which ones may be chosen, best liked first (ties in speed go to the earlier one).
         rates: the machine's, for the times; None: the planner's defaults.
         wanted: how many of the fastest; what cannot be one of them is not planned. None: all.
@@ -210,7 +214,14 @@ def choose(
 
     if share:
         asked = _leaving(asked, share, optimizers)
-    fitting, rejected, slower = _search(asked, gpu, host, optimizers, rates, wanted, open_blocks, share is None)
+    if leaf_blocks == "on":
+        asked = [(at, leafed(plan)) for at, plan in asked if plan.settings.stage == 3]
+        if not asked:
+            raise UsageError(
+                f"leaf_blocks on needs ZeRO stage 3, and offload_gradients {share:g} stage 2: leave one of them out"
+            )
+    opened = _Open(open_blocks, share is None, leaf_blocks == "auto")
+    fitting, rejected, slower = _search(asked, gpu, host, optimizers, rates, wanted, opened)
     rejected.sort(key=lambda c: c.gpu_short_bytes * world + c.host_short_bytes)
     advice = () if fitting else _advice(base, rejected, gpu, host, optimizers)
     return Choice(fitting[0] if fitting else None, tuple(fitting), tuple(rejected), slower, tuple(advice), batch, gpu, host)
@@ -276,27 +287,41 @@ class _Fitting:
         return [candidate for _, _, candidate in self._done[: self.wanted]]
 
 
+class _Open(NamedTuple):
+    """What a run leaves to its plan: how many blocks are recomputed, how much of the gradients leaves, whether blocks are leafs."""
+
+    blocks: bool
+    share: bool
+    leafs: bool
+
+
 def _search(
     asked: list[tuple[int, PlanInput]], gpu: int | None, host: int | None, optimizers: tuple[str, ...], rates: Rates | None,
-    wanted: int | None, blocks: bool, open_share: bool,
+    wanted: int | None, opened: _Open,
 ) -> tuple[list[Candidate], list[Candidate], int]:  # fmt: skip
     """(the fastest that fit, those that do not fit, how many are slower), by bounds on seconds, the least first.
 
-    `asked`: families by number, at their micro batches. `blocks`, `open_share`: how many are recomputed, how much leaves, is open.
+    `asked`: families by number, at their micro batches.
     """
+    blocks = opened.blocks
 
     def rank(plan: PlanInput, total_s: float) -> Rank:
         """As fast by the plan: the one that leaves the host alone."""
         return round(total_s, 3), plan.settings.offload_optimizer, optimizers.index(plan.optimizer), plan.settings.stage
 
+    def least_total_s(plan: PlanInput) -> float:
+        able = either(plan) if opened.leafs else (plan,)
+        return min(step_time(with_all_buffers(one, rates), rates).total_s for one in able)
+
     def bound(plan: PlanInput) -> Rank:
         least = plan.but(grad_bytes=2)  # which is faster, and what it may have to come to (`_first_fitting`)
         least = least.but(checkpointing="none") if blocks else least
-        return rank(plan, step_time(with_all_buffers(least, rates), rates).total_s)
+        return rank(plan, least_total_s(least))
 
     def settle(candidate: Candidate) -> Candidate:
         fewer = blocks and candidate.input.checkpointing != "none"
         best = filled(candidate.input, gpu, host, rates, share=False, buffers=True, blocks=fewer)
+        best = with_leafs(best, gpu, host) if opened.leafs else best
         return candidate if best == candidate.input else judge(best, gpu, host, rates)
 
     fitting = _Fitting(wanted, rank, settle)
@@ -309,17 +334,18 @@ def _search(
             continue
         if plan.micro_batch >= too_large.get(at, _MOST_SEQUENCES + 1):  # a larger micro batch holds more
             continue
-        candidate = _first_fitting(plan, gpu, host, rates, open_share)
+        candidate = _first_fitting(plan, gpu, host, rates, opened.share)
         if not candidate.fits:
             rejected.append(candidate)
             if candidate.gpu_short_bytes:
                 too_large[at] = plan.micro_batch
             continue
         fewest = with_fewest_blocks(candidate.input, gpu, host) if blocks else candidate.input
-        if fitting.faster_than(rank(plan, step_time(with_all_buffers(fewest, rates), rates).total_s)):
+        if fitting.faster_than(rank(plan, least_total_s(fewest))):
             slower += 1
             continue
-        fitting.add(candidate, least_s(candidate.input, fewest, gpu, rates))
+        able = zip(either(candidate.input), either(fewest)) if opened.leafs else [(candidate.input, fewest)]
+        fitting.add(candidate, min(least_s(one, few, gpu, rates) for one, few in able))
     return fitting.best(), rejected, slower
 
 

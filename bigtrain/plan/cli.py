@@ -14,11 +14,13 @@ from typing import Any, get_args
 
 from bigtrain import defaults, shapes
 from bigtrain.errors import DoesNotFitError, UsageError
+from bigtrain.plan.cards import card_name, peak_bf16_flops
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
 from bigtrain.plan.families import contradicting_sizes, position_limit
 from bigtrain.plan.family_kept import attention_of
 from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.inputs import Checkpointing, PlanInput, plan_input
+from bigtrain.plan.leaf_choice import LeafBlocks, LeafChoice, choose_leafs, leafed
 from bigtrain.plan.longest import longest
 from bigtrain.plan.machine import expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
@@ -97,6 +99,10 @@ def _configuration(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--mlp_tile_tokens", type=int, default=0, metavar="N", help="feed-forward parts over tiles of N tokens (0: as a whole)"
     )
+    p.add_argument(
+        "--leaf_blocks", choices=get_args(LeafBlocks), default=AUTO,
+        help="stage 3: blocks are gathered whole; auto: where the host's hooks take longer than the card's work",
+    )  # fmt: skip
     p.add_argument("--freeze", nargs="+", default=(), metavar="NAME", help="modules or parameters that do not train")
     p.add_argument("--kernels", choices=["hf", "liger"], help="transformers' own, or fused ones (default: liger on a GPU)")
     p.add_argument(
@@ -199,6 +205,7 @@ def _input(args: argparse.Namespace, config: dict[str, Any] | None, ds_config: d
         "micro_batch": args.micro_batch if run is None else run.micro_batch,
         "accumulation": args.accumulation if run is None else run.accumulation,
         "optimizer": (args.optim or defaults.OPTIM) if run is None else run.optim,
+        "card_flops": peak_bf16_flops(card_name()) if args.device == "cuda" else None,
         "frozen": tuple(args.freeze), "expandable": expandable_segments(),
         "drawn": shapes.is_preset(args.model),
     }  # fmt: skip
@@ -283,7 +290,8 @@ def _choice(args: argparse.Namespace, base: PlanInput, gpu: int | None, host: in
     micro, accumulation = args.micro_batch, args.accumulation
     return choose(
         base, gpu_memory_bytes=gpu, host_memory_bytes=host, optimizers=names, rates=rates, micro_batch=micro,
-        accumulation=accumulation, recompute=None if args.blocks == AUTO else args.recompute, share=asked_share(args.offload_gradients), global_batch=args.global_batch or base.world_size * rows_per_rank(micro, accumulation),
+        accumulation=accumulation, recompute=None if args.blocks == AUTO else args.recompute, share=asked_share(args.offload_gradients),
+        leaf_blocks=args.leaf_blocks, global_batch=args.global_batch or base.world_size * rows_per_rank(micro, accumulation),
         wanted=max(WANTED, args.measure or 0),
     )  # fmt: skip
 
@@ -302,11 +310,15 @@ def run(args: argparse.Namespace) -> int:
     _warn(base, config or {})
     if not args.auto:
         base, buffers = base.but(offload_gradients=share or 0.0), buffers_are_open(ds_config)
+        base = leafed(base) if args.leaf_blocks == "on" else base
         settle = partial(settled, gpu=gpu, host=host, rates=rates, share=share is None, blocks=args.blocks == AUTO)
         if args.seq_len == MAX:  # buffers take what is left
             base = longest(base, gpu, host, position_limit(config) if config else None, partial(settle, buffers=False))
         base = settle(base, buffers=buffers)
-        return _print_plan(args, predict(base, gpu_memory_bytes=gpu), gpu, host, rates, assumed)
+        leafs = choose_leafs(base, gpu, host) if args.leaf_blocks == AUTO else None
+        if leafs is not None:
+            base = leafed(base) if leafs.on else base
+        return _print_plan(args, predict(base, gpu_memory_bytes=gpu), gpu, host, rates, assumed, leafs)
     return _print_choice(args, _choice(args, base, gpu, host, rates), rates, assumed)
 
 
@@ -324,6 +336,8 @@ def _print_choice(args: argparse.Namespace, choice: Choice, rates: Rates, assume
         if best is not None and plan is not None:
             print(f"\n{measured_text(measured)}chosen: {best.describe()}\n")
             print(plan_text(plan, gpu, host, rates))
+            if args.leaf_blocks == AUTO:
+                print(_leafs_text(choose_leafs(best.input.but(leaf_classes=()), gpu, host)), end="")
             _warn_about_locks(plan)
             if args.model and not measured:
                 print(f"to train so, on such cards: {_command(args, best.input)} ...")
@@ -344,6 +358,7 @@ def _command(args: argparse.Namespace, best: PlanInput) -> str:
         "checkpoint_blocks": args.blocks,
         "mlp_tile_tokens": args.mlp_tile_tokens or None,
         "offload_gradients": args.offload_gradients if args.offload_gradients != AUTO else None,
+        "leaf_blocks": args.leaf_blocks if args.leaf_blocks != AUTO else None,
         "use_liger_kernel": "false" if best.device == "cuda" and best.kernels == "hf" else None,
     }
     words = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
@@ -411,14 +426,22 @@ def _warn_about_locks(plan: Plan) -> None:
         )
 
 
-def _print_plan(args: argparse.Namespace, plan: Plan, gpu: int | None, host: int | None, rates: Rates, assumed: Assumed) -> int:
+def _leafs_text(leafs: LeafChoice | None) -> str:
+    return "" if leafs is None else f"leaf_blocks auto: {leafs.text()}\n"
+
+
+def _print_plan(
+    args: argparse.Namespace, plan: Plan, gpu: int | None, host: int | None, rates: Rates, assumed: Assumed, leafs: LeafChoice | None
+) -> int:  # fmt: skip
     fits = plan.fits(gpu, host)
     if args.json:
         speed = speed_numbers(plan.input.device, step_time(plan.input, rates))
+        said = {} if leafs is None else {"leaf_blocks": leafs._asdict()}
         limits = {"gpu_memory_bytes": gpu, "host_memory_bytes": host, "fits": fits}
-        print(json.dumps({**plan.to_json(), **_values(assumed), **speed, **limits}, indent=2))
+        print(json.dumps({**plan.to_json(), **_values(assumed), **speed, **said, **limits}, indent=2))
     else:
         print(assumed_text(assumed), end="")
         print(plan_text(plan, gpu, host, rates))
+        print(_leafs_text(leafs), end="")
         _warn_about_locks(plan)
     return 0 if fits else DOES_NOT_FIT

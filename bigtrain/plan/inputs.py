@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from bigtrain.errors import UsageError
 from bigtrain.partition import last_share
 from bigtrain.plan.activations import block_bytes
+from bigtrain.plan.cards import H100_FLOPS
 from bigtrain.plan.families import ModelParameters, model_parameters, parameters_from_shapes
 from bigtrain.plan.family_kept import Attention
 from bigtrain.plan.family_others import ROBERTA, T5, VISION_LANGUAGE
@@ -51,6 +52,7 @@ class PlanInput:
         frozen: names of modules or parameters that do not train: no gradient, no states.
         drawn: values are drawn in fp32 from a seed (a preset) instead of read from files.
         device: "cuda", or "cpu" for a run whose device memory is host memory.
+        card_flops: dense bf16 peak of the slowest card, FLOP/s; of an H100 where its name is not known.
         expandable: the caching allocator's `expandable_segments`, which bigtrain turns on unless the user has set something.
     """
 
@@ -72,6 +74,7 @@ class PlanInput:
     frozen: tuple[str, ...] = ()
     drawn: bool = False
     device: Literal["cuda", "cpu"] = "cuda"
+    card_flops: float = H100_FLOPS
     expandable: bool = True
 
     def __post_init__(self) -> None:

@@ -48,6 +48,7 @@ class Candidate:
             "activation_checkpointing": self.input.checkpointing != "none",
             "checkpointing_policy": self.input.checkpointing,
             "checkpoint_blocks": self.input.recomputed_blocks,
+            "leaf_blocks": bool(zero.leaf_classes),
             "mlp_tile_tokens": self.input.mlp_tile_tokens,
             "micro_batch": self.input.micro_batch,
             "accumulation": self.input.accumulation,
@@ -67,6 +68,8 @@ class Candidate:
         if self.input.streams and self.input.settings.buffers != ZeroSettings.buffers:
             parts.append(f"{self.input.settings.buffers} buffers")
         parts.append(_checkpointing(self.input))
+        if self.input.settings.leaf_classes:
+            parts.append("leaf blocks")
         if self.input.tile_tokens:
             parts.append(f"feed-forward in tiles of {self.input.tile_tokens}")
         parts.append(f"micro batch {o['micro_batch']} x {o['accumulation']}")

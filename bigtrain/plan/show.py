@@ -24,11 +24,12 @@ def heading(plan: PlanInput) -> str:
     ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
     tensors = f"{plan.parameters.elems / 1e9:.3f} B parameters in {len(plan.parameters.items)} tensors"
     tiles = f"feed-forward in tiles of {plan.mlp_tile_tokens} tokens, " if plan.tile_tokens else ""
+    leafs = "leaf blocks, " if zero.leaf_classes else ""
     work = f"micro batch {plan.micro_batch} x {plan.seq_len} tokens, accumulation {plan.accumulation}"
     return (
         f"{plan.parameters.kind}, {tensors}; {ranks}\n"
         f"ZeRO-{zero.stage}, offload {offload}, {plan.optimizer}, checkpointing {recomputing(plan)}, "
-        f"{tiles}{plan.kernels} kernels, {plan.loss_kind} loss, {work}"
+        f"{leafs}{tiles}{plan.kernels} kernels, {plan.loss_kind} loss, {work}"
     )
 
 

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from bigtrain import defaults
 from bigtrain.errors import UsageError
+from bigtrain.plan.leaf_choice import LeafBlocks
 from bigtrain.run import foreign
 from bigtrain.run.argument_problems import TRACKERS, find_problems
 from bigtrain.runfile import read_run_file
@@ -128,6 +129,12 @@ class TrainArguments:
     mlp_tile_tokens: int | None = field(
         default=None,
         metadata=_say("run each block's feed-forward part over tiles of N tokens, for long sequences (default: 0, as a whole)"),
+    )
+    leaf_blocks: LeafBlocks = field(
+        default="auto",
+        metadata=_say(
+            "stage 3: gather each block's weights at once; auto: where the host's hooks take longer than the card's work"
+        ),
     )
     torch_compile: bool = field(
         default=False, metadata=_say("compile each decoder block (stages 0 to 2); measure whether it gains anything")
@@ -272,6 +279,8 @@ def make_parser() -> argparse.ArgumentParser:
     for action in parser._actions:  # HfArgumentParser gives `bool | None` no bare form, but people write `--bf16`
         if action.dest in ("bf16", "gradient_checkpointing", "use_liger_kernel"):
             action.nargs, action.const = "?", True
+        if action.dest == "leaf_blocks":  # YAML reads on and off as true and false
+            action.type = lambda text: {"true": "on", "false": "off"}.get(text, text)
         if action.dest == "warmup_steps":
             action.type = _steps_or_share
     return parser

@@ -13,6 +13,7 @@ from bigtrain.config import GenerateOptions, RunValues, generate
 from bigtrain.errors import DoesNotFitError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
 from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.leaf_choice import LeafBlocks
 from bigtrain.plan.roofline import Rates
 from bigtrain.plan.show import choice_text
 from bigtrain.plan.zero_settings import ZeroSettings
@@ -48,6 +49,7 @@ def pick(
     rates: Rates | None = None,
     blocks_are_open: bool = False,
     share: float | None = None,
+    leaf_blocks: LeafBlocks = "auto",
 ) -> Picked:
     """Choose stage, offload, optimizer states, checkpointing, micro batch and accumulation.
 
@@ -58,6 +60,7 @@ def pick(
         rates: the machine's, for the ranking; None: the planner's defaults.
         blocks_are_open: choose how many blocks are recomputed, too.
         share: of the gradients that leaves the GPU in backward, as the user said; None: the least that fits.
+        leaf_blocks: as the user said.
 
     Raises:
         DoesNotFitError: nothing that the user's values allow fits; with the ladder and what would help.
@@ -78,6 +81,7 @@ def pick(
         accumulation=run.accumulation,
         recompute=None if blocks_are_open else run.gradient_checkpointing,
         share=share,
+        leaf_blocks=leaf_blocks,
         wanted=WANTED,
     )
     if choice.best is None:
@@ -111,6 +115,8 @@ def config_of(settings: ZeroSettings) -> dict[str, Any]:
             "stage3_max_reuse_distance": settings.max_reuse_elems,
             "sub_group_size": settings.sub_group_elems,
         }
+    if settings.leaf_classes:
+        zero["leaf_module"] = {"classes": list(settings.leaf_classes)}
     if settings.offload_optimizer and settings.ratio < 1:
         zero["offload_optimizer"]["ratio"] = settings.ratio
     if settings.offload_optimizer:
@@ -125,5 +131,6 @@ def flags(planned: PlanInput) -> dict[str, str | int | None]:
         "checkpoint_blocks": None if blocks is None else str(blocks),
         "checkpointing_policy": "full" if planned.checkpointing == "none" else planned.checkpointing,
         "offload_gradients": str(planned.settings.offload_gradients),
+        "leaf_blocks": "on" if planned.settings.leaf_classes else "off" if planned.settings.stage == 3 else "auto",
         "mlp_tile_tokens": planned.mlp_tile_tokens or None,
     }

@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from bigtrain import defaults, plan, ranks, shapes
 from bigtrain.checkpoint.files import free_bytes
 from bigtrain.config import Decision, RunValues
 from bigtrain.errors import DoesNotFitError, UsageError
+from bigtrain.plan.cards import H100_FLOPS, card_name, peak_bf16_flops
 from bigtrain.plan.constants import CUDA_CONTEXT_BYTES, nccl_bytes
 from bigtrain.plan.disk import Writes, saves_to_come
 from bigtrain.plan.machine import expandable_segments, host_memory, show_bytes
@@ -22,7 +24,7 @@ from bigtrain.plan.settled import buffers_are_open, buffers_wanted, settled
 from bigtrain.plan.show import plan_text
 from bigtrain.plan.spilled import asked_share
 from bigtrain.plan.states import layout_name
-from bigtrain.run import shortage
+from bigtrain.run import leaf_blocks, shortage
 from bigtrain.run.arguments import Policy, TrainArguments
 from bigtrain.run.auto import AUTO, flags, pick
 from bigtrain.run.job import Job, choose_seq_len, device_type, fused_kernels, load_model_config, run_values
@@ -44,11 +46,18 @@ def _plan_input(args: TrainArguments, model_config: Any, seq_len: int, run: RunV
         mlp_tile_tokens=args.mlp_tile_tokens or 0,
         kernels="liger" if fused_kernels(args) and torch.cuda.is_available() else "hf",
         device=device_type(),
+        card_flops=_card_flops(),
         expandable=expandable_segments(),
         frozen=tuple(args.freeze),
         drawn=shapes.is_preset(args.model_name_or_path),
         **more,
     )
+
+
+def _card_flops() -> float:
+    """Of the slowest card of all ranks, by name. Collective."""
+    card = card_name() if torch.cuda.is_available() else None
+    return min(ranks.all_gather_object(peak_bf16_flops(card) or H100_FLOPS, "which card each rank has"))
 
 
 def plan_of(job: Job, gpu: int | None) -> plan.Plan | None:
@@ -79,14 +88,22 @@ def _rates() -> Rates | None:
     return ranks.main_decides(lambda: stored_rates(device_type()), "reading the rates that bigtrain doctor stored")
 
 
-def settle(job: Job, gpu: int | None, host: int | None) -> Job:
+def settle(job: Job, gpu: int | None, host: int | None, resume: Path | None = None) -> Job:
     """What the run leaves open, as `plan.settled` has it for the smallest card and host of all; the job with it.
 
-    Without a plan no more gradients leave than were asked for, and all blocks are recomputed, with a note. The same on every rank.
+    Without a plan no more gradients leave than were asked for, all blocks are recomputed, with a note, and none are leafs. The same on
+    every rank.
+
+    Args:
+        resume: the checkpoint that the run goes on from.
+
+    Raises:
+        UsageError: `--leaf_blocks on` where that cannot be.
     """
+    job = leaf_blocks.as_said(job)
     asked, blocks = asked_share(job.args.offload_gradients), job.args.checkpoint_blocks == "auto"
-    layout = plan_of(job, gpu)
-    rates = _rates()
+    layout, rates = plan_of(job, gpu), _rates()
+    found: plan.PlanInput | None = None
     if layout is not None:
         now, buffers = layout.input, not job.args.no_plan and buffers_are_open(job.resolved.config)
         found = settled(now, gpu, host, rates, share=asked is None, buffers=buffers, blocks=blocks)
@@ -98,9 +115,10 @@ def settle(job: Job, gpu: int | None, host: int | None) -> Job:
     if job.offload_gradients:
         why = "the least with which the run fits the card" if asked is None else "--offload_gradients"
         job = _decided(job, Decision("offload_gradients", job.offload_gradients, "plan" if asked is None else "flag", why))
+    job = leaf_blocks.decided(job, found, gpu, host, resume)
     if not blocks:
         return job
-    if layout is None or not found.blocks_are_all:
+    if found is None or not found.blocks_are_all:
         logger.warning("checkpoint_blocks auto: there is no plan of this model's blocks, so all of them are recomputed")
         return _with_blocks(job, None, "all: this model's blocks are not in the plan")
     few, total = found.recomputed_blocks, found.block_count
@@ -234,6 +252,7 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
         rates=_rates(),
         blocks_are_open=args.checkpoint_blocks == "auto",
         share=asked_share(args.offload_gradients),
+        leaf_blocks=args.leaf_blocks,
     )
     logger.info("%s", picked.text())
     run = picked.run
@@ -256,6 +275,7 @@ _CHOSEN = {
     "optim": ("optimizer", "optimizer.type"),
     "gradient_checkpointing": ("gradient_checkpointing",),
     "offload_gradients": ("offload_gradients",),
+    "leaf_blocks": ("leaf_blocks",),
 }
 
 

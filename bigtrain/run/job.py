@@ -38,6 +38,8 @@ class Job:
         rows, eval_rows, steps (a `data.StepPlan`): None before `with_data`.
         checkpoint_bytes, model_bytes: of one checkpoint and of the exported model; None for a model that only building tells.
         offload_gradients: share of the gradients that leave the GPU in backward; 0.0 until "auto" is decided (`capacity`).
+        block_classes: of the modules that are recomputed as a whole; None for a model that only building tells.
+        leaf_blocks: whether these are leaf modules of ZeRO-3; None where the ds_config says which are, and at other stages.
     """
 
     args: TrainArguments
@@ -53,6 +55,8 @@ class Job:
     checkpoint_bytes: int | None = None
     model_bytes: int | None = None
     offload_gradients: float = 0.0
+    block_classes: tuple[str, ...] | None = None
+    leaf_blocks: bool | None = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -201,7 +205,7 @@ def _as_planned(done: Resolved, planned: Resolved) -> Resolved:
 def look_ahead(
     args: TrainArguments, resolved: Resolved, model_config: Any, overrides: Mapping[str, Any], resume: Path | None
 ) -> dict[str, Any]:
-    """`checkpoint_bytes` and `model_bytes` of a run that may go on from `resume`.
+    """`checkpoint_bytes`, `model_bytes` and `block_classes` of a run that may go on from `resume`.
 
     Raises:
         UsageError: it may not, see `checkpoint.fit.refuse_other`. ModelError: `--freeze` names nothing; there are no tiles.
@@ -219,7 +223,9 @@ def look_ahead(
         stage = (config.get("zero_optimization") or {}).get("stage", 0)
         fit.refuse_other(resume, model, layout_of(optimizer=name, bf16=bf16, stage=stage, world_size=ranks.world_size()))
     halved = (config.get("bf16") or {}).get("bf16_master_weights_and_grads") is True
-    return {"checkpoint_bytes": fit.checkpoint_bytes(model, name, bf16, halved), "model_bytes": fit.weight_bytes(model)}
+    blocks = tuple(sorted({type(block).__name__ for block in models.declared_blocks(model)}))
+    sizes = {"checkpoint_bytes": fit.checkpoint_bytes(model, name, bf16, halved), "model_bytes": fit.weight_bytes(model)}
+    return {**sizes, "block_classes": blocks}
 
 
 def resolve(args: TrainArguments, config: dict[str, Any], shape: ModelShape, total_steps: int | None) -> Resolved:

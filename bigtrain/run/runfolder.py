@@ -201,6 +201,14 @@ class RunFolder:
         state = store.open_checkpoint(checkpoint).run["state"]
         return state["global_step"], state["data_position"]
 
+    @staticmethod
+    def kept(checkpoint: Path | None) -> dict[str, Any]:
+        """What the run that wrote this checkpoint kept there (`saving.Saving.state`); empty where it does not tell."""
+        if checkpoint is None or not (checkpoint / "COMMIT").is_file():
+            return {}
+        found = store.open_checkpoint(checkpoint).run["state"]["user"]
+        return found if isinstance(found, dict) else {}
+
     def read_run(self) -> dict[str, Any]:
         """run.json as it is, empty if there is none, or one that a crash of the machine has emptied."""
         path = self.root / "run.json"

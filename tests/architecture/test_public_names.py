@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLAGS = set(
     """adam_beta1 adam_beta2 adam_epsilon allow_missing allow_unexpected attn_implementation bf16 checkpoint_blocks checkpointing_policy copy_checkpoints_to data_seed
     dataloader_num_workers ddp_timeout disable_tqdm ds_config eval_data eval_fraction eval_steps eval_strategy freeze gpu_memory_cap
-    gradient_accumulation_steps gradient_checkpointing hang_s keep_every keep_in_fp32 learning_rate load_best_model_at_end logging_steps logging_strategy lr_scheduler_kwargs
+    gradient_accumulation_steps gradient_checkpointing hang_s keep_every keep_in_fp32 leaf_blocks learning_rate load_best_model_at_end logging_steps logging_strategy lr_scheduler_kwargs
     lr_scheduler_type max_grad_norm max_steps mlp_tile_tokens model_name_or_path no_export no_plan no_preflight
     nonfinite_limit num_train_epochs offload_gradients optim output_dir overwrite_output_dir packing per_device_eval_batch_size
     per_device_train_batch_size report_to resize_vocab resume_from_checkpoint run_name save_only_model save_steps save_strategy save_total_limit seed seq_len
@@ -22,7 +22,7 @@ FLAGS = set(
 # Ours alone; every other flag is one of transformers' TrainingArguments or of its example scripts.
 OWN_FLAGS = {
     "allow_missing", "allow_unexpected", "checkpoint_blocks", "checkpointing_policy", "copy_checkpoints_to", "ds_config", "eval_data", "eval_fraction", "freeze", "gpu_memory_cap", "hang_s", "keep_every", "keep_in_fp32", "mlp_tile_tokens",
-    "no_export", "no_plan", "no_preflight", "nonfinite_limit", "offload_gradients", "packing", "resize_vocab", "seq_len", "train_data", "verify_load",
+    "leaf_blocks", "no_export", "no_plan", "no_preflight", "nonfinite_limit", "offload_gradients", "packing", "resize_vocab", "seq_len", "train_data", "verify_load",
 }  # fmt: skip
 EXAMPLE_SCRIPT_FLAGS = {
     "attn_implementation", "model_name_or_path", "tokenizer_name_or_path", "trust_remote_code", "overwrite_output_dir",

@@ -13,13 +13,13 @@ from bigtrain.diagnostics.metrics import (
     RowLog,
     StepClock,
     flops_formula,
-    peak_bf16_flops,
     read_rows,
     spread,
     steady,
     summarise,
 )
 from bigtrain.errors import BigtrainError
+from bigtrain.plan.cards import peak_bf16_flops
 
 
 def row(step, step_time_s=0.05, loss=2.0, **more):

@@ -1,0 +1,119 @@
+"""`--leaf_blocks`: are a run's blocks leaf modules of ZeRO-3. What is decided is written into the ds_config, as DeepSpeed reads it.
+
+A ds_config that says leaf modules itself stands. A run that goes on from a checkpoint does as the run did that wrote it, unless it is told
+otherwise: last digits may depend on it, and the choice on the card.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bigtrain import ranks
+from bigtrain.config import Decision
+from bigtrain.errors import UsageError
+from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.leaf_choice import LeafChoice, choose_leafs, leafed
+from bigtrain.plan.leafs import block_class
+from bigtrain.plan.predict import quick
+from bigtrain.run.job import Job
+from bigtrain.run.runfolder import RunFolder
+
+logger = logging.getLogger(__name__)
+_PATH = "leaf_blocks"
+_THRESHOLD = "stage3_module_granularity_threshold"
+
+
+def as_said(job: Job) -> Job:
+    """The job with `--leaf_blocks on` in its ds_config; others as they are.
+
+    Raises:
+        UsageError: its stage gathers nothing, its blocks are not known, or the ds_config says the contrary.
+    """
+    said, zero = job.args.leaf_blocks, _zero(job)
+    there = [name.rpartition(".")[2] for name in _named(zero)]
+    if said == "auto":
+        return job
+    if said == "off":
+        if both := set(there) & set(job.block_classes or ()):
+            raise UsageError(
+                f"leaf_blocks off, but leaf_module.classes of the ds_config names {', '.join(both)}: leave one of them out"
+            )
+        return job
+    if zero.get("stage", 0) != 3:
+        raise UsageError(
+            f"leaf_blocks on needs zero_optimization.stage 3, not {zero.get('stage', 0)}, which gathers nothing: leave it out"
+        )
+    if not job.block_classes:
+        raise UsageError(
+            "leaf_blocks on: which modules are this model's blocks is not known before it is built; name their class in "
+            "zero_optimization.leaf_module.classes of the ds_config"
+        )
+    if _says(zero):
+        if not set(job.block_classes) <= set(there):
+            raise UsageError(
+                f"leaf_blocks on, but the ds_config has leaf modules of its own, without {', '.join(job.block_classes)}: name that in "
+                "leaf_module.classes, or leave leaf_blocks out"
+            )
+        return job
+    return _with(job, job.block_classes, LeafChoice(True, "--leaf_blocks"), "flag")
+
+
+def decided(job: Job, found: PlanInput | None, gpu: int | None, host: int | None, resume: Path | None = None) -> Job:
+    """The job with what was left open, the same on every rank. Collective.
+
+    Args:
+        found: its plan, settled otherwise; None: there is none.
+        gpu, host: bytes of the smallest card and host; None: no limit.
+        resume: the checkpoint that the run goes on from.
+    """
+    if _zero(job).get("stage", 0) != 3 or _says(_zero(job)):
+        return job
+    if job.args.leaf_blocks == "off":
+        return _with(job, (), LeafChoice(False, "--leaf_blocks"), "flag")
+    kept = ranks.main_decides(lambda: RunFolder.kept(resume).get("leaf_blocks"), "reading what the run before kept")
+    choice = _choice(job, found, gpu, host, kept)
+    logger.info("leaf_blocks auto: %s", choice.text())
+    return _with(job, (job.block_classes or ()) if choice.on else (), choice, "plan")
+
+
+def _choice(job: Job, found: PlanInput | None, gpu: int | None, host: int | None, kept: bool | None) -> LeafChoice:
+    as_before = "as in the run that it goes on from"
+    if kept is False:
+        return LeafChoice(False, as_before)
+    if found is None:
+        return LeafChoice(False, "this model or run has no plan")
+    if block_class(found.parameters.kind) not in (job.block_classes or ()):
+        return LeafChoice(False, "which modules are this model's blocks is not known")
+    if kept:
+        fits = quick(leafed(found)).fits(gpu, host)
+        return LeafChoice(fits, as_before if fits else f"not {as_before}: with whole blocks it does not fit")
+    choice = choose_leafs(found, gpu, host)
+    assert choice is not None
+    return choice
+
+
+def _with(job: Job, classes: Sequence[str], choice: LeafChoice, source: Any) -> Job:
+    config = copy.deepcopy(job.resolved.config)
+    if classes:
+        config["zero_optimization"]["leaf_module"] = {"classes": list(classes)}
+    known = [one for one in job.resolved.decisions if one.path != _PATH]
+    decision = Decision(_PATH, "on" if choice.on else "off", source, choice.why)
+    return replace(job, leaf_blocks=choice.on, resolved=replace(job.resolved, config=config, decisions=[*known, decision]))
+
+
+def _zero(job: Job) -> dict[str, Any]:
+    return job.resolved.config.get("zero_optimization") or {}
+
+
+def _says(zero: dict[str, Any]) -> bool:
+    return any((zero.get("leaf_module") or {}).values()) or bool(zero.get(_THRESHOLD))
+
+
+def _named(zero: dict[str, Any]) -> list[str]:
+    names = (zero.get("leaf_module") or {}).get("classes") or []
+    return [names] if isinstance(names, str) else list(names)

@@ -1,0 +1,147 @@
+"""What --leaf_blocks makes of a run's ds_config, and what stands."""
+
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from bigtrain import shapes
+from bigtrain.bench.grid import expand
+from bigtrain.config import ModelShape
+from bigtrain.errors import UsageError
+from bigtrain.plan.inputs import plan_input
+from bigtrain.run import capacity, leaf_blocks
+from bigtrain.run import job as jobs
+from bigtrain.run.arguments import TrainArguments, parse
+from bigtrain.run.job import Job
+
+LLAMA = shapes.config_dict("llama-8b")
+BLOCK = ("LlamaDecoderLayer",)
+GIB = 2**30
+
+
+def job(said="auto", classes=BLOCK, stage=3, **zero):
+    args = TrainArguments(model_name_or_path="preset:llama-8b", ds_config="c", train_data="x", output_dir="y", leaf_blocks=said,
+                          seq_len=4096, optim="adamw_split_8bit", gradient_checkpointing=True)  # fmt: skip
+    model = jobs.load_model_config(args)
+    config = {"zero_optimization": {"stage": stage, **zero}, "bf16": {"enabled": True}}
+    done = jobs.resolve(args, config, ModelShape.from_config(model), 10)
+    return Job(args=args, resolved=done, tokenizer=None, seq_len=4096, model_config=model, config_overrides={}, resize_vocab_to=None,
+               block_classes=classes)  # fmt: skip
+
+
+def plan(**values):
+    usual = {"world_size": 2, "seq_len": 4096, "optimizer": "adamw_split_8bit", "kernels": "liger", "checkpointing": "full"}
+    return plan_input(LLAMA, ds_config={"zero_optimization": {"stage": 3}}, **{**usual, **values})
+
+
+def leafs(one):
+    return one.resolved.config["zero_optimization"].get("leaf_module")
+
+
+def how(one):
+    return [(d.value, d.source, d.reason) for d in one.resolved.decisions if d.path == "leaf_blocks"]
+
+
+def test_auto_writes_what_the_plan_chose():
+    done = leaf_blocks.decided(job(), plan(), 139 * GIB, None)
+    assert leafs(done) == {"classes": ["LlamaDecoderLayer"]} and done.leaf_blocks is True and leafs(job()) is None
+    (value, source, reason), *more = how(done)
+    assert (value, source, more) == ("on", "plan", []) and "s a step planned, with a hook on each layer" in reason
+    assert leaf_blocks.decided(done, plan(), 139 * GIB, None) == done  # what is decided stays
+    off = leaf_blocks.decided(job(), plan(micro_batch=8), 139 * GIB, None)
+    assert leafs(off) is None and off.leaf_blocks is False and how(off)[0][:2] == ("off", "plan")
+
+
+@pytest.mark.parametrize(
+    "one, found, reason",
+    [
+        (job(), None, "this model or run has no plan"),
+        (job(classes=None), plan(), "which modules are this model's blocks is not known"),
+        (job(classes=("Own",)), plan(), "which modules are this model's blocks is not known"),
+        (job(), plan(device="cpu", kernels="hf"), "a CPU's seconds are not planned"),
+    ],
+)
+def test_auto_never_fails(one, found, reason):
+    done = leaf_blocks.decided(leaf_blocks.as_said(one), found, None, None)
+    assert how(done) == [("off", "plan", reason)] and done.resolved.config == one.resolved.config
+
+
+def test_a_resume_does_as_before_where_it_fits(monkeypatch):
+    monkeypatch.setattr(leaf_blocks.RunFolder, "kept", lambda resume: {"leaf_blocks": resume})
+    for before, found in ((True, plan(micro_batch=8)), (False, plan())):  # each the contrary of what the plan would choose
+        done = leaf_blocks.decided(job(), found, None, None, before)
+        assert done.leaf_blocks is before and how(done)[0][1:] == ("plan", "as in the run that it goes on from")
+        assert leaf_blocks.decided(job(said="off"), found, None, None, before).leaf_blocks is False
+    small = leaf_blocks.decided(job(), plan(), 9 * GIB, None, True)
+    assert (
+        small.leaf_blocks is False
+        and how(small)[0][2] == "not as in the run that it goes on from: with whole blocks it does not fit"
+    )
+
+
+@pytest.mark.parametrize(
+    "zero", [{"leaf_module": {"name_suffixes": ["mlp"]}}, {"stage3_module_granularity_threshold": 5}, {"stage": 2}]
+)
+def test_a_file_that_says_it_stands(zero):
+    one = job(**zero)
+    assert leaf_blocks.decided(leaf_blocks.as_said(one), plan(), None, None) == one and one.leaf_blocks is None
+
+
+def test_on():
+    done = leaf_blocks.decided(leaf_blocks.as_said(job("on")), None, None, None)
+    assert leafs(done) == {"classes": ["LlamaDecoderLayer"]} and how(done) == [("on", "flag", "--leaf_blocks")]
+    named = job("on", leaf_module={"classes": "transformers.models.llama.modeling_llama.LlamaDecoderLayer"})
+    assert leaf_blocks.as_said(named) == named
+
+
+@pytest.mark.parametrize(
+    "one, words",
+    [
+        (job("on", stage=2), "leaf_blocks on needs zero_optimization.stage 3, not 2"),
+        (job("on", classes=None), "which modules are this model's blocks is not known before it is built"),
+        (job("on", leaf_module={"names": ["model.layers.0"]}), "leaf modules of its own, without LlamaDecoderLayer"),
+        (
+            job("off", leaf_module={"classes": ["LlamaDecoderLayer"]}),
+            "leaf_blocks off, but leaf_module.classes of the ds_config names Llama",
+        ),
+    ],
+)
+def test_contradictions_are_refused(one, words):
+    with pytest.raises(UsageError, match=words):
+        leaf_blocks.as_said(one)
+
+
+def test_the_search_is_told(monkeypatch):
+    """What it chose is in the config, and the run that is made of it has nothing left to decide."""
+    monkeypatch.setattr(capacity, "device_type", lambda: "cuda")
+    monkeypatch.setattr(jobs, "device_type", lambda: "cuda")
+    monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(capacity, "memory_limits", lambda cap: (139 * GIB, 500 * GIB))
+    asked = replace(job("on").args, ds_config="auto", per_device_train_batch_size=1, gradient_accumulation_steps=1)
+    args, config = capacity.choose(asked)
+    assert args.leaf_blocks == "on" and config["zero_optimization"]["leaf_module"] == {"classes": ["LlamaDecoderLayer"]}
+
+
+@pytest.mark.parametrize("said", ["on", "off", "auto"])
+def test_yaml_reads_on_and_off_as_true_and_false(said, tmp_path):
+    values = yaml.safe_load(f"leaf_blocks: {said}\nmodel: preset:llama-tiny\nds_config: zero3")
+    assert expand(values)[0].arguments["leaf_blocks"] == said
+    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "run.yaml").write_text(
+        f"leaf_blocks: {said}\nmodel_name_or_path: preset:llama-tiny\nds_config: zero3\ntrain_data: {tmp_path}/text.txt\n"
+        f"output_dir: {tmp_path}/out\ntokenizer_name_or_path: {tmp_path}\n"
+    )
+    assert parse([str(tmp_path / "run.yaml")]).leaf_blocks == said
+
+
+def test_peers_have_no_place_for_it():
+    cell = {"model": "preset:llama-8b", "ds_config": "zero3", "runner": "raw_deepspeed"}
+    with pytest.raises(UsageError, match="leaf_blocks is bigtrain's own"):
+        expand({**cell, "leaf_blocks": "on"})
+    with pytest.raises(UsageError, match="leaf_blocks is 'maybe'"):
+        expand({**cell, "runner": "bigtrain", "leaf_blocks": "maybe"})
+    # It was refused on the cards, after the model had been built.
+    with pytest.raises(UsageError, match="optim adamw_split_8bit is bigtrain's own: give the cells of runner raw_deepspeed one of adamw, adamw_8bit"):  # fmt: skip
+        expand({**cell, "optim": "adamw_split_8bit"})
+    assert expand({**cell, "optim": "adamw_split_8bit", "cells": [{"optim": "adamw"}]})[0].arguments["optim"] == "adamw"
