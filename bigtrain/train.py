@@ -119,7 +119,7 @@ class Run:
     ):
         from bigtrain import data, ranks
         from bigtrain.diagnostics.metrics import ProcessMemory, RowLog, StepClock
-        from bigtrain.diagnostics.progress import Progress, open_trackers
+        from bigtrain.diagnostics.progress import Progress, Trackers, open_trackers
         from bigtrain.diagnostics.report import spelled
         from bigtrain.run.saving import Saving
 
@@ -139,8 +139,7 @@ class Run:
             self.eval_loader = data.EvalLoader(job.eval_rows, plan, num_workers=workers, **where)
         self.clock, self.memory, self.main = StepClock(), ProcessMemory(), ranks.is_main()
         self.saving = Saving(args, engine, job.steps, folder.root, {**job.data_told, "leaf_blocks": job.leaf_blocks})
-        self.ended = False
-        self.trackers: list[Any] = []
+        self.ended, self.trackers = False, Trackers({})
         if self.main:
             self.rows = RowLog(folder.root / "metrics.jsonl", keep_to_step=start)
             self.evals = RowLog(folder.root / "eval.jsonl", keep_to_step=start)
@@ -301,8 +300,7 @@ class Run:
     def _track(self, numbers: Mapping[str, Any], step: int) -> None:
         from bigtrain.diagnostics.progress import loggable
 
-        for tracker in self.trackers:
-            tracker.log(loggable(numbers), step)
+        self.trackers.log(loggable(numbers), step)
 
     def close(self) -> None:
         """Let go of workers and files."""
@@ -310,8 +308,7 @@ class Run:
         if self.eval_loader is not None:
             self.eval_loader.close()
         self.progress.close()
-        for tracker in self.trackers:
-            tracker.close()
+        self.trackers.close()
         if self.main:
             self.rows.close()
             self.evals.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import threading
 import time
 import uuid
@@ -143,6 +144,7 @@ class Saver:
         with ranks.together(f"laying out {final}"):
             text = json.dumps(body, indent=1).encode()
             job = plan(mine, step, scratch, final, rank_state, text, small, self._imaged(mine))
+        agreed: queue.SimpleQueue[bool] = queue.SimpleQueue()
         try:
             with ranks.together(f"creating {scratch}"):
                 self._disk.make_folder(scratch)
@@ -151,17 +153,30 @@ class Saver:
                 for unit in job.units:
                     if mine[unit.slice_index].volatile:
                         self.copier.copy_now(unit)
+                thread = self._thread_of(job, agreed)  # here, where a rank that can start none may still tell the others
+            self._job, self._thread = job, thread
+            agreed.put(True)
         except BaseException:
+            agreed.put(False)
             self.copier.release(job)
             files.release(job.claim)
             if ranks.is_main():
                 Disk().remove_tree(scratch)
             raise
-        self._job = job
-        self._thread = threading.Thread(target=self._run, args=(job,), name=f"save-{step}", daemon=False)
-        self._thread.start()
         self.blocked_s = time.perf_counter() - began
         return job.final
+
+    def _thread_of(self, job: Job, agreed: queue.SimpleQueue[bool]) -> threading.Thread:
+        thread = threading.Thread(target=self._run, args=(job, agreed), name=f"save-{job.step}", daemon=False)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"step {job.step} cannot be saved: {error}. The system starts no more threads for this process: look at `ulimit -u` and the "
+                "container's limit (pids.max); fewer --dataloader_num_workers and a smaller OMP_NUM_THREADS need fewer.",
+                str(job.final),
+            ) from error
+        return thread
 
     def before_update(self) -> None:
         """Call before the optimizer changes its state: copies what the writer has not reached. Cheap when nothing is saved."""
@@ -202,8 +217,10 @@ class Saver:
 
     # ------------------------------------------------------------ the writing thread
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: Job, agreed: queue.SimpleQueue[bool]) -> None:
         """Write, let all ranks confirm, let rank 0 commit. A failure is told to every rank and leaves no checkpoint."""
+        if not agreed.get():  # some rank cannot begin
+            return
         try:
             self._finish(job)
         finally:

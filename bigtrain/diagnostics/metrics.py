@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import statistics
@@ -27,6 +28,8 @@ from typing import Any, TypeVar
 from bigtrain.errors import BigtrainError
 from bigtrain.plan.cards import peak_bf16_flops
 from bigtrain.plan.room import room
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WARMUP_STEPS = 3
@@ -119,6 +122,8 @@ class RowLog:
             BigtrainError: it does not take it, with a full disk for instance.
         """
         try:
+            if not self.path.exists():
+                self._begin_anew()
             self._file.write(_line(row))
             self._file.flush()
         except OSError as error:
@@ -126,6 +131,13 @@ class RowLog:
                 f"the row of step {row['step']} cannot be written to {self.path}: {error}. Make room on that disk and start again with "
                 "--resume_from_checkpoint auto"
             ) from error
+
+    def _begin_anew(self) -> None:
+        """What is written into a file that has been removed, or moved with its folder, nobody would find beside the run's checkpoints."""
+        logger.warning("%s was removed or moved while the run goes on: rows from here on go into a new one", self.path)
+        self.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (held open for the run)
 
     def close(self) -> None:
         """Close the file; no more rows."""

@@ -146,23 +146,54 @@ TRACKERS: dict[str, Callable[[Path, Mapping[str, Any], str | None, int], Tracker
 }
 
 
+class Trackers:
+    """The trackers of a run. One that fails on the way (its server is away, its disk full) is let go of: numbers are in metrics.jsonl too.
+
+    Args:
+        opened: by name.
+    """
+
+    def __init__(self, opened: Mapping[str, Tracker]):
+        self._opened = dict(opened)
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Record numbers of a step, in each that still takes them."""
+        self._each(lambda tracker: tracker.log(numbers, step), f"step {step}")
+
+    def close(self) -> None:
+        """Everything is written that can be."""
+        self._each(lambda tracker: tracker.close(), "its end")
+        self._opened.clear()
+
+    def _each(self, call: Callable[[Tracker], None], at: str) -> None:
+        for name, tracker in list(self._opened.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # whatever a server's client raises: training must not end for want of a plot
+                del self._opened[name]
+                what = f"{type(error).__name__}: {error}"
+                logger.warning(
+                    "report_to %s failed at %s and gets no more numbers; metrics.jsonl has them all: %s", name, at, what
+                )
+
+
 def open_trackers(
     names: Sequence[str], out: Path, settings: Mapping[str, Any], *, run_name: str | None = None, first_step: int = 0
-) -> list[Tracker]:
+) -> Trackers:
     """One tracker per name, ready to take numbers.
 
     Raises:
         UsageError: unknown name, or its package is not installed.
     """
-    opened: list[Tracker] = []
+    opened: dict[str, Tracker] = {}
     for name in names:
         if name not in TRACKERS:
             raise UsageError(f"report_to {name!r}: expected one of {', '.join(TRACKERS)}")
         try:
-            opened.append(TRACKERS[name](out, settings, run_name, first_step))
+            opened[name] = TRACKERS[name](out, settings, run_name, first_step)
         except ImportError as error:
             raise UsageError(f"report_to {name}: the package is not installed; run: pip install {name}") from error
-    return opened
+    return Trackers(opened)
 
 
 def loggable(row: Mapping[str, Any]) -> dict[str, float]:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
+from bigtrain.models.replay import checkpointed
 from bigtrain.plan.pinned import pieces
 
 
@@ -47,7 +47,7 @@ class HostInputs:
 
         # Inside of the block the hooks of `checkpoint` are in force: these see the arguments alone.
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-            return checkpoint(self.around(function), *args, use_reentrant=False, **kwargs)
+            return checkpointed(self.around(function), *args, **kwargs)
 
     def _leaves(self, tensor: torch.Tensor) -> bool:
         """Whether this argument of a block is one to be kept on the host."""

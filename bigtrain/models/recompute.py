@@ -11,11 +11,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 from bigtrain.errors import ModelError
 from bigtrain.models.hostinputs import HostInputs, OnHost, in_memory_order
-from bigtrain.models.replay import replayed
+from bigtrain.models.replay import checkpointed, replayed
 from bigtrain.models.tiles import inside_tile
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ def _attention(blocks: int) -> Runner:
 
 def _selective(blocks: int) -> Runner:
     kept = _KeptResults("selective", blocks)
-    return functools.partial(checkpoint, use_reentrant=False, context_fn=kept.contexts)
+    return functools.partial(checkpointed, context_fn=kept.contexts)
 
 
 def _offload(blocks: int) -> Runner:

@@ -30,7 +30,7 @@ def replayed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if _out_of_the_ordinary(args):
-        return checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return checkpointed(function, *args, **kwargs)
     run = _Run(function, args, kwargs)
     run.states = _random_states(args)
     with torch.autograd.graph.saved_tensors_hooks(run.note, run.take):
@@ -39,6 +39,25 @@ def replayed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if all(torch.equal(state, now.get_state()) for now, state in run.states):
         run.states = []
     return out
+
+
+def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """torch's own checkpoint without reentrance, which brings back the random states of GPUs that its positional arguments lie on alone.
+
+    A block that is called by names would draw another dropout in backward than in forward.
+    """
+    if torch.compiler.is_compiling() or not torch.cuda.is_initialized() or _cards(args):
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return checkpoint(_without_first(function), torch.empty(0, device="cuda"), *args, use_reentrant=False, **kwargs)
+
+
+def _without_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda _first, *args, **kwargs: function(*args, **kwargs)
+
+
+def _cards(args: tuple[Any, ...]) -> set[int]:
+    """GPUs that arguments lie on."""
+    return {a.device.index for a in args if isinstance(a, torch.Tensor) and a.is_cuda}
 
 
 def _out_of_the_ordinary(args: tuple[Any, ...]) -> bool:
@@ -134,8 +153,8 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _random_states(args: tuple[Any, ...]) -> _States:
-    """The default generators of the CPU and of the arguments' devices, and their states."""
-    devices = {a.device.index for a in args if isinstance(a, torch.Tensor) and a.is_cuda}
+    """The default generators of the CPU and of the arguments' devices, and their states; of this rank's where they come by name."""
+    devices = _cards(args) or ({torch.cuda.current_device()} if torch.cuda.is_initialized() else set())
     generators = [torch.default_generator, *(torch.cuda.default_generators[i] for i in sorted(devices))]
     return [(one, one.get_state()) for one in generators]
 

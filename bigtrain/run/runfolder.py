@@ -225,6 +225,7 @@ class RunFolder:
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         """Write a JSON file in one piece: readers see the old one or the new one."""
+        self.root.mkdir(parents=True, exist_ok=True)  # somebody may have removed it meanwhile, with what was in it
         draft = self.root / f".{name}.new"
         draft.write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
         os.replace(draft, self.root / name)

@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bigtrain.kernels.attach import use_liger
 from bigtrain.models import build_model, enable_activation_checkpointing
+from bigtrain.models.recompute import runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -113,3 +114,22 @@ def test_attention_of_a_long_row_runs_once_and_its_results_lie_where_the_policy_
     assert held["attention"] - held["full"] == pytest.approx(blocks * result, rel=0.02)
     # Of what goes to the host no more than two blocks' is still there.
     assert held["offload"] - held["offload_inputs"] <= 2 * result and held["full"] - held["offload_inputs"] > 3 * result
+
+
+@pytest.mark.parametrize("policy", ["full", "attention", "selective", "offload", "offload_inputs"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dropout_of_a_block_that_is_called_by_names_is_that_of_forward(policy, autocast):
+    """torch's checkpoint brings back random states of cards that positional arguments lie on, and here there are none."""
+    run, found = runner(policy, 1), {}
+    x = torch.randn(64, 256, device="cuda", requires_grad=True)
+
+    def block(x):
+        return torch.nn.functional.dropout(x.exp(), 0.5) * x
+
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        for name, call in {"kept": lambda: block(x=x), "run again": lambda: run(block, x=x)}.items():
+            torch.manual_seed(0)
+            out = call()
+            torch.rand(3, device="cuda")
+            (found[name],) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(found["kept"], found["run again"])

@@ -323,6 +323,34 @@ def test_a_save_that_cannot_begin_is_told_to_all_ranks_and_leaves_nothing(rank_p
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1"]
 
 
+def _fail_to_start_a_thread(root: str) -> tuple[str, bool, bool]:
+    """(what a save raises where rank 1 may start no thread for it, whether one still runs, whether the next one can be loaded)"""
+    saver, patch, start = Saver(Path(root)), pytest.MonkeyPatch(), threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if ranks.rank() == 1 and thread.name == "save-1":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    patch.setattr(threading.Thread, "start", refused)
+    try:
+        with pytest.raises(BigtrainError) as told:
+            saver.start(1, _slices(True), run={}, rank_state={}, layout={})
+    finally:
+        patch.undo()
+    _join("save-1")
+    saver.wait()  # nothing is in flight
+    _save_while_it_changes(saver)
+    return str(told.value), saver.writing, _load(str(Path(root) / "checkpoint-1"))
+
+
+def test_a_save_for_which_no_thread_starts_is_told_to_all_ranks_and_leaves_nothing(rank_pool, tmp_path):
+    """The container's limit of processes counts threads. "cannot join thread before it is started" was all that a run said of it."""
+    for text, writing, loaded in rank_pool(2).run(_fail_to_start_a_thread, str(tmp_path), limit_s=60.0):
+        assert "can't start new thread" in text and "ulimit -u" in text and not writing and loaded
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1"]
+
+
 class _OnCard(torch.Tensor):
     """Stands for a tensor on a GPU, where there is none."""
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 from hypothesis import given
@@ -208,3 +209,20 @@ def test_a_full_disk_is_told_with_the_file_and_closing_says_nothing_more(tmp_pat
     ):
         log.write({"step": 3})
     log.close()
+
+
+@pytest.mark.parametrize("how", ["removed", "moved"])
+def test_rows_go_on_where_the_folder_was_taken_away(tmp_path, how, caplog):
+    out = tmp_path / "out"
+    out.mkdir()
+    log = RowLog(out / "m.jsonl")
+    log.write(row(1))
+    if how == "removed":
+        shutil.rmtree(out)
+    else:
+        out.rename(tmp_path / "elsewhere")
+    log.write(row(2))
+    log.write(row(3))
+    log.close()
+    assert [r["step"] for r in read_rows(out / "m.jsonl")] == [2, 3]
+    assert caplog.text.count("was removed or moved") == 1

@@ -8,7 +8,7 @@ import pytest
 
 from bigtrain.diagnostics import report
 from bigtrain.diagnostics.metrics import read_rows
-from bigtrain.diagnostics.progress import Progress, clock, loggable, open_trackers, status_line
+from bigtrain.diagnostics.progress import Progress, Trackers, clock, loggable, open_trackers, status_line
 from bigtrain.diagnostics.report import MAX_POINTS, flatten, headline, smooth, thin, write_report
 from bigtrain.errors import UsageError
 from tests.unit.diagnostics.test_metrics import row
@@ -114,11 +114,39 @@ def test_B38_nothing_asks_for_a_loss_scale(run_folder):
 
 def test_trackers(tmp_path):
     trackers = open_trackers(["tensorboard"], tmp_path, {"seed": 1})
-    trackers[0].log(loggable(row(1)), 1)
-    trackers[0].close()
+    trackers.log(loggable(row(1)), 1)
+    trackers.close()
     assert list((tmp_path / "runs").glob("events.*"))
     with pytest.raises(UsageError, match="expected one of"):
         open_trackers(["excel"], tmp_path, {})
+
+
+def test_a_tracker_that_fails_is_let_go_of_and_the_others_go_on(caplog):
+    class Remembers:
+        def __init__(self, fails_at=0):
+            self.fails_at, self.steps, self.closed = fails_at, [], False
+
+        def log(self, numbers, step):
+            if step == self.fails_at:
+                raise ConnectionError("no route to the server")
+            self.steps.append(step)
+
+        def close(self):
+            self.closed = True
+            if self.fails_at < 0:
+                raise OSError("disk full")
+
+    kinds = {"mlflow": Remembers(fails_at=2), "wandb": Remembers(), "tensorboard": Remembers(fails_at=-1)}
+    trackers = Trackers(kinds)
+    for step in (1, 2, 3):
+        trackers.log({"loss": 1.0}, step)
+    trackers.close()
+    assert [kind.steps for kind in kinds.values()] == [[1], [1, 2, 3], [1, 2, 3]]
+    assert [kind.closed for kind in kinds.values()] == [False, True, True]
+    assert [r.getMessage().split(";")[0] for r in caplog.records] == [
+        "report_to mlflow failed at step 2 and gets no more numbers",
+        "report_to tensorboard failed at its end and gets no more numbers",
+    ]
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])

@@ -50,6 +50,24 @@ def test_gradients_and_random_states_are_those_without_it_and_those_of_torch(dro
     assert same(gradients(by_torch, dropout), reference)
 
 
+def test_a_card_whose_tensors_come_by_name_gets_its_random_states_back(monkeypatch):
+    card = torch.Generator().manual_seed(3)  # stands for that of this rank's GPU
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", (card,))
+    drawn = []
+
+    def block(x):
+        drawn.append(torch.rand(8, generator=card))
+        return (x * drawn[-1]).exp()
+
+    x = torch.randn(4, 8).requires_grad_()
+    out = replayed(block, x=x)
+    torch.rand(1, generator=card)
+    out.sum().backward()
+    assert len(drawn) == 2 and torch.equal(drawn[0], drawn[1])
+
+
 class Operators(TorchDispatchMode):
     def __init__(self):
         super().__init__()
