@@ -172,7 +172,9 @@ class Trackers:
             except Exception as error:  # whatever a server's client raises: training must not end for want of a plot
                 del self._opened[name]
                 what = f"{type(error).__name__}: {error}"
-                logger.warning("report_to %s failed at %s and gets no more numbers; metrics.jsonl has them all: %s", name, at, what)
+                logger.warning(
+                    "report_to %s failed at %s and gets no more numbers; metrics.jsonl has them all: %s", name, at, what
+                )
 
 
 def open_trackers(
