@@ -113,13 +113,20 @@ def differing(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     return {name: values for name, values in table.items() if any(v != values[0] for v in values[1:])}
 
 
-def report_differences(differences: dict[str, list[Any]], step: int, shown: int = 12) -> str:
-    """The message for `differing`, parameters first seen first, at most `shown` lines."""
+def report_differences(differences: dict[str, list[Any]], step: int, shown: int = 12, buffers: Sequence[str] = ()) -> str:
+    """The message for `differing`, parameters first seen first, at most `shown` lines; `buffers`: those that are no parameters."""
     lines = []
     for name, values in list(differences.items())[:shown]:
         lines.append(f"  {name}: " + ", ".join(f"rank {r} {v}" for r, v in enumerate(values)))
     if len(differences) > shown:
         lines.append(f"  and {len(differences) - shown} more")
+    if buffers and len(buffers) == len(differences):
+        why = (
+            "\nThese are buffers, of which a checkpoint keeps rank 0's. What forward makes of a rank's own samples must be made the same on every "
+            "rank: torch.distributed.all_reduce where forward computes it, or register_buffer(..., persistent=False), which ranks may "
+            "hold different. The engine does so for running statistics of BatchNorm and InstanceNorm alone."
+        )
+        return f"after step {step} the ranks no longer hold the same state:\n" + "\n".join(lines) + why
     return (
         f"after step {step} the ranks no longer hold the same state:\n"
         + "\n".join(lines)

@@ -10,6 +10,7 @@ import torch
 import xxhash
 
 from bigtrain import guards, ranks, zero
+from bigtrain.checkpoint.live import persistent_buffers
 from bigtrain.engine.branches import REMEDY
 from bigtrain.errors import ModelError, RanksDisagreeError
 from bigtrain.meeting import Point, announce_failure, meet
@@ -38,17 +39,15 @@ def unfold(packed: int) -> tuple[int, int]:
 def state_digests(module: torch.nn.Module) -> dict[str, Any]:
     """A checksum of every replicated parameter and persistent buffer, by name; one wait for the device.
 
-    Partitioned parameters differ between ranks by design and are left out. The checksum is made where the tensor is: the sum
+    Partitioned parameters differ between ranks by design and are left out, and so may buffers that no checkpoint keeps (rotary
+    frequencies that follow the longest row). The checksum is made where the tensor is: the sum
     of its bits as integers, and of their squares; any single changed value changes it.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, param in module.named_parameters():
         if not zero.is_partitioned(param) or (zero.is_persistent(param) and zero.is_available(param)):
             tensors[name] = param.data
-    persistent = set(module.state_dict(keep_vars=True)) if not tensors else None
-    for name, buffer in module.named_buffers():
-        if persistent is None or name in persistent:
-            tensors[name] = buffer
+    tensors.update(persistent_buffers(module))
     if not tensors:
         return {}
     sums = torch.stack([_checksum(t) for t in tensors.values()]).tolist()
@@ -131,5 +130,6 @@ def same_state(module: torch.nn.Module, counters: dict[str, Any], step: int) -> 
     if len(set(ranks.all_gather_object(digest(tuple(sorted(mine.items())))))) == 1:
         return
     differences = guards.differing(ranks.all_gather_object(mine))
+    others = [name for name, _ in persistent_buffers(module) if name in differences]
     by_rank = {r: {n: v[r] for n, v in differences.items()} for r in range(ranks.world_size())}
-    raise RanksDisagreeError(guards.report_differences(differences, step), by_rank)
+    raise RanksDisagreeError(guards.report_differences(differences, step, buffers=others), by_rank)

@@ -41,7 +41,7 @@ class Assembled:
         ds: DeepSpeed's engine.
         names, params: the trainable parameters, in the model's order.
         frozen_map: every parameter with its requires_grad at this moment.
-        running: BatchNorm's statistics, which ranks must share.
+        running: BatchNorm's and InstanceNorm's statistics, which ranks must share.
         flags: marks of non-finite gradients.
         reduction: how gradients reach the optimizer.
         writes: weights that a script wrote between two steps.
@@ -94,6 +94,8 @@ def assemble(
     with SharedMaster() if own else contextlib.nullcontext():
         ds = zero.initialize(model, s.config, optimizer, through_host=s.offload_gradients > 0.0)
     optim.after_initialize(s.optimizer, ds)
+    if isinstance(optimizer, MasterOptimizer):
+        optimizer.take_weights()
     master_of: MasterOf = optimizer.master_of if isinstance(optimizer, MasterOptimizer) else zero.master_of
     if getattr(ds.optimizer, "round_robin_gradients", False):
         master_of = flat.master_of(ds.optimizer)
@@ -107,7 +109,7 @@ def assemble(
         names,
         params,
         frozen_map,
-        buffers.RunningStats(buffers.batchnorms(model)),
+        buffers.RunningStats(buffers.with_running_statistics(model)),
         flags,
         Reduction(ds, params, flags),
         ForeignWrites(

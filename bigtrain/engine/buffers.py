@@ -1,11 +1,11 @@
-"""Buffers keep the dtype and value they were built with; BatchNorm works, and stays equal on all ranks, under bf16."""
+"""Buffers keep the dtype and value they were built with; running statistics work, and stay equal on all ranks, under bf16."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from bigtrain import ranks
 
@@ -26,9 +26,9 @@ def restore(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> list[str]
     return undone
 
 
-def batchnorms(model: torch.nn.Module) -> list[_BatchNorm]:
-    """BatchNorm modules with running statistics, in the model's order."""
-    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+def with_running_statistics(model: torch.nn.Module) -> list[_NormBase]:
+    """Modules of BatchNorm and InstanceNorm that keep running statistics, in the model's order."""
+    return [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
 
 def compute_in_fp32(model: torch.nn.Module) -> int:
@@ -72,13 +72,13 @@ class _Fp32BatchNorm:
 
 
 class RunningStats:
-    """BatchNorm's running statistics over a step: equal on all ranks after it, and as before it where it was skipped.
+    """Running statistics over a step, of BatchNorm and InstanceNorm: equal on all ranks after it, and as before it where it was skipped.
 
     Args:
         modules: those with running statistics.
     """
 
-    def __init__(self, modules: list[_BatchNorm]):
+    def __init__(self, modules: list[_NormBase]):
         found = [s for m in modules for s in (m.running_mean, m.running_var, m.num_batches_tracked) if s is not None]
         self._stats: list[torch.Tensor] = found
         self._kept: list[torch.Tensor] = []
@@ -91,7 +91,7 @@ class RunningStats:
         """At the end of a step: one NaN would stay in the statistics for ever, though its step was skipped.
 
         Each rank saw other samples, but there is one model: they take the mean. One small collective a step, only for models
-        with BatchNorm.
+        that have them.
         """
         if not applied:
             for stat, kept in zip(self._stats, self._kept):

@@ -53,6 +53,13 @@ class MasterOptimizer(torch.optim.Optimizer):
         for handle in self.handles:
             handle.remove()
 
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Make masters anew from the weights: DeepSpeed gives every rank those of rank 0, and knows of no masters."""
+        for param, master in zip(self.model_params, self.masters):
+            if param is not master:
+                master.copy_(param)
+
     def master_of(self, param: torch.Tensor) -> tuple[int, torch.Tensor] | None:
         """(0, the flat fp32 master) of a model parameter; None if it has none of its own. As `zero.master_of`."""
         master = self._of.get(id(param))

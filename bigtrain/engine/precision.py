@@ -49,12 +49,17 @@ def refuse_other_kinds(model: torch.nn.Module, stage: int, world_size: int) -> N
     """Refuse parameters that DeepSpeed 0.19.8 stops at with an assertion, or that ranks would move apart.
 
     Raises:
-        ModelError: a parameter has no values yet, is complex, or (a whole one at stage 3) holds integers; an embedding's gradients
+        ModelError: a parameter has no values yet, was made in inference mode, is complex, or (a whole one at stage 3) holds integers; an embedding's gradients
             are sparse at a stage that cannot sum them; an embedding rescales its own weights in forward on several ranks.
     """
     for name, param in model.named_parameters():
         if torch.nn.parameter.is_lazy(param):
             raise ModelError(f"parameter {name} is lazy and has no values yet: run the model on one batch before", [name])
+        if param.is_inference():
+            raise ModelError(
+                f"parameter {name} was made under torch.inference_mode(), and torch never trains such: build the model outside of it",
+                [name],
+            )
         if param.is_complex():
             raise ModelError(
                 f"parameter {name} is {_name(param.dtype)}: real numbers alone are trained; keep torch.view_as_real(it) as the parameter, and "

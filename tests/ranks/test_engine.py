@@ -188,6 +188,59 @@ def test_batchnorm_statistics_are_fp32_move_and_are_equal_on_all_ranks(rank_pool
     assert max(abs(v) for v in first[1]) > 1e-4
 
 
+def _built_apart(stage):
+    torch.manual_seed(torch.distributed.get_rank())
+    engine = _engine(stage, model=TinyLM(), agree_every=1)
+    losses = [engine.train_step(share(rows(s), engine.rank, engine.world_size, 2)).loss for s in range(2)]
+    weights = whole_weights(engine.module)
+    engine.close()
+    return losses, {name: w.tolist() for name, w in weights.items()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_that_each_rank_began_otherwise_is_rank_0s_on_all(rank_pool, stage):
+    """At stage 0 in bf16 fp32 masters were of each rank's own weights: every rank trained its own model from the first update on."""
+    first, second = rank_pool(2).run(_built_apart, stage)
+    assert first == second
+
+
+class WithBuffers(nn.Module):
+    """Buffers that forward sets from a rank's own samples."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 4), kind
+        self.norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True) if kind == "statistics" else nn.Identity()
+        self.register_buffer("seen", torch.zeros(4), persistent=kind == "kept")
+
+    def forward(self, x):
+        if self.kind != "statistics":
+            self.seen = x.detach().float().mean(0)
+        return self.norm(self.layer(x).view(-1, 2, 2)).float().pow(2).mean()
+
+
+def _buffers(stage, kind):
+    engine = _engine(stage, model=WithBuffers(kind), agree_every=1)
+    try:
+        engine.train_step([{"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(engine.rank))}])
+        return "", [b.float().tolist() for b in engine.module.norm.buffers()]
+    except RanksDisagreeError as error:
+        return str(error), []
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_buffers_that_ranks_fill_from_their_own_samples(rank_pool, stage):
+    """InstanceNorm's statistics are shared as BatchNorm's are; what no checkpoint keeps (rotary frequencies that follow the longest
+    row) may differ; of the rest the message says what to do, not that a machine computes wrongly."""
+    first, second = rank_pool(2).run(_buffers, stage, "statistics")
+    assert first == second and first[0] == "" and any(v != 0.0 for v in first[1][0])
+    assert [said for said, _ in rank_pool(2).run(_buffers, stage, "not kept")] == ["", ""]
+    for said, _ in rank_pool(2).run(_buffers, stage, "kept"):
+        assert "seen: rank 0" in said and "all_reduce" in said and "persistent=False" in said and "hardware" not in said
+
+
 def _batchnorm_meets_nan(stage):
     engine = _engine(stage, model=WithBatchNorm())
     image = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(engine.rank))

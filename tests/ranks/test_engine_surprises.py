@@ -32,7 +32,10 @@ def test_a_loss_with_a_dimension_and_batches_from_a_generator(rank_pool, stage):
 
 
 def _of_other_kinds(stage):
+    with torch.inference_mode():
+        untrainable = nn.Linear(2, 2)
     made = {
+        "inference": untrainable,
         "lazy": nn.LazyLinear(1),
         "complex": nn.ParameterList([torch.ones(2, dtype=torch.complex64)]),
         "integers": nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False), torch.ones(2)]),
@@ -50,7 +53,12 @@ def _of_other_kinds(stage):
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_parameters_that_would_part_or_stop_at_an_assertion_are_named(rank_pool, stage):
-    words = {"lazy": "weight is lazy", "complex": "0 is complex64", "rescaled": "0 was built with max_norm=1.0"}
+    words = {
+        "inference": "weight was made under torch.inference_mode()",
+        "lazy": "weight is lazy",
+        "complex": "0 is complex64",
+        "rescaled": "0 was built with max_norm=1.0",
+    }
     words |= {"sparse": "0 was built with sparse=True"} if stage else {}
     words |= {"integers": "0 is int8"} if stage == 3 else {}
     for said in rank_pool(2).run(_of_other_kinds, stage):
