@@ -23,7 +23,7 @@ class BlockBytes:
         routing: router logits and gathered tokens of a sparse block.
         forward_extra: most that is held for a moment in forward and not kept.
         forward_attention: most that attention holds in forward where nothing is kept, if it has no fused kernel.
-        attention_extra: gradients inside attention's backward (dq, dk, dv, fp32 accumulator, expanded dk and dv).
+        attention_extra: gradients inside attention's backward (dout, dq, dk, dv, fp32 accumulator, expanded dk and dv).
         norm_extra: temporaries of a norm's backward.
         feed: width in bytes of one feed-forward tensor (2 t f).
         stream: the residual stream, 2 t d; with checkpointing this is all that stays.
@@ -129,7 +129,8 @@ def _fused(g: Geometry, t: int, seq_len: int, bias: bool) -> _Attention:
         views = 2 * (g.query + g.key) if k.key and g.key != g.query else 0
         copies += t * (4 * (g.query - g.key) - views + (0 if k.mask else 2 * seq_len))
     expanded = 2 * t * 2 * g.query if g.key != g.query else 0
-    grads = _grads(g, t) + expanded + 4 * t * g.query + 4 * t * g.heads
+    # Of queries, keys and values, copies of them, and of the output, which they are made from.
+    grads = _grads(g, t) + expanded + 4 * t * g.query + 4 * t * g.heads + 2 * t * out
     # models/recompute.py: one that draws random numbers has to draw them again.
     return _Attention(results + copies, 0, grads, results, () if k.attention_dropout or k.unseen else fused)
 

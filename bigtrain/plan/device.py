@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from bigtrain.plan.activations import BlockBytes, block_bytes, fused_loss_rows, norm_kept
-from bigtrain.plan.constants import CHUNK_LOGITS, SCALED_AT_A_TIME
+from bigtrain.plan.constants import CHUNK_LOGITS, CUBLAS_WORKSPACE_BYTES, SCALED_AT_A_TIME
+from bigtrain.plan.family_others import ROBERTA, T5
 from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.parts import parts_of
@@ -62,6 +63,8 @@ def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:
     return SlicedSharding(plan, tape) if plan.settings.stage == 3 else WholeSharding(plan, tape)
 
 
+# Families whose positions are learned, or a bias.
+NO_ROTARY = {"gpt2", "opt", "bloom", "vit", "bert", *ROBERTA, *T5}
 # Phases of a micro step, from the first update on.
 MICRO_STEP = ("steady forward", "loss", "loss backward", "backward", "bucket flush")
 
@@ -113,13 +116,24 @@ class Run:
     def forward(self, steady: bool) -> None:
         tape, g, t = self.tape, self.g, self.t
         tape.phase("steady forward" if steady else "first forward")
+        if not tape.holds("workspace") and self.plan.device == "cuda":
+            tape.hold("workspace", CUBLAS_WORKSPACE_BYTES, "cuBLAS workspace")
         tape.hold("batch", 24 * t, "batch")
+        tape.hold("rotary", self._rotary_bytes(), "rotary tables")
         self.shards.fetch("embedding", self.before, backward=False, steady=steady)
         tape.hold(("stream", 0), 2 * t * g.hidden, "activations, embedding and final norm")
         self.shards.release("embedding")
         for block, members in self.blocks.items():
             self._block_forward(block, members, steady)
         tape.hold("final norm", norm_kept(g, t, self.plan.kernels), "activations, embedding and final norm")
+        tape.drop(
+            ("stream", 0)
+        )  # the last block's output is among what the norm keeps, the embedding's among the first block's
+
+    def _rotary_bytes(self) -> int:
+        """Cosines and sines in bf16, made once for all blocks."""
+        g = self.g
+        return 0 if self.plan.parameters.kind in NO_ROTARY else 2 * 2 * self.t * g.query // g.heads
 
     def _block_forward(self, block: int, members: list[int], steady: bool) -> None:
         cost = self._cost(block)
@@ -158,9 +172,11 @@ class Run:
                     self.tape.hold(("checkpoint", wanted), self._cost(wanted).stream, "checkpoints")
                     self.tape.hold(("results", wanted), self.results[wanted], "activations, kept results")
 
-    def _keep_block(self, block: int) -> None:
+    def _keep_block(self, block: int, again: bool = False) -> None:
+        """`again`: of a recompute, whose input is there as the checkpoint; a norm that keeps its input as it is keeps that one."""
         cost, tape = self._cost(block), self.tape
-        tape.hold(("norm1", block), cost.first_norm, "activations, norms")
+        there = cost.stream if again and (self.plan.kernels == "liger" or not self.g.rms) else 0
+        tape.hold(("norm1", block), cost.first_norm - there, "activations, norms")
         tape.hold(("attention", block), cost.attention, "activations, attention")
         tape.hold(("norm2", block), cost.second_norm, "activations, norms")
         tape.hold(("routing", block), cost.routing, "activations, experts")
@@ -270,15 +286,28 @@ class Run:
             self._block_backward(block, steady)
         self.shards.fetch("embedding", self.before, backward=False, steady=steady)
         for i in reversed(self.before):
-            if self.tape.holds("tied") and i in self.head:
-                self.tape.touch(2 * self.plan.parameters.items[i].elems, "gradients, fresh from autograd")
+            if self.plan.trains[i]:
+                self.tape.touch(self._embedding_backward(i), "gradients, fresh from autograd")
+            if i in self.head:
                 self.tape.drop("tied")
             if i not in self.head or self.tied:
                 self._grad(i)
         self.shards.release("embedding")
-        self.tape.drop("dstream", ("stream", 0), "batch")
+        self.tape.drop("dstream", "batch", "rotary")
         self.tape.phase("bucket flush")
         self.shards.end_backward()
+
+    def _embedding_backward(self, i: int) -> int:
+        """The gradient, and on a GPU sums in fp32 of the rows that get one, ten tokens at most in each.
+
+        aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu, `embedding_backward_cuda_kernel`: `grad_weight_per_segment`.
+        """
+        one = self.plan.parameters.items[i]
+        if len(one.shape) != 2:
+            return 0
+        rows, width = one.shape
+        partial = 4 * min(self.t, rows + self.t // 10) * width if self.plan.device == "cuda" else 0
+        return 2 * one.elems + partial
 
     def _block_backward(self, block: int, steady: bool) -> None:
         tape, cost, members = self.tape, self._cost(block), self.blocks[block]
@@ -286,7 +315,7 @@ class Run:
         if block in self.recomputed:
             self._bring_back(block)
             tape.drop(("results", block))  # the same bytes are among what follows
-            self._keep_block(block)
+            self._keep_block(block, again=True)
             tape.touch(self._beside_kept(cost), "activations, in passing")
         feed, attention, rest = self.parts.of_block[block]
         if self.of_tile:
@@ -295,11 +324,14 @@ class Run:
             self._feed_forward_backward(block, cost, feed, self._grad)
         tape.touch(cost.norm_extra, "backward, norm temporaries")
         tape.drop(("norm2", block))
-        tape.hold("dattention", cost.attention_extra, "backward, attention gradients")
+        parts = [("dattention", at) for at in range(-(-cost.attention_extra // cost.stream))]
+        for _, at in parts:  # tensors of about the stream's size
+            size = min(cost.stream, cost.attention_extra - at * cost.stream)
+            tape.hold(("dattention", at), size, "backward, attention gradients")
         tape.drop(("attention", block))
         for i in reversed(attention):
             self._grad(i)
-        tape.drop("dattention")
+        tape.drop(*parts)
         tape.touch(cost.norm_extra, "backward, norm temporaries")
         tape.drop(("norm1", block), ("checkpoint", block))
         for i in reversed(rest):

@@ -65,12 +65,14 @@ class Gathered:
 
     def __post_init__(self) -> None:
         self.calls: list[Call] = []
+        self.backward_at = -1
         self.ends: list[int] = []
         for key, members in self.visits:
             calls = calls_of(self.items, members, self.zero.persistence_elems, self.leafs)
             if key[0] == "b":
                 calls = (calls if key in self.recomputed else []) + calls[::-1]
             elif key == "head":
+                self.backward_at = len(self.calls) + len(calls)
                 calls = 2 * calls  # forward and backward of the loss
             self.calls += calls
             self.ends.append(len(self.calls))
@@ -123,13 +125,18 @@ class Gathered:
         return group
 
     def release(self) -> list[int]:
-        """'__params_to_release' of all modules of the last visit: what is not used again soon, nor skipped by what gathers ahead."""
+        """'__params_to_release' of all modules of the last visit: what is not used again soon, nor skipped by what gathers ahead.
+
+        Whoever releases a leaf module looks into the modules to come with all that they hold. The first of backward is the model.
+        """
         members = self.visits[self.visit - 1][1]
         going = {i for i in members if i in self.here and self.recent.get(i, -1) <= self.step}
         passed = 0
-        for call in self.calls[self.step :]:
+        for step, call in enumerate(self.calls[self.step :], self.step):
             if passed >= self.zero.max_reuse_elems or not going:
                 break
+            if step == self.backward_at:
+                going.difference_update(self.leafs)
             going.difference_update(call)
             passed += sum(self.items[i].elems for i in call)
         self.here -= going

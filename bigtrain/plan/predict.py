@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from bigtrain.plan.allocator import least_limit, replay
-from bigtrain.plan.constants import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, GPU_MARGIN, HOST_MARGIN, nccl_bytes
+from bigtrain.plan.constants import CUDA_CONTEXT_BYTES, GPU_MARGIN, HOST_MARGIN, nccl_bytes
 from bigtrain.plan.device import device_tape, device_tapes
 from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.host import host_tape, page_locked_bytes
@@ -99,7 +99,7 @@ class Plan:
 
     @cached_property
     def gpu_floor_bytes(self) -> int:
-        """The least that the caching allocator must be allowed to reserve for the run, cuBLAS's workspace included.
+        """The least that the caching allocator must be allowed to reserve for the run.
 
         Less than `gpu_reserved_bytes`: at its limit the allocator gives back what is free. More than what is allocated: what lies
         between blocks in use cannot be given back.
@@ -107,7 +107,7 @@ class Plan:
         if self.input.device == "cpu":
             return 0
         floors = (least_limit(t, t.ledger().peak_bytes, expandable=self.input.expandable) for t in self._whole_tapes)
-        return max(floors) + CUBLAS_WORKSPACE_BYTES
+        return max(floors)
 
     @property
     def _whole_tapes(self) -> tuple[Tape, ...]:
@@ -123,7 +123,7 @@ class Plan:
         `spared`: beginnings of rows that are left out, for a bound on plans that differ in them only.
         """
         held = sum(row.bytes for row in self.gpu.rows if not row.name.startswith(spared)) if spared else self.gpu.bytes
-        return self._card(held + CUBLAS_WORKSPACE_BYTES)
+        return self._card(held)
 
     def gpu_need_bytes(self) -> int:
         """What a card must have: the least with which the allocator gets by, and what lives outside of it, with the margin."""
@@ -233,7 +233,7 @@ def _tree(name: str, ledger: Ledger) -> Tree:
 
 def beside_the_tape(plan: PlanInput) -> int:
     """Of a card: what a process holds that no tape shows."""
-    return CUBLAS_WORKSPACE_BYTES + CUDA_CONTEXT_BYTES + nccl_bytes(plan.world_size)
+    return CUDA_CONTEXT_BYTES + nccl_bytes(plan.world_size)
 
 
 def predict(plan: PlanInput, *, gpu_memory_bytes: int | None = None, reserve: bool = True) -> Plan:
@@ -256,9 +256,8 @@ def predict(plan: PlanInput, *, gpu_memory_bytes: int | None = None, reserve: bo
     ledgers = [tape.ledger() for tape in tapes] or [steady_ledger(plan, rank) for rank in ranks_to_plan(plan)]
     gpu_tree = _tree("GPU", max(ledgers, key=lambda found: found.peak_bytes))
     limit = None if gpu_memory_bytes is None else gpu_memory_bytes - beside_the_tape(plan)
-    held = max(replay(tape, limit, expandable=plan.expandable).peak_bytes for tape in tapes) if reserve else gpu_tree.bytes
-    reserved = held + CUBLAS_WORKSPACE_BYTES
-    used = held + beside_the_tape(plan)
+    reserved = max(replay(tape, limit, expandable=plan.expandable).peak_bytes for tape in tapes) if reserve else gpu_tree.bytes
+    used = reserved + beside_the_tape(plan)
     return Plan(plan, gpu_tree, reserved, used, _tree("host", host.ledger()), plan.ranks_per_node, tuple(tapes))
 
 

@@ -75,6 +75,8 @@ ROWS: dict[str, tuple[str, str]] = {
     "fused loss": ("2 V d + 2 t d + 2 x a chunk of logits (2^28, or V t / 16)", "kernels/cross_entropy.py with Triton"),
     "loss in chunks": ("2 t d + 4 V d + a chunk of logits, then 2 t d + 2 V d", "kernels/cross_entropy.py with torch alone"),
     "gradient of the head": ("2 V d", "torch autograd of lm_head"),
+    "cuBLAS workspace": ("32 MiB for each of two threads", "torch aten/src/ATen/cuda/CublasHandlePool.cpp"),
+    "rotary tables": ("4 t d_head", f"{_HF} *RotaryEmbedding.forward"),
     "batch": ("3 x 8 t", "input_ids, labels, position_ids in int64"),
     "update in passing": ("8 x a chunk (stage 0: a group); torch's AdamW on CPUs", "torch/optim/adam.py _single_tensor_adam"),
     "muon staging": ("momentum of a group once more", f"{_S2} _muon_staging_momentum"),

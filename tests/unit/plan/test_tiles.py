@@ -57,8 +57,11 @@ def test_smaller_tiles_hold_less_and_take_longer(checkpointing, kernels):
 
 
 def test_what_a_tile_holds_in_backward_by_hand():
-    """8B, 32,768 tokens, liger: nothing of tokens by intermediate size but of one tile; fp32 sums and one tile's gradients."""
-    plan = base("llama-8b", checkpointing="full", mlp_tile_tokens=2048)
+    """8B, 8,192 tokens, liger: nothing of tokens by intermediate size but of one tile; fp32 sums and one tile's gradients.
+
+    With more tokens attention's backward holds more than that.
+    """
+    plan = base("llama-8b", checkpointing="full", mlp_tile_tokens=2048, seq_len=8192)
     rows = {row.name: row.bytes for row in predict(plan).gpu.rows}
     feed = 3 * 4096 * 14336
     assert rows["gradients of tiles, fp32 sums"] == 4 * feed and rows["gradients of one tile"] == 2 * feed
@@ -66,8 +69,8 @@ def test_what_a_tile_holds_in_backward_by_hand():
     cost = block_bytes(plan.geometry, plan.tokens, "liger", tile=2048)
     assert (cost.product, cost.middle, cost.gate) == (0, 0, 0)
     whole = block_bytes(plan.geometry, plan.tokens, "liger")
-    assert whole.kept - cost.kept == 3 * 2 * 32768 * 14336
-    assert whole.results - cost.results == 2 * 32768 * (2 * 14336 + 4096)
+    assert whole.kept - cost.kept == 3 * 2 * 8192 * 14336
+    assert whole.results - cost.results == 2 * 8192 * (2 * 14336 + 4096)
 
 
 class Held(TorchDispatchMode):
