@@ -122,6 +122,7 @@ def _both(kind, *args, plain_stage=3, **kwargs):
         ("parts", 2, {}),
         ("parts", 2, {"policy": "full"}),
         ("gpt2", 2, {}),
+        ("llama_tied", 2, {}),
         ("llama", 3, {"policy": "offload"}),
         ("mixtral", 3, {"policy": "full"}),
         ("qwen2", 3, {"policy": "attention"}),

@@ -32,6 +32,8 @@ class RunJob:
     steps: Any
     offload_gradients: float
     seq_len: int
+    block_classes: Any = ("LlamaDecoderLayer",)
+    leaf_blocks: Any = None
 
 
 def planned_by_training(words, folder, gpu, host):
@@ -57,6 +59,8 @@ def planned_by_training(words, folder, gpu, host):
         ("--checkpoint_blocks", 3, "--checkpointing_policy", "selective"),
         ("--checkpoint_blocks", "auto", "--use_liger_kernel", "false"),
         ("--gradient_checkpointing", "false", "--freeze", "model.embed_tokens"),
+        ("--ds_config", "zero3", "--optim", "adamw_8bit"),
+        ("--ds_config", "zero3", "--optim", "adamw_8bit", "--leaf_blocks", "off"),
     ],
 )
 def test_the_same_words_give_the_same_plan(words, device, tmp_path, capsys, monkeypatch):

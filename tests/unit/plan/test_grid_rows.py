@@ -31,6 +31,7 @@ def planned():
     found = []
     for row in map(json.loads, ROWS.read_text().splitlines()):
         said = {k: v for k, v in row["settings"].items() if k not in OWN}
+        said.setdefault("leaf_blocks", "off")  # rows from before it was a choice
         said["model_name_or_path"] = "preset:" + Path(said["model_name_or_path"]).name
         cell = grid.Cell(
             num_gpus=row["num_gpus"], ds_config=row["ds_config"], ds_name=row["settings"]["ds_config"], arguments=said
