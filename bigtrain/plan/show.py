@@ -53,12 +53,12 @@ def tree_text(tree: Tree, sources: bool = True) -> str:
 def _verdict(name: str, need: int, have: int | None, margin: float, fits: bool) -> str:
     if have is None:
         flag = f"--{name.lower()}_memory SIZE"
-        return f"{name}: needs {show_bytes(need)} with a margin of {margin:.0%}; this machine has none to compare with: give {flag}"
+        return f"{name}: needs {show_bytes(need)} with a margin of {100 * margin:g}%; this machine has none to compare with: give {flag}"
     if fits:
         word, need = "fits", min(need, have)
     else:
         word = f"DOES NOT FIT, short by {show_bytes(need - have)}" if need > have else "DOES NOT FIT: memory would fragment"
-    return f"{name}: needs {show_bytes(need)} of {show_bytes(have)} with a margin of {margin:.0%}: {word}"
+    return f"{name}: needs {show_bytes(need)} of {show_bytes(have)} with a margin of {100 * margin:g}%: {word}"
 
 
 def plan_text(plan: Plan, gpu_memory: int | None, host_memory: int | None, rates: Rates | None = None) -> str:

@@ -72,12 +72,15 @@ H200 = Machine(device="cuda", card="NVIDIA H200", gpu_bytes=150_754_820_096, hos
     ("llama-3b", 33.5, 31.76, 33.78),
 ])  # fmt: skip
 def test_what_a_cell_leaves_open_is_settled_as_by_the_run(model, cap, allocated, reserved):
-    """Measured on one H200, in 1e9 bytes. The buffers of streamed state were counted as four, where the run took 80."""
+    """Measured on one H200, in 1e9 bytes. The buffers of streamed state were counted as four, where the run took 80: a tenth less.
+
+    With the margin of today (2.5 % of the card; 4 % then) and today's seconds of a forward a run takes a little more.
+    """
     values = {"ds_config": "zero2_offload", "optim": "adamw_split_8bit", "checkpoint_blocks": "auto", "micro_batch": 4}
     said = prediction(cell(model=f"preset:{model}", gpu_memory_cap=cap, **values), H200)
     assert said["fits"] and said["gpu_used_bytes"] <= said["gpu_limit_bytes"]
-    assert said["gpu_allocated_bytes"] == pytest.approx(allocated * 1e9, rel=0.01)
-    assert said["gpu_reserved_bytes"] == pytest.approx(reserved * 1e9, rel=0.04)
+    assert -0.01 <= said["gpu_allocated_bytes"] / (allocated * 1e9) - 1 <= 0.045
+    assert said["gpu_reserved_bytes"] == pytest.approx(reserved * 1e9, rel=0.045)
 
 
 def test_auto_plans_and_predicts_one_plan(capsys, monkeypatch):

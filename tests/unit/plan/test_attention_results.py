@@ -53,8 +53,8 @@ def test_bytes_on_card_and_host_are_those_of_the_tensors(tokens):
 
 def test_seconds_are_those_of_one_attention_less_where_the_host_keeps_up():
     inputs, offload = (step_time(long_row(p)).total_s for p in ("offload_inputs", "offload"))
-    attention = 2 * BLOCKS * 131_072 * HIDDEN * 131_072 / (784e12 * 0.71)
-    assert inputs - offload == pytest.approx(attention) and 7.5 < attention < 8.5
+    attention = 2 * BLOCKS * 131_072 * HIDDEN * 131_072 / (784e12 * 0.615)
+    assert inputs - offload == pytest.approx(attention) and 9 < attention < 9.5
     short = [step_time(long_row(p, 512, mlp_tile_tokens=0)).total_s for p in ("full", "attention")]
     assert short[0] < short[1]  # there the host is what a step waits for, and it looks for attention
 
@@ -107,7 +107,7 @@ def test_a_search_takes_it_for_long_rows_and_nobody_has_to_ask():
     assert [best(gpu, "none").options["checkpointing_policy"] for gpu in (36, 44)] == ["full", "attention"]
     found = best(36, "offload")
     assert found.options["checkpointing_policy"] == "offload" == flags(found.input)["checkpointing_policy"]
-    assert best(36, "offload", 52).options["checkpointing_policy"] == "offload_inputs"
+    assert best(36, "offload", 50).options["checkpointing_policy"] == "offload_inputs"
 
 
 def test_the_command_line_and_cells_say_what_was_decided(capsys):

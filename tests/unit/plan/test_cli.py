@@ -192,12 +192,12 @@ def test_auto_prints_the_ladder_and_the_plan(capsys):
 
 @pytest.mark.parametrize("how", [("--auto",), ("--ds_config", "zero2_offload")])
 def test_buffers_that_the_run_will_take_are_in_the_plan(capsys, how):
-    words = ("--model", "preset:llama-8b", "--optim", "adamw_split_8bit", "--gpu_memory", "80GiB", "--host_memory", "126GiB", "--seq_len", 4096,
+    words = ("--model", "preset:llama-8b", "--optim", "adamw_split_8bit", "--gpu_memory", "78GiB", "--host_memory", "126GiB", "--seq_len", 4096,
              "--kernels", "hf")  # fmt: skip
     assert run(*words, *how, "--json") == 0
     said = json.loads(capsys.readouterr().out)
     plan = said["plan"] if "--auto" in how else said
-    assert plan["zero"]["buffers"] > 4 and plan["gpu_used_bytes"] <= 80 * GIB
+    assert plan["zero"]["buffers"] > 4 and plan["gpu_used_bytes"] <= 78 * GIB
     run(*words, *how)
     assert show_bytes(plan["gpu_used_bytes"]) in capsys.readouterr().out
 
@@ -301,8 +301,8 @@ def test_rates_that_doctor_stored_are_used(tmp_path, monkeypatch, capsys):
     rates_file().write_text('{"host_bytes_s": 1e9}')
     assert stored_rates() is None  # measured where there is no card: a login node
     assert stored_rates("cpu").host_bytes_s == 1e9
-    rates_file().write_text('{"matmul_flops": 1e13, "host_bytes_s": 1e9}')
-    assert stored_rates() == Rates(matmul_flops=1e13, host_bytes_s=1e9)
+    rates_file().write_text('{"matmul_flops": 1e12, "host_bytes_s": 1e9}')
+    assert stored_rates() == Rates(matmul_flops=1e12, host_bytes_s=1e9)
     seconds = {}
     for name in ("stored", "none"):
         run("--model", "preset:llama-1b", *LIMITS, *(["--calibration", "none"] if name == "none" else []))

@@ -1,4 +1,4 @@
-"""The planner against the rows of docs/results/plan_accuracy_rows.jsonl: H200, one and two cards, launch/benchmark.py.
+"""The planner against the rows of docs/results/plan_accuracy_rows.jsonl and plan_later_rows.jsonl: H200, launch/benchmark.py.
 
 The planner was corrected by the first twenty of them, and its host constant by the twelve before the last six (docs/results/plan_accuracy.md); this
 keeps it so.
@@ -14,6 +14,7 @@ from bigtrain.bench import grid, prediction
 from bigtrain.plan.constants import process_bytes
 
 ROWS = Path(__file__).resolve().parents[3] / "docs/results/plan_accuracy_rows.jsonl"
+LATER = ROWS.with_name("plan_later_rows.jsonl")
 OWN = {"runner", "num_gpus", "ds_config", "steps", "warmup", "env"}
 GIB = 2**30
 AT_ONCE = 20  # the first rows are of one card each, two runs at a time on one host, which share library code
@@ -25,19 +26,23 @@ PROMISED = {
 }
 
 
+def predicted(row, gpu_bytes, host_bytes=250 * GIB):
+    arguments = {k: v for k, v in row["settings"].items() if k not in OWN}
+    arguments.setdefault("leaf_blocks", "off")  # rows from before it was a choice
+    arguments["model_name_or_path"] = "preset:" + Path(arguments["model_name_or_path"]).name
+    cell = grid.Cell(
+        num_gpus=row["num_gpus"], ds_config=row["ds_config"], ds_name=row["settings"]["ds_config"], arguments=arguments
+    )
+    machine = prediction.Machine(device="cuda", card=row["card"], gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    return prediction.prediction(cell, machine)
+
+
 @pytest.fixture(scope="module")
 def planned():
     """(row as measured, what is predicted for its cell now): the models are presets here, without files."""
     found = []
     for row in map(json.loads, ROWS.read_text().splitlines()):
-        said = {k: v for k, v in row["settings"].items() if k not in OWN}
-        said.setdefault("leaf_blocks", "off")  # rows from before it was a choice
-        said["model_name_or_path"] = "preset:" + Path(said["model_name_or_path"]).name
-        cell = grid.Cell(
-            num_gpus=row["num_gpus"], ds_config=row["ds_config"], ds_name=row["settings"]["ds_config"], arguments=said
-        )
-        machine = prediction.Machine(device="cuda", card=row["card"], gpu_bytes=140 * GIB, host_bytes=250 * GIB)
-        said = prediction.prediction(cell, machine)
+        said = predicted(row, 140 * GIB)
         if len(found) < AT_ONCE:
             said["host_bytes"] += process_bytes("cuda", 2) - process_bytes("cuda", 1)
         found.append((row, said))
@@ -51,6 +56,19 @@ def test_memory_is_near_what_was_measured(planned, number):
     assert len(errors) == 44
     assert sum(errors) / len(errors) <= mean
     assert max(errors) <= worst
+
+
+def test_allocated_is_what_was_measured():
+    """Rows of today's code paths, among them blocks as leaf modules and 348,160 tokens with the inputs on the host; nothing is fitted to them."""
+    rows = list(map(json.loads, LATER.read_text().splitlines()))[7:]
+    assert len(rows) == 14
+    for row in rows:
+        limits = row["predicted"]
+        said = predicted(row, limits["gpu_limit_bytes"], limits["host_limit_bytes"])
+        error = said["gpu_allocated_bytes"] / row["gpu_allocated_bytes"] - 1
+        no_buffers_yet = row["settings"]["steps"] == 1  # the state's first update makes them
+        assert -0.001 <= error <= (0.008 if no_buffers_yet else 0.001), row["label"]
+        assert row["settings"].get("gpu_memory_cap") != 24 or said["fits"]  # which ran
 
 
 def test_stages_rank_as_they_ran(planned):
