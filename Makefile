@@ -23,6 +23,8 @@ export TOKENIZERS_PARALLELISM = false
 # One rank per GPU; without a GPU, two CPU processes that share the cores.
 GPUS  := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 RANKS := $(if $(filter 0,$(GPUS)),2,$(GPUS))
+# Fused kernels and cuDNN's attention, which a run on a GPU takes where they are installed.
+GPU_EXTRA := $(if $(filter 0,$(GPUS)),,-e '.[gpu]')
 ifeq ($(GPUS),0)
 export DS_ACCELERATOR = cpu
 export OMP_NUM_THREADS ?= $(shell n=$$(( $$(nproc) / 2 )); [ $$n -gt 0 ] && echo $$n || echo 1)
@@ -61,12 +63,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 $(VENV)/.installed: setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --no-compile -c constraints.txt -e .
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e . $(GPU_EXTRA)
 	touch $@
 
 $(VENV)/.installed-dev: setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[dev]' $(GPU_EXTRA)
 	touch $@ $(VENV)/.installed
 
 clean:

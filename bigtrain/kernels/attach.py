@@ -219,7 +219,7 @@ def _liger_for(model: torch.nn.Module) -> tuple[str, Any]:
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:
-        return f"not installed: {error}; pip install 'bigtrain[gpu]'", None
+        return f"not installed: {error}; pip install -c constraints.txt -e '.[gpu]'", None
     kind = getattr(getattr(model, "config", None), "model_type", None)
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(kind)
     return ("", apply) if apply is not None else (f"it does not know the model type {kind!r}", None)

@@ -60,7 +60,7 @@ def why_not(shape: Shape) -> str | None:
     try:
         version = int(importlib.import_module("cudnn").backend_version())
     except Exception as error:  # not installed, or its cuDNN cannot be loaded: the reason is what is of use
-        return f"nvidia-cudnn-frontend cannot be used ({type(error).__name__}: {error}); pip install 'bigtrain[gpu]'"
+        return f"nvidia-cudnn-frontend cannot be used ({type(error).__name__}: {error}); pip install -c constraints.txt -e '.[gpu]'"
     if version < OLDEST_CUDNN or version in BROKEN_CUDNN:
         return f"cuDNN {version} is older than {OLDEST_CUDNN} or has broken gradients"
     return None

@@ -77,7 +77,7 @@ def test_cards_and_libraries_without_the_kernels_are_told(hopper, monkeypatch):
     _library(monkeypatch, 91001)
     assert "broken gradients" in why_not(SHAPE)
     monkeypatch.setitem(sys.modules, "cudnn", None)  # what an absent module looks like to import
-    assert "bigtrain[gpu]" in why_not(SHAPE)
+    assert "pip install -c constraints.txt -e '.[gpu]'" in why_not(SHAPE)
     monkeypatch.setattr(cudnn_attention, "is_hopper_or_later", lambda device: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     assert why_not(SHAPE) == "A100 is older than Hopper"
