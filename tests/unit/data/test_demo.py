@@ -26,6 +26,18 @@ def test_corpus_is_real_split_by_file_and_repeatable(tmp_path):
     assert not any("site-packages" in name for name in train)
 
 
+def test_a_small_corpus_has_a_file_to_validate_with(tmp_path, monkeypatch):
+    """Which files come first is chance, and Python's version: with 3.12 the first 25 were all for training."""
+    sources = [(f"{i}.py", f"x = {i:04}\n") for i in range(400)]
+    monkeypatch.setattr(demo, "_stdlib_sources", lambda: iter(sources))
+    for files in range(2, 40):
+        corpus = demo.stdlib_corpus(tmp_path / str(files), max_bytes=files * 9)
+        assert corpus.validation_files >= 1 and corpus.train_files + corpus.validation_files == files
+    monkeypatch.setattr(demo, "_stdlib_sources", lambda: iter(()))
+    with pytest.raises(DataError, match="too little library source"):
+        demo.stdlib_corpus(tmp_path / "none")
+
+
 def test_command_writes_what_the_training_path_reads(tmp_path, capsys):
     assert demo.main(["stdlib", str(tmp_path), "--vocab_size", "600", "--max_bytes", "400000"]) == 0
     assert "train.jsonl" in capsys.readouterr().out
