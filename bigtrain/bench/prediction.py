@@ -30,12 +30,13 @@ _RUN_NAMES = {"per_device_train_batch_size": "micro_batch", "gradient_accumulati
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where the sweep runs. Sizes in bytes, None: not known (or, for the GPU, none there)."""
+    """Where the sweep runs. Sizes in bytes, None: not known (or, for the GPU, none there). `liger`: liger-kernel is installed."""
 
     device: str
     card: str
     gpu_bytes: int | None
     host_bytes: int | None
+    liger: bool = True
 
 
 def run_values(cell: Cell) -> RunValues:
@@ -66,12 +67,14 @@ def attention(cell: Cell, machine: Machine) -> plan.Attention:
     )
 
 
-def kernels(cell: Cell, machine: Machine) -> str:
-    """The planner's word for the cell's kernels: fused ones on a GPU unless told not to, as in launch/train.py; peers, if told."""
+def kernels(cell: Cell, machine: Machine) -> dict[str, Any]:
+    """The planner's words for the cell's kernels: fused ones on a GPU unless told not to, as in launch/train.py; peers, if told."""
     asked = cell.arguments.get("use_liger_kernel")
     has_gpu = machine.device == "cuda"
     fused = defaults.fused_kernels(asked, has_gpu) if cell.runner == "bigtrain" else asked
-    return "liger" if fused and has_gpu else "hf"
+    if fused and has_gpu and machine.liger:
+        return {"kernels": "liger"}
+    return {"kernels": "hf", "chunks_loss": bool(fused) and cell.runner == "bigtrain"}
 
 
 def _blocks(cell: Cell) -> int | None:
@@ -90,7 +93,7 @@ def _plan_input(cell: Cell, machine: Machine, run: RunValues, **more: Any) -> Pl
         seq_len=cell.seq_len,
         optimizer=layout_name(run.optim or defaults.OPTIM),
         mlp_tile_tokens=cell.arguments.get("mlp_tile_tokens") or 0,
-        kernels=kernels(cell, machine),
+        **kernels(cell, machine),
         device=machine.device,
         card_flops=peak_bf16_flops(machine.card) or H100_FLOPS,
         expandable=expandable_segments({**os.environ, **cell.env}),

@@ -13,6 +13,7 @@ import copy
 import fcntl
 import glob
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -233,7 +234,8 @@ def this_machine() -> Machine:
     cards = () if os.environ.get("DS_ACCELERATOR") == "cpu" else gpu_memory()
     if not cards:
         return Machine(device="cpu", card=f"CPU, {os.cpu_count()} cores", gpu_bytes=None, host_bytes=host_bytes)
-    return Machine(device="cuda", card=card_name() or "GPU", gpu_bytes=min(cards), host_bytes=host_bytes)
+    liger = importlib.util.find_spec("liger_kernel") is not None
+    return Machine(device="cuda", card=card_name() or "GPU", gpu_bytes=min(cards), host_bytes=host_bytes, liger=liger)
 
 
 def code_version() -> str:

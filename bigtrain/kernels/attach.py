@@ -195,7 +195,7 @@ def use_liger(model: torch.nn.Module) -> LossPath:
     Returns:
         What was done, and why.
     """
-    reason, apply = _liger_for(model)
+    reason, apply = _liger_for(getattr(getattr(model, "config", None), "model_type", None))
     if apply is None:
         path = use_chunked_loss(model)
         log.info("liger-kernel is not used: %s", reason)
@@ -212,14 +212,18 @@ def use_liger(model: torch.nn.Module) -> LossPath:
     return LossPath(path.kind, f"liger-kernel for everything but the loss; {path.why}")
 
 
-def _liger_for(model: torch.nn.Module) -> tuple[str, Any]:
-    """Why liger-kernel cannot be used here, and its function for this model (None if it cannot)."""
+def why_no_liger(kind: str | None) -> str:
+    """Why `use_liger` cannot put liger-kernel's kernels into models of this type here; empty: it can."""
+    return _liger_for(kind)[0]
+
+
+def _liger_for(kind: str | None) -> tuple[str, Any]:
+    """Why liger-kernel cannot be used here, and its function for this type of model (None if it cannot)."""
     if not torch.cuda.is_available():
         return "no CUDA device", None
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:
         return f"not installed: {error}; pip install -c constraints.txt -e '.[gpu]'", None
-    kind = getattr(getattr(model, "config", None), "model_type", None)
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(kind)
     return ("", apply) if apply is not None else (f"it does not know the model type {kind!r}", None)

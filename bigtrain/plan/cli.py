@@ -359,7 +359,7 @@ def _command(args: argparse.Namespace, best: PlanInput) -> str:
         "mlp_tile_tokens": args.mlp_tile_tokens or None,
         "offload_gradients": args.offload_gradients if args.offload_gradients != AUTO else None,
         "leaf_blocks": args.leaf_blocks if args.leaf_blocks != AUTO else None,
-        "use_liger_kernel": "false" if best.device == "cuda" and best.kernels == "hf" else None,
+        "use_liger_kernel": "false" if best.device == "cuda" and best.kernels == "hf" and not best.chunks_loss else None,
     }
     words = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
     return shlex.join(["launch/train.py", "--ds_config", AUTO, *words, *(["--freeze", *args.freeze] if args.freeze else [])])

@@ -47,7 +47,8 @@ class PlanInput:
         mlp_tile_tokens: the feed-forward parts run over tiles of so many tokens (models/tiles.py); 0: as a whole.
         kernels: "hf" (transformers' own modules with sdpa) or "liger".
         loss: "full" (all logits in fp32), "chunked" (a chunk of tokens at a time, in fp32), "fused" (the same
-            by Triton's kernels, in place); None: by kernels.
+            by Triton's kernels, in place); None: by kernels and chunks_loss.
+        chunks_loss: bigtrain's own loss is there without liger's kernels: liger-kernel is not installed, or does not know the model.
         decay_groups: two parameter groups (matrices decay, vectors do not), as the optimizer builder makes them.
         frozen: names of modules or parameters that do not train: no gradient, no states.
         drawn: values are drawn in fp32 from a seed (a preset) instead of read from files.
@@ -70,6 +71,7 @@ class PlanInput:
     mlp_tile_tokens: int = 0
     kernels: Kernels = "hf"
     loss: Loss | None = None
+    chunks_loss: bool = False
     decay_groups: bool = True
     frozen: tuple[str, ...] = ()
     drawn: bool = False
@@ -269,11 +271,15 @@ class PlanInput:
     @property
     def loss_kind(self) -> Loss:
         """How the loss is computed: as told, or as kernels/attach.py `use_liger` has it."""
-        if self.loss is not None or self.kernels != "liger":
+        liger = self.kernels == "liger"
+        if self.loss is not None or not (liger or self.chunks_loss):
             return self.loss or "full"
-        # A loss that is not of the head's logits alone stays the model's own at stage 3, where liger's cannot read the head.
+        # A loss that is not of the head's logits alone stays the model's own without liger, and at stage 3, where liger's cannot read
+        # the head.
         own = self.parameters.kind in _OWN_LOSS or self.geometry.soft_cap
-        return "full" if own and self.settings.stage == 3 else "fused"
+        if own and (not liger or self.settings.stage == 3):
+            return "full"
+        return "fused" if liger or self.device == "cuda" else "chunked"
 
     def but(self, **changes: Any) -> PlanInput:
         """A copy with other values; names of `ZeroSettings` are put there."""

@@ -15,6 +15,7 @@ from bigtrain import defaults, plan, ranks, shapes
 from bigtrain.checkpoint.files import free_bytes
 from bigtrain.config import Decision, RunValues
 from bigtrain.errors import DoesNotFitError, UsageError
+from bigtrain.kernels.attach import why_no_liger
 from bigtrain.plan.cards import H100_FLOPS, card_name, peak_bf16_flops
 from bigtrain.plan.constants import CUDA_CONTEXT_BYTES, nccl_bytes
 from bigtrain.plan.disk import Writes, saves_to_come
@@ -44,13 +45,24 @@ def _plan_input(args: TrainArguments, model_config: Any, seq_len: int, run: RunV
         optimizer=layout_name(run.optim or defaults.OPTIM),
         checkpoint_blocks=args.recomputed_blocks,
         mlp_tile_tokens=args.mlp_tile_tokens or 0,
-        kernels="liger" if fused_kernels(args) and torch.cuda.is_available() else "hf",
+        **_kernels(args, model_config),
         device=device_type(),
         card_flops=_card_flops(),
         expandable=expandable_segments(),
         frozen=tuple(args.freeze),
         drawn=shapes.is_preset(args.model_name_or_path),
         **more,
+    )
+
+
+def _kernels(args: TrainArguments, model_config: Any) -> dict[str, Any]:
+    """What `use_liger` will find to do, as the planner says it."""
+    if not fused_kernels(args):
+        return {"kernels": "hf"}
+    return (
+        {"kernels": "hf", "chunks_loss": True}
+        if why_no_liger(model_config.to_dict().get("model_type"))
+        else {"kernels": "liger"}
     )
 
 

@@ -68,11 +68,31 @@ def test_the_same_words_give_the_same_plan(words, device, tmp_path, capsys, monk
     monkeypatch.setattr(capacity, "device_type", lambda: device)
     monkeypatch.setattr(jobs, "device_type", lambda: device)
     monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: device == "cuda")
+    monkeypatch.setattr(capacity, "why_no_liger", lambda kind: "" if capacity.torch.cuda.is_available() else "no CUDA device")
     words = ("--model_name_or_path", "preset:llama-1b", "--ds_config", "zero2_offload", *map(str, words))
     run = planned_by_training(words, tmp_path, 24 * GIB if device == "cuda" else None, 64 * GIB)
     cli.main(["plan", *words, "--json", "--device", device, "--gpu_memory", "24GiB", "--host_memory", "64GiB"])
     said = json.loads(capsys.readouterr().out)
     assert {name: said[name] for name in run.to_json()} == json.loads(json.dumps(run.to_json()))
+
+
+def test_without_liger_kernel_its_memory_is_not_planned(tmp_path, monkeypatch):
+    """On a card where it is not installed, or does not know the model, transformers' kernels run, with bigtrain's own loss."""
+    monkeypatch.setattr(capacity, "device_type", lambda: "cuda")
+    monkeypatch.setattr(jobs, "device_type", lambda: "cuda")
+    monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: True)
+    words = ("--model_name_or_path", "preset:llama-1b", "--ds_config", "zero2", "--gradient_checkpointing", "false",
+             "--per_device_train_batch_size", 8)  # fmt: skip
+    found = {}
+    for why in ("", "not installed"):
+        monkeypatch.setattr(capacity, "why_no_liger", lambda kind, why=why: why)
+        found[why] = planned_by_training(words, tmp_path, 80 * GIB, 64 * GIB)
+    with_it, without = found[""], found["not installed"]
+    assert (with_it.input.kernels, with_it.input.loss_kind) == ("liger", "fused")
+    assert (without.input.kernels, without.input.loss_kind) == ("hf", "fused")
+    # In a block one bf16 tensor of [tokens, feed-forward] more, and two fp32 ones of [tokens, width] in its norms; then the last norm.
+    more = 16 * 8 * 1024 * (2 * 8192 + 2 * 4 * 2048)
+    assert without.gpu_peak_allocated_bytes - with_it.gpu_peak_allocated_bytes == pytest.approx(more, rel=0.02)
 
 
 @pytest.mark.parametrize("name", [f"preset:{name}" for name in shapes.names()])

@@ -117,6 +117,7 @@ def test_the_search_is_told(monkeypatch):
     monkeypatch.setattr(capacity, "device_type", lambda: "cuda")
     monkeypatch.setattr(jobs, "device_type", lambda: "cuda")
     monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(capacity, "why_no_liger", lambda kind: "")
     monkeypatch.setattr(capacity, "memory_limits", lambda cap: (139 * GIB, 500 * GIB))
     asked = replace(job("on").args, ds_config="auto", per_device_train_batch_size=1, gradient_accumulation_steps=1)
     args, config = capacity.choose(asked)
