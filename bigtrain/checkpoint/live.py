@@ -237,7 +237,7 @@ def _blockwise(flat: Flat) -> Iterator[LocalSlice]:
 def _frozen(name: str, param: torch.nn.Parameter) -> Iterator[LocalSlice]:
     shape = tuple(zero.full_shape(param))
     if not zero.is_partitioned(param):
-        yield LocalSlice(param=name, kind="weight", shape=shape, start=0, tensor=_flat_view(param), replicated=True)
+        yield LocalSlice(param=name, kind="weight", shape=shape, start=0, tensor=flat_view(param), replicated=True)
         return
     part = param.ds_tensor  # type: ignore[attr-defined]
     start = min(part.ds_numel * ranks.rank(), zero.full_numel(param))
@@ -250,7 +250,7 @@ def _buffers(module: torch.nn.Module) -> Iterator[LocalSlice]:
     for name, buffer in persistent_buffers(module):
         if buffer.numel():
             yield LocalSlice(
-                param=name, kind="buffer", shape=tuple(buffer.shape), start=0, tensor=_flat_view(buffer), replicated=True,
+                param=name, kind="buffer", shape=tuple(buffer.shape), start=0, tensor=flat_view(buffer), replicated=True,
                 volatile=True,
             )  # fmt: skip
 
@@ -263,7 +263,7 @@ def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _flat_view(tensor: torch.Tensor) -> torch.Tensor:
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself as 1-D; one that is transposed or expanded is laid out anew for it."""
     if not tensor.is_contiguous():
         tensor.data = tensor.detach().contiguous()

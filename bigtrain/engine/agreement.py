@@ -35,6 +35,30 @@ def unfold(packed: int) -> tuple[int, int]:
     return (packed >> _ORDER_BITS) - 1, packed & ((1 << _ORDER_BITS) - 1)
 
 
+def same_model(module: torch.nn.Module) -> None:
+    """Check that all ranks built one model, before DeepSpeed or the engine gives rank 0's values to all; one small exchange.
+
+    Raises:
+        RanksDisagreeError: on all ranks, naming parameters or persistent buffers that some lack, or hold in another shape or dtype.
+    """
+    mine = {
+        n: f"{tuple(zero.full_shape(p))} {p.dtype}{' frozen' * (not p.requires_grad)}" for n, p in module.named_parameters()
+    }
+    mine.update((n, f"buffer {tuple(b.shape)} {b.dtype}") for n, b in persistent_buffers(module))
+    if len(set(ranks.all_gather_object(digest(tuple(mine.items())), "comparing the model"))) == 1:
+        return
+    everyone = ranks.all_gather_object(mine, "comparing the model")
+    apart: dict[Any, list[Any]] = guards.differing(everyone)
+    if not apart:  # the same in another order
+        apart = {i: list(names) for i, names in enumerate(zip(*everyone)) if len(set(names)) > 1}
+    lines = [f"{what}: " + ", ".join(f"rank {r} {v}" for r, v in enumerate(values)) for what, values in apart.items()]
+    raise RanksDisagreeError(
+        f"the ranks built different models: {guards.listing(lines)}. Every rank must register the same parameters and persistent buffers "
+        "in the same order, shape and dtype: build from the same arguments and files, without a branch on the rank.",
+        {r: {what: values[r] for what, values in apart.items()} for r in range(ranks.world_size())},
+    )
+
+
 @torch.no_grad()
 def state_digests(module: torch.nn.Module) -> dict[str, Any]:
     """A checksum of every replicated parameter and persistent buffer, by name; one wait for the device.

@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from bigtrain import guards, optim, ranks, weights, zero
-from bigtrain.engine import buffers
+from bigtrain.engine import agreement, buffers
 from bigtrain.engine.flags import GradientFlags
 from bigtrain.engine.leafs import carry_gradients
 from bigtrain.engine.master import MasterOptimizer
@@ -69,14 +69,17 @@ class Assembled:
 def assemble(
     model: torch.nn.Module, settings: Settings, keep_in_fp32: set[str], leaf_modules: Sequence[type], trace_gradients: bool
 ) -> Assembled:
-    """Hand the model to DeepSpeed with our optimizer; buffers keep their dtype and values.
+    """Hand the model to DeepSpeed with our optimizer; buffers keep their dtype and rank 0's values.
 
     Raises:
+        RanksDisagreeError: if ranks built different models.
         ModelError: if leaf_modules match nothing, no parameter is trainable, some are of a kind that cannot be trained, or the model was
             built for another stage or dtype.
     """
     s = settings
-    _refuse(model, s, leaf_modules)
+    with ranks.together("looking at the model"):
+        _refuse(model, s, leaf_modules)
+    agreement.same_model(model)
     if s.bf16:
         buffers.compute_in_fp32(model)
     saved = buffers.snapshot(model)
@@ -104,6 +107,7 @@ def assemble(
     restored = buffers.restore(model, saved)
     if restored:
         log.info("kept %d buffers in the dtype they were built with: %s", len(restored), guards.listing(restored))
+    buffers.take_from_rank_0(model, device)
     return Assembled(
         ds,
         names,

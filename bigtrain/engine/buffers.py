@@ -1,4 +1,4 @@
-"""Buffers keep the dtype and value they were built with; running statistics work, and stay equal on all ranks, under bf16."""
+"""Buffers keep the dtype they were built with and rank 0's value; running statistics work, and stay equal on all ranks, under bf16."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from bigtrain import ranks
+from bigtrain.checkpoint.live import flat_view, persistent_buffers
+from bigtrain.whereabouts import HERE
+
+PIECE_BYTES = 64 * 2**20
 
 
 def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -24,6 +28,33 @@ def restore(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> list[str]
             buffer.data = before.to(buffer.device)
             undone.append(name)
     return undone
+
+
+@torch.no_grad()
+def take_from_rank_0(model: torch.nn.Module, device: torch.device) -> None:
+    """Give every rank rank 0's persistent buffers, as DeepSpeed does with parameters alone: ranks may have drawn theirs by other seeds.
+
+    Buffers that no checkpoint keeps stay as they are: they follow from the config, and ranks may hold different.
+
+    Args:
+        model: the same on all ranks (`agreement.same_model`).
+        device: of the process group's collectives.
+    """
+    if ranks.world_size() == 1:
+        return
+    # As bytes: one broadcast for all dtypes. In pieces: quantised weights may be buffers too.
+    ahead = [
+        piece for _, b in persistent_buffers(model) if b.numel() for piece in flat_view(b).view(torch.uint8).split(PIECE_BYTES)
+    ]
+    while ahead:
+        taken = [ahead.pop(0)]
+        while ahead and sum(p.numel() for p in taken) + ahead[0].numel() <= PIECE_BYTES:
+            taken.append(ahead.pop(0))
+        flat = torch.cat([piece.to(device) for piece in taken])
+        with HERE.together("taking rank 0's buffers"):
+            dist.broadcast(flat, 0)
+        for piece, value in zip(taken, flat.split([p.numel() for p in taken])):
+            piece.copy_(value)
 
 
 def with_running_statistics(model: torch.nn.Module) -> list[_NormBase]:
