@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from bigtrain import ranks
 from bigtrain.checkpoint.live import flat_view, persistent_buffers
@@ -65,19 +68,32 @@ def with_running_statistics(model: torch.nn.Module) -> list[_NormBase]:
 def compute_in_fp32(model: torch.nn.Module) -> int:
     """Make BatchNorm take any activation dtype: statistics and arithmetic in fp32, the result in the input's dtype.
 
+    InstanceNorm with running statistics too: torch rounds them to the activations' dtype on their way.
+
     Running statistics in bf16 stop moving (an update of 0.1 % rounds to nothing), and torch refuses bf16 weights beside fp32
     statistics on the CPU. Weights stay parameters of the model's dtype with fp32 masters. SyncBatchNorm is left as it is.
     """
     found = 0
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm):
-            module.forward = _Fp32BatchNorm(module)  # type: ignore[method-assign, assignment]
+        batch = isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm)
+        if batch or (isinstance(module, _InstanceNorm) and module.track_running_stats):
+            if batch:
+                module.forward = _Fp32BatchNorm(module)  # type: ignore[arg-type]
+            else:
+                module._apply_instance_norm = functools.partial(_instance_norm_in_fp32, module)  # type: ignore[arg-type, assignment]
             for name in ("running_mean", "running_var"):
                 stats = getattr(module, name, None)
                 if stats is not None:
                     stats.data = stats.data.float()
             found += 1
     return found
+
+
+def _instance_norm_in_fp32(m: _InstanceNorm, x: torch.Tensor) -> torch.Tensor:
+    weight = None if m.weight is None else m.weight.float()
+    bias = None if m.bias is None else m.bias.float()
+    momentum = 0.0 if m.momentum is None else m.momentum
+    return F.instance_norm(x.float(), m.running_mean, m.running_var, weight, bias, m.training, momentum, m.eps).to(x.dtype)
 
 
 class _Fp32BatchNorm:

@@ -118,10 +118,10 @@ class Origin:
         except RuntimeError as error:
             if "BFloat16" in str(
                 error
-            ):  # two dtypes meet: `train_step` and `evaluate` convert what they are given, this does not
+            ):  # two dtypes meet; `train_step` and `evaluate` convert what they are given, not what a model holds
                 error.add_note(
                     "The weights are bfloat16: hand floating inputs over as x.to(engine.device, engine.dtype), or take "
-                    "engine.train_step, which does it."
+                    "engine.train_step, which does it. Buffers keep the dtype they were built with: forward must cast them where it uses them."
                 )
             raise
         finally:

@@ -142,3 +142,44 @@ def test_models_that_differ_are_told_on_all_ranks(rank_pool, stage, how, words):
 def test_a_model_that_is_refused_on_one_rank_is_told_to_the_others(rank_pool):
     (disagree, there), (_, here) = rank_pool(2).run(_apart, 2, "kind", limit_s=60.0)
     assert disagree and "rank 1: ModelError: parameter more.weight is lazy" in there and "more.weight is lazy" in here
+
+
+def _statistics():
+    model = nn.Sequential(nn.InstanceNorm1d(2, affine=True, track_running_stats=True), nn.BatchNorm1d(2)).bfloat16()
+    engine = _engine(model, 0, True)
+    engine(torch.full((1, 2, 4), 3.0, dtype=torch.bfloat16))
+    found = {name: (b.dtype, b.flatten()[:1].item()) for name, b in engine.module.named_buffers() if "mean" in name}
+    engine.close()
+    return found
+
+
+def test_running_statistics_of_a_model_that_was_built_in_bf16_are_fp32(rank_pool):
+    mean = torch.tensor(0.1) * 3.0  # not a number of bf16
+    found = rank_pool(1).run(_statistics)[0]
+    assert found["0.running_mean"] == (torch.float32, pytest.approx(mean.item(), rel=1e-6))
+    assert found["1.running_mean"][0] == torch.float32
+
+
+def _other_dtype():
+    engine = _engine(Mixed(), 0, True)
+    with pytest.raises(RuntimeError) as told:
+        engine.train_step([{"x": torch.ones(1, 2)}])
+    engine.close()
+    return "".join(told.value.__notes__)
+
+
+class Mixed(nn.Module):
+    """A product of bf16 weights with a buffer in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("table", torch.ones(2))
+
+    def forward(self, x):
+        return (self.layer.weight @ self.table).sum() + x.sum()
+
+
+def test_a_buffer_of_another_dtype_than_the_weights_is_thought_of(rank_pool):
+    """train_step was named as the remedy for what happened in it."""
+    assert "Buffers keep the dtype they were built with" in rank_pool(1).run(_other_dtype)[0]
