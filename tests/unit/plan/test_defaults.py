@@ -68,6 +68,7 @@ def test_the_same_words_give_the_same_plan(words, device, tmp_path, capsys, monk
     monkeypatch.setattr(capacity, "device_type", lambda: device)
     monkeypatch.setattr(jobs, "device_type", lambda: device)
     monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: device == "cuda")
+    monkeypatch.setattr(capacity.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     words = ("--model_name_or_path", "preset:llama-1b", "--ds_config", "zero2_offload", *map(str, words))
     run = planned_by_training(words, tmp_path, 24 * GIB if device == "cuda" else None, 64 * GIB)
     cli.main(["plan", *words, "--json", "--device", device, "--gpu_memory", "24GiB", "--host_memory", "64GiB"])

@@ -6,7 +6,7 @@ import pytest
 
 from bigtrain import cli, shapes
 from bigtrain.errors import UsageError
-from bigtrain.plan import choose, plan_input, predict
+from bigtrain.plan import cards, choose, plan_input, predict
 from bigtrain.plan.cards import peak_bf16_flops
 from bigtrain.plan.choose import search_settings
 from bigtrain.plan.leaf_choice import choose_leafs, either, leafed, with_leafs
@@ -136,3 +136,25 @@ def test_plan_says_it_in_a_line(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["leaf_blocks"]["on"] is True and found["zero"]["leaf_classes"] == ["LlamaDecoderLayer"]
     assert cli.main([*words, "--stage", "2", "--leaf_blocks", "on"]) == 2
+
+
+@pytest.mark.parametrize(
+    "does, name",
+    [
+        ("echo NVIDIA H200; echo NVIDIA L4", "NVIDIA H200"),
+        ("echo NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.; exit 9", None),  # on stdout
+        ("printf '\\377\\n'", "\N{REPLACEMENT CHARACTER}"),
+        ("exec sleep 20", None),
+        ("", None),
+    ],
+)
+def test_nvidia_smi_may_fail_and_hang(does, name, tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{does}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(cards, "_LONGEST_S", 1.0)
+    cards.card_name.cache_clear()
+    try:
+        assert cards.card_name() == name
+    finally:
+        cards.card_name.cache_clear()
