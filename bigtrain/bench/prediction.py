@@ -15,7 +15,7 @@ from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cards import H100_FLOPS, peak_bf16_flops
 from bigtrain.plan.cli import model_config
 from bigtrain.plan.inputs import Checkpointing, PlanInput
-from bigtrain.plan.leaf_choice import LeafBlocks, leafed, with_leafs
+from bigtrain.plan.leaf_choice import LeafBlocks, as_said, with_leafs
 from bigtrain.plan.machine import expandable_segments
 from bigtrain.plan.predict import Plan
 from bigtrain.plan.roofline import step_time, stored_rates
@@ -167,7 +167,7 @@ def planned(cell: Cell, machine: Machine) -> Plan:
     gpu, host = limits(cell, machine)
     buffers = not cell.arguments.get("no_plan") and buffers_are_open(done.config)
     rates = stored_rates(machine.device)
-    found = leafed(found) if _leafs(cell) == "on" else found
+    found = as_said(found, _leafs(cell))
     found = settled(found, gpu, host, rates, share=share is None, buffers=buffers, blocks=blocks_are_open)
     found = with_leafs(found, gpu, host) if _leafs(cell) == AUTO else found
     return plan.predict(found, gpu_memory_bytes=gpu)

@@ -48,10 +48,13 @@ def peak_bf16_flops(card: str | None) -> float | None:
 
 @cache
 def card_name() -> str | None:
-    """Of this machine's first card, as nvidia-smi says it; None without either."""
+    """Of this machine's first card, as nvidia-smi says it; None without either, or where it fails or hangs."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
+    try:  # where it fails it says so on stdout
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LONGEST_S, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
     return (done.stdout.splitlines() or [""])[0].strip() or None
+
+
+_LONGEST_S = 20.0

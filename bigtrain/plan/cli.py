@@ -20,7 +20,7 @@ from bigtrain.plan.families import contradicting_sizes, position_limit
 from bigtrain.plan.family_kept import attention_of
 from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.inputs import Checkpointing, PlanInput, plan_input
-from bigtrain.plan.leaf_choice import LeafBlocks, LeafChoice, choose_leafs, leafed
+from bigtrain.plan.leaf_choice import LeafBlocks, LeafChoice, as_said, choose_leafs, leafed
 from bigtrain.plan.longest import longest
 from bigtrain.plan.machine import expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
@@ -310,7 +310,7 @@ def run(args: argparse.Namespace) -> int:
     _warn(base, config or {})
     if not args.auto:
         base, buffers = base.but(offload_gradients=share or 0.0), buffers_are_open(ds_config)
-        base = leafed(base) if args.leaf_blocks == "on" else base
+        base = as_said(base, args.leaf_blocks)
         settle = partial(settled, gpu=gpu, host=host, rates=rates, share=share is None, blocks=args.blocks == AUTO)
         if args.seq_len == MAX:  # buffers take what is left
             base = longest(base, gpu, host, position_limit(config) if config else None, partial(settle, buffers=False))

@@ -65,6 +65,8 @@ def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:
 
 # Families whose positions are learned, or a bias.
 NO_ROTARY = {"gpt2", "opt", "bloom", "vit", "bert", *ROBERTA, *T5}
+# Of what attention holds in backward: with a fused kernel it is seven of the stream's size for the largest of the presets.
+_MOST_PARTS = 32
 # Phases of a micro step, from the first update on.
 MICRO_STEP = ("steady forward", "loss", "loss backward", "backward", "bucket flush")
 
@@ -324,9 +326,11 @@ class Run:
             self._feed_forward_backward(block, cost, feed, self._grad)
         tape.touch(cost.norm_extra, "backward, norm temporaries")
         tape.drop(("norm2", block))
-        parts = [("dattention", at) for at in range(-(-cost.attention_extra // cost.stream))]
-        for _, at in parts:  # tensors of about the stream's size
-            size = min(cost.stream, cost.attention_extra - at * cost.stream)
+        # Tensors of about the stream's size, but few: scores that no fused kernel spares are as large as the rows are long.
+        largest = max(cost.stream, -(-cost.attention_extra // _MOST_PARTS))
+        parts = [("dattention", at) for at in range(-(-cost.attention_extra // largest))]
+        for _, at in parts:
+            size = min(largest, cost.attention_extra - at * largest)
             tape.hold(("dattention", at), size, "backward, attention gradients")
         tape.drop(("attention", block))
         for i in reversed(attention):

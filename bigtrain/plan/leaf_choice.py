@@ -19,7 +19,7 @@ from bigtrain.errors import UsageError
 from bigtrain.plan.cards import H100_FLOPS
 from bigtrain.plan.family_others import T5
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.leafs import block_class
+from bigtrain.plan.leafs import block_class, is_block_class
 from bigtrain.plan.predict import quick
 from bigtrain.plan.roofline import Rates, host_s, step_time
 from bigtrain.plan.zero_settings import ZeroSettings
@@ -50,7 +50,7 @@ def leafed(plan: PlanInput) -> PlanInput:
     """The plan with its blocks as leaf modules.
 
     Raises:
-        UsageError: it is not of stage 3, or the class of its blocks is not known.
+        UsageError: it is not of stage 3, the class of its blocks is not known, or its settings name other leaf modules alone.
     """
     name = block_class(plan.parameters.kind)
     if plan.settings.stage != 3:
@@ -62,7 +62,28 @@ def leafed(plan: PlanInput) -> PlanInput:
             f"leaf_blocks on: the class of the blocks of '{plan.parameters.kind}' is not known to the plan; name it in "
             "zero_optimization.leaf_module.classes"
         )
+    if says_itself(plan.settings) and not _named(plan):
+        raise UsageError(
+            f"leaf_blocks on, but the ds_config has leaf modules of its own, without {name}: name that in leaf_module.classes, or "
+            "leave leaf_blocks out"
+        )
     return plan if says_itself(plan.settings) else plan.but(leaf_classes=(name,))
+
+
+def as_said(plan: PlanInput, said: LeafBlocks) -> PlanInput:
+    """The plan with what the user said of it; "auto" is left open.
+
+    Raises:
+        UsageError: as a run has it (`run.leaf_blocks`): the ds_config says the contrary, or it cannot be.
+    """
+    if said == "off" and (both := _named(plan)):
+        raise UsageError(f"leaf_blocks off, but leaf_module.classes of the ds_config names {both}: leave one of them out")
+    return leafed(plan) if said == "on" else plan
+
+
+def _named(plan: PlanInput) -> str:
+    """Its blocks, as the ds_config names them among leaf modules; empty: it does not."""
+    return ", ".join(name for name in plan.settings.leaf_classes if is_block_class(name, plan.parameters.kind))
 
 
 def either(plan: PlanInput) -> tuple[PlanInput, ...]:

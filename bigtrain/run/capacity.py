@@ -16,7 +16,7 @@ from bigtrain.checkpoint.files import free_bytes
 from bigtrain.config import Decision, RunValues
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.kernels.attach import why_no_liger
-from bigtrain.plan.cards import H100_FLOPS, card_name, peak_bf16_flops
+from bigtrain.plan.cards import H100_FLOPS, peak_bf16_flops
 from bigtrain.plan.constants import CUDA_CONTEXT_BYTES, nccl_bytes
 from bigtrain.plan.disk import Writes, saves_to_come
 from bigtrain.plan.machine import expandable_segments, host_memory, show_bytes
@@ -68,7 +68,7 @@ def _kernels(args: TrainArguments, model_config: Any) -> dict[str, Any]:
 
 def _card_flops() -> float:
     """Of the slowest card of all ranks, by name. Collective."""
-    card = card_name() if torch.cuda.is_available() else None
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else None  # the rank's own, not the host's first
     return min(ranks.all_gather_object(peak_bf16_flops(card) or H100_FLOPS, "which card each rank has"))
 
 

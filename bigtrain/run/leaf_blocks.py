@@ -75,16 +75,24 @@ def decided(job: Job, found: PlanInput | None, gpu: int | None, host: int | None
         return job
     if job.args.leaf_blocks == "off":
         return _with(job, (), LeafChoice(False, "--leaf_blocks"), "flag")
-    kept = ranks.main_decides(lambda: RunFolder.kept(resume).get("leaf_blocks"), "reading what the run before kept")
+    kept = ranks.main_decides(lambda: _kept(resume), "reading what the run before kept")
     choice = _choice(job, found, gpu, host, kept)
     logger.info("leaf_blocks auto: %s", choice.text())
     return _with(job, (job.block_classes or ()) if choice.on else (), choice, "plan")
+
+
+def _kept(resume: Path | None) -> bool | None:
+    """Of the run before; None: it does not tell. One that says nothing at all is older than the choice: it had hooks on each layer."""
+    found = RunFolder.kept(resume)
+    return found.get("leaf_blocks", False) if found else None
 
 
 def _choice(job: Job, found: PlanInput | None, gpu: int | None, host: int | None, kept: bool | None) -> LeafChoice:
     as_before = "as in the run that it goes on from"
     if kept is False:
         return LeafChoice(False, as_before)
+    if kept and job.block_classes and (found is None or block_class(found.parameters.kind) not in job.block_classes):
+        return LeafChoice(True, as_before)  # it was told to, and there is no plan that would say that they do not fit
     if found is None:
         return LeafChoice(False, "this model or run has no plan")
     if block_class(found.parameters.kind) not in (job.block_classes or ()):

@@ -88,6 +88,7 @@ def test_auto_plans_and_predicts_one_plan(capsys, monkeypatch):
     monkeypatch.setattr(capacity, "device_type", lambda: "cuda")
     monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(capacity, "why_no_liger", lambda kind: "")
+    monkeypatch.setattr(capacity.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     for gpu_gib, model, more in (
         (47.4, "llama-8b", {}),
         (79.1, "llama-8b", {"micro_batch": 4}),

@@ -69,6 +69,7 @@ def test_the_same_words_give_the_same_plan(words, device, tmp_path, capsys, monk
     monkeypatch.setattr(jobs, "device_type", lambda: device)
     monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: device == "cuda")
     monkeypatch.setattr(capacity, "why_no_liger", lambda kind: "" if capacity.torch.cuda.is_available() else "no CUDA device")
+    monkeypatch.setattr(capacity.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     words = ("--model_name_or_path", "preset:llama-1b", "--ds_config", "zero2_offload", *map(str, words))
     run = planned_by_training(words, tmp_path, 24 * GIB if device == "cuda" else None, 64 * GIB)
     cli.main(["plan", *words, "--json", "--device", device, "--gpu_memory", "24GiB", "--host_memory", "64GiB"])
@@ -81,6 +82,7 @@ def test_without_liger_kernel_its_memory_is_not_planned(tmp_path, monkeypatch):
     monkeypatch.setattr(capacity, "device_type", lambda: "cuda")
     monkeypatch.setattr(jobs, "device_type", lambda: "cuda")
     monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(capacity.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     words = ("--model_name_or_path", "preset:llama-1b", "--ds_config", "zero2", "--gradient_checkpointing", "false",
              "--per_device_train_batch_size", 8)  # fmt: skip
     found = {}

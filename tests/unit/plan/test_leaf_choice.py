@@ -6,10 +6,10 @@ import pytest
 
 from bigtrain import cli, shapes
 from bigtrain.errors import UsageError
-from bigtrain.plan import choose, plan_input, predict
+from bigtrain.plan import cards, choose, plan_input, predict
 from bigtrain.plan.cards import peak_bf16_flops
 from bigtrain.plan.choose import search_settings
-from bigtrain.plan.leaf_choice import choose_leafs, either, leafed, with_leafs
+from bigtrain.plan.leaf_choice import as_said, choose_leafs, either, leafed, with_leafs
 from bigtrain.run.auto import config_of, flags
 from tests.unit.plan.family_configs import CAUSAL, OTHER
 
@@ -100,6 +100,37 @@ def test_on_needs_stage_3_and_blocks_that_are_known():
         leafed(plan_input(shapes=[["a.weight", [4, 4]]]))
 
 
+@pytest.mark.parametrize(
+    "said, zero, words",
+    [
+        (
+            "off",
+            {"leaf_module": {"classes": ["LlamaDecoderLayer"]}},
+            "leaf_blocks off, but leaf_module.classes .* LlamaDecoderLayer",
+        ),
+        ("on", {"leaf_module": {"names": ["model.layers.0"]}}, "leaf modules of its own, without LlamaDecoderLayer"),
+        ("on", {"stage3_module_granularity_threshold": 10}, "leaf modules of its own, without LlamaDecoderLayer"),
+    ],
+)
+def test_what_a_run_refuses_is_not_planned(said, zero, words, tmp_path, capsys):
+    """It was planned as the ds_config has it, as if nobody had said the contrary."""
+    with pytest.raises(UsageError, match=words):
+        as_said(plan(zero=zero), said)
+    assert as_said(plan(zero=zero), "auto") == plan(zero=zero)
+    (tmp_path / "c.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **zero},
+                                                 "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}))  # fmt: skip
+    words = ["plan", "--model", "preset:llama-8b", "--gpus", "2", "--gpu_memory", "139GiB", "--host_memory", "500GiB", "--seq_len", "4096"]  # fmt: skip
+    assert cli.main([*words, "--ds_config", str(tmp_path / "c.json"), "--leaf_blocks", said]) == 2
+    assert f"leaf_blocks {said}, but" in capsys.readouterr().err
+
+
+def test_off_and_on_beside_a_file_that_says_the_same():
+    named = plan(zero={"leaf_module": {"classes": ["transformers.models.llama.modeling_llama.LlamaDecoderLayer"]}})
+    assert as_said(named, "on") == named
+    other = plan(zero={"leaf_module": {"names": ["model.layers.0"]}})
+    assert as_said(other, "off") == other
+
+
 def ladder(said, gpu=None, world=2):
     base = plan(world_size=world)
     return choose(base.but(settings=search_settings(4096)), gpu_memory_bytes=gpu, host_memory_bytes=None, global_batch=4 * world,
@@ -136,3 +167,25 @@ def test_plan_says_it_in_a_line(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["leaf_blocks"]["on"] is True and found["zero"]["leaf_classes"] == ["LlamaDecoderLayer"]
     assert cli.main([*words, "--stage", "2", "--leaf_blocks", "on"]) == 2
+
+
+@pytest.mark.parametrize(
+    "does, name",
+    [
+        ("echo NVIDIA H200; echo NVIDIA L4", "NVIDIA H200"),
+        ("echo NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.; exit 9", None),  # on stdout
+        ("printf '\\377\\n'", "\N{REPLACEMENT CHARACTER}"),
+        ("exec sleep 20", None),
+        ("", None),
+    ],
+)
+def test_nvidia_smi_may_fail_and_hang(does, name, tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{does}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(cards, "_LONGEST_S", 1.0)
+    cards.card_name.cache_clear()
+    try:
+        assert cards.card_name() == name
+    finally:
+        cards.card_name.cache_clear()

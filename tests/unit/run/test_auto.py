@@ -70,6 +70,7 @@ def test_what_auto_chose_is_said_to_be_its_choice(monkeypatch):
     monkeypatch.setattr(jobs, "device_type", lambda: "cuda")
     monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(capacity, "why_no_liger", lambda kind: "")
+    monkeypatch.setattr(capacity.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     limits = 24 * GIB, 126 * GIB
     monkeypatch.setattr(capacity, "memory_limits", lambda cap: limits)
     asked = TrainArguments(

@@ -80,6 +80,39 @@ def test_a_resume_does_as_before_where_it_fits(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("one, found", [(job(), None), (job(classes=("Own",)), plan())])
+def test_a_resume_does_as_before_where_no_plan_says_that_it_does_not_fit(one, found, monkeypatch):
+    """It was told `on`, and is gone on with without."""
+    monkeypatch.setattr(leaf_blocks.RunFolder, "kept", lambda resume: {"leaf_blocks": True})
+    done = leaf_blocks.decided(one, found, None, None)
+    assert how(done) == [("on", "plan", "as in the run that it goes on from")] and leafs(done) == {
+        "classes": [*one.block_classes]
+    }
+    assert leaf_blocks.decided(job(classes=None), None, None, None).leaf_blocks is False
+
+
+@pytest.mark.parametrize(
+    "kept, on",
+    [
+        ({"seq_len": 4096}, False),  # of a run from before there was a choice: hooks on each layer
+        ({"seq_len": 4096, "leaf_blocks": None}, True),  # at another stage, or as its ds_config said
+        ({}, True),  # no resume
+    ],
+)
+def test_a_checkpoint_that_does_not_tell(kept, on, monkeypatch):
+    monkeypatch.setattr(leaf_blocks.RunFolder, "kept", lambda resume: kept)
+    assert leaf_blocks.decided(job(), plan(), None, None).leaf_blocks is on
+
+
+def test_the_slowest_card_is_each_ranks_own(monkeypatch):
+    """nvidia-smi was asked, for the host's first card, and its absence made an H100 of any card."""
+    monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(capacity.torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    assert capacity._card_flops() == 312e12
+    monkeypatch.setattr(capacity.ranks, "all_gather_object", lambda mine, why: [mine, 181e12])
+    assert capacity._card_flops() == 181e12
+
+
 @pytest.mark.parametrize(
     "zero", [{"leaf_module": {"name_suffixes": ["mlp"]}}, {"stage3_module_granularity_threshold": 5}, {"stage": 2}]
 )
@@ -118,6 +151,7 @@ def test_the_search_is_told(monkeypatch):
     monkeypatch.setattr(jobs, "device_type", lambda: "cuda")
     monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(capacity, "why_no_liger", lambda kind: "")
+    monkeypatch.setattr(capacity.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(capacity, "memory_limits", lambda cap: (139 * GIB, 500 * GIB))
     asked = replace(job("on").args, ds_config="auto", per_device_train_batch_size=1, gradient_accumulation_steps=1)
     args, config = capacity.choose(asked)
