@@ -103,8 +103,9 @@ def cell_again(row: dict[str, Any]) -> grid.Cell:
     """The cell that a row was measured for."""
     own = {"runner", "num_gpus", "ds_config", "steps", "warmup", "env"}
     arguments = {k: v for k, v in row["settings"].items() if k not in own}
-    chosen = "leaf blocks" in row["predicted"].get("config", "")  # by auto, which older rows had not
-    arguments.setdefault("leaf_blocks", "on" if chosen else "off")
+    if "leaf_module" not in row["ds_config"].get("zero_optimization", {}):  # else the file says it
+        chosen = "leaf blocks" in row["predicted"].get("config", "")  # by auto, which older rows had not
+        arguments.setdefault("leaf_blocks", "on" if chosen else "off")
     model = Path(arguments["model_name_or_path"])
     if not model.exists() and model.name in shapes.names():  # a folder that was written for the sweep (bench_load_cards.py)
         arguments["model_name_or_path"] = f"preset:{model.name}"

@@ -30,6 +30,8 @@ class Confirmation:
     def __init__(self, timeout_s: float):
         self._timeout_s = timeout_s
         limit = datetime.timedelta(seconds=timeout_s)
+        # A rank that dies before it has come here is known by its closed connection; the making of a group would wait for it to the limit.
+        ranks.all_gather_object(None, "beginning to save")
         self._group = dist.new_group(backend="gloo", timeout=limit) if ranks.is_distributed() else None
 
     def report(self, value: Any) -> dict[int, Any]:

@@ -28,7 +28,8 @@ PROMISED = {
 
 def predicted(row, gpu_bytes, host_bytes=250 * GIB):
     arguments = {k: v for k, v in row["settings"].items() if k not in OWN}
-    arguments.setdefault("leaf_blocks", "off")  # rows from before it was a choice
+    if "leaf_module" not in row["ds_config"]["zero_optimization"]:
+        arguments.setdefault("leaf_blocks", "off")  # rows from before it was a choice
     arguments["model_name_or_path"] = "preset:" + Path(arguments["model_name_or_path"]).name
     cell = grid.Cell(
         num_gpus=row["num_gpus"], ds_config=row["ds_config"], ds_name=row["settings"]["ds_config"], arguments=arguments
