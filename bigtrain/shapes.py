@@ -78,7 +78,7 @@ def _qwen2(
     }
 
 
-def _qwen3(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+def _qwen3(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, *, tied: bool = False) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -93,7 +93,7 @@ def _qwen3(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> dic
         "max_position_embeddings": 40960,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied,
         "torch_dtype": "bfloat16",
     }
 
@@ -126,25 +126,95 @@ def _mistral(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, voca
     return {**config, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
 
 
-_GPT_NEOX_20B = {
-    "architectures": ["GPTNeoXForCausalLM"],
-    "model_type": "gpt_neox",
-    "hidden_size": 6144,
-    "intermediate_size": 24576,
-    "num_hidden_layers": 44,
-    "num_attention_heads": 64,
-    "vocab_size": 50432,
-    "hidden_act": "gelu_fast",
-    "max_position_embeddings": 2048,
-    "layer_norm_eps": 1e-5,
-    "rotary_pct": 0.25,
-    "rotary_emb_base": 10000,
-    "use_parallel_residual": True,
-    "attention_bias": True,
+def _gpt_neox(hidden: int, ffn: int, layers: int, heads: int, vocab: int, act: str) -> dict[str, Any]:
+    return {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": vocab,
+        "hidden_act": act,
+        "max_position_embeddings": 2048,
+        "layer_norm_eps": 1e-5,
+        "rotary_pct": 0.25,
+        "rotary_emb_base": 10000,
+        "use_parallel_residual": True,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "torch_dtype": "bfloat16",
+    }
+
+
+_GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "vocab_size": 262144,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 32768,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
+
+_PHI_3_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32064,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "sliding_window": 2047,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
     "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 32000,
+    "pad_token_id": 32000,
+    "torch_dtype": "bfloat16",
+}
+
+_OLMOE_1B_7B = {
+    "architectures": ["OlmoeForCausalLM"],
+    "model_type": "olmoe",
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "vocab_size": 50304,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 50279,
+    "pad_token_id": 1,
     "torch_dtype": "bfloat16",
 }
 
@@ -221,7 +291,8 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "llama-34b": _llama(8192, 22016, 48, 64, 8, vocab=32000, positions=16384, theta=1e6, bos=1, eos=2),
     "llama-70b": _llama(8192, 28672, 80, 64, 8),
     "llama-405b": _llama(16384, 53248, 126, 128, 8, positions=131072),
-    "gpt-neox-20b": _GPT_NEOX_20B,
+    "pythia-1.4b": _gpt_neox(2048, 8192, 24, 16, 50304, "gelu"),
+    "gpt-neox-20b": _gpt_neox(6144, 24576, 44, 64, 50432, "gelu_fast"),
     "mistral-7b": _mistral(4096, 14336, 32, 32, 8, 32768),
     "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, vocab=151936, tied=True),
     "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, vocab=151936, tied=True),
@@ -230,7 +301,11 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-14b": _qwen2(5120, 13824, 48, 40, 8),
     "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8),
     "qwen2.5-72b": _qwen2(8192, 29568, 80, 64, 8),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, 8, tied=True),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8),
+    "gemma-3-1b": _GEMMA_3_1B,
+    "phi-3-mini": _PHI_3_MINI,
+    "olmoe-1b-7b": _OLMOE_1B_7B,
     "mixtral-tiny": _mixtral(128, 256, 4, 4, 2, 4, 2),
     "mixtral-8x7b": _mixtral(4096, 14336, 32, 32, 8, 8, 2),
     "mixtral-8x22b": _mixtral(6144, 16384, 56, 48, 8, 8, 2),
