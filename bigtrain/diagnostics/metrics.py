@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from bigtrain.errors import BigtrainError
 from bigtrain.plan.cards import peak_bf16_flops
+from bigtrain.plan.geometry import attended, windows_of
 from bigtrain.plan.room import room
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class FlopsFormula:
 
     Source: Kaplan et al. 2020 (arXiv 2001.08361) section 2.1 for 6N; attention as in PaLM (arXiv 2204.02311) appendix B,
     halved because a causal row attends to half the positions on average. A frozen weight needs no weight gradient.
-    `layers` or `hidden` 0 means that attention is not counted.
+    `windows`: of layers in which a token sees no more than so many (sliding window); they count with twice what it sees on average
+    in place of seq. `layers` or `hidden` 0 means that attention is not counted.
     """
 
     trained_parameters: int
@@ -49,18 +51,25 @@ class FlopsFormula:
     layers: int = 0
     hidden: int = 0
     seq_len: int = 0
+    windows: tuple[int, ...] = ()
 
     @property
     def per_token(self) -> int:
         """FLOPs for one token, forward and backward, without recomputation."""
-        return 6 * self.trained_parameters + 4 * self.frozen_parameters + 6 * self.layers * self.seq_len * self.hidden
+        seen = int(attended(self.layers, self.seq_len, self.windows))
+        return 6 * self.trained_parameters + 4 * self.frozen_parameters + 6 * seen * self.hidden
 
     def __str__(self) -> str:
         parts = [f"6 x {self.trained_parameters:,} trained parameters"]
         if self.frozen_parameters:
             parts.append(f"4 x {self.frozen_parameters:,} frozen parameters")
-        if self.layers and self.hidden:
-            parts.append(f"6 x {self.layers} layers x {self.seq_len:,} tokens x {self.hidden:,} (causal attention)")
+        narrow = [w for w in self.windows if w < self.seq_len]
+        if self.layers - len(narrow) and self.hidden:
+            whole = self.layers - len(narrow)
+            parts.append(f"6 x {whole} layers x {self.seq_len:,} tokens x {self.hidden:,} (causal attention)")
+        for w in sorted(set(narrow)):
+            seen = attended(1, self.seq_len, (w,))
+            parts.append(f"6 x {narrow.count(w)} layers x {seen:,.0f} tokens x {self.hidden:,} (windows of {w:,})")
         return f"model FLOPs per token = {' + '.join(parts)} = {self.per_token:.4g}; recomputation not counted"
 
     def mfu(self, tokens_per_s_per_device: float, card: str | None) -> float | None:
@@ -270,6 +279,7 @@ def flops_formula(model: Any, seq_len: int) -> FlopsFormula:
         layers=getattr(text, "num_hidden_layers", 0) or 0,
         hidden=getattr(text, "hidden_size", 0) or 0,
         seq_len=seq_len,
+        windows=windows_of(text.to_dict()) if text is not None else (),
     )
 
 

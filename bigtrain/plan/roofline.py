@@ -144,14 +144,14 @@ def active_elems(plan: PlanInput, *, of_blocks: bool = False) -> int:
 def model_flops_per_token(plan: PlanInput) -> float:
     """6 N + 6 L s d: forward and backward of the matrices, causal attention counted at half."""
     g = plan.geometry
-    return 6 * active_elems(plan) + 6 * g.layers * plan.seq_len * g.query
+    return 6 * active_elems(plan) + 6 * g.attended(plan.seq_len) * g.query
 
 
 def _compute_s(plan: PlanInput, rates: Rates, *, forward: bool = False) -> float:
     """Of one micro step on the card: matrices, attention, and passes over what a block keeps. `forward`: of its forward alone."""
     g, share = plan.geometry, rates.liger_share if plan.kernels == "liger" else rates.hf_share
     again, of_attention = (0.0, 0.0) if forward else _again_flops_per_token(plan)
-    times, pairs = 1 if forward else 3, 2 * g.layers * plan.seq_len * g.query
+    times, pairs = 1 if forward else 3, 2 * g.attended(plan.seq_len) * g.query
     products = plan.tokens * (times * 2 * (active_elems(plan) - _looked_up_elems(plan)) + again) / (rates.matmul_flops * share)
     attention = plan.tokens * (times * pairs + of_attention) / (rates.matmul_flops * rates.attention_share)
     return products + attention + times * _passes_s(plan, rates) / 3
@@ -186,7 +186,7 @@ def _again_flops_per_token(plan: PlanInput) -> tuple[float, float]:
         feed = sum(plan.parameters.items[i].elems for part in feed_forward(plan.parameters) for i in part)
         left_out = feed if plan.tile_tokens else plan.block_count * g.ffn * g.hidden
     part = plan.recomputed_blocks / max(1, plan.block_count)
-    attention = 0 if plan.of_attention else 2 * g.layers * plan.seq_len * g.query
+    attention = 0 if plan.of_attention else 2 * g.attended(plan.seq_len) * g.query
     return 2 * part * max(0, active_elems(plan, of_blocks=True) - left_out), part * attention
 
 
