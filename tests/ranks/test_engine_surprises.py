@@ -176,3 +176,64 @@ def _hooked(stage):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_hooks_that_come_after_the_engine_find_each_gradient(rank_pool, stage):
     assert max(rank_pool(2).run(_hooked, stage)) <= BOUND
+
+
+class Turned(nn.Module):
+    """Buffers of complex numbers, as rotary frequencies may be."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(12, 12)
+        self.register_buffer("wide", torch.polar(torch.ones(3).double(), torch.arange(3.0).double()).conj())
+        self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)).conj())
+
+    def forward(self, x):
+        return self.a(x).pow(2).mean()
+
+
+def _compares_complex(stage):
+    engine = _engine(stage, Turned())
+    try:
+        engine.check_agreement()
+        if engine.rank == 1:
+            engine.module.wide[2] += 1e-9j
+        engine.check_agreement()
+        return "nothing"
+    except BigtrainError as error:
+        return str(error)
+    finally:
+        engine.close()
+
+
+def test_complex_buffers_are_compared_over_ranks(rank_pool):
+    assert all("wide" in said and "turns" not in said for said in rank_pool(2).run(_compares_complex, 2))
+
+
+def _one_folder(stage, folder):
+    """Two engines that train in turns, then a third in the place of one that nobody closed."""
+    said = []
+    engines = [_engine(stage), _engine(stage)]
+    for engine in engines:
+        _one_by_one(engine, 0)
+    engines[0].save_checkpoint(folder)
+    for again in range(2):
+        try:
+            engines[1].save_checkpoint(folder)
+            said.append("saved")
+        except BigtrainError as error:
+            said.append(str(error))
+        engines[1].save_checkpoint(folder, tag="mine")
+        if not again:
+            engines[0].close()
+    del engine, engines[:]
+    engine = _engine(stage)
+    _one_by_one(engine, 0)
+    engine.save_checkpoint(folder)
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_one_engine_does_not_replace_what_another_saved(rank_pool, tmp_path, stage):
+    for said in rank_pool(2).run(_one_folder, stage, str(tmp_path)):
+        assert "another Engine of this process" in said[0] and "checkpoint-1" in said[0] and said[1] == "saved"
