@@ -51,7 +51,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     """One run; returns its summary. Every rank calls it with the same arguments."""
     from bigtrain import ranks, watch, zero
     from bigtrain.diagnostics.metrics import flops_formula
-    from bigtrain.engine import Engine
+    from bigtrain.engine import Engine, steps
     from bigtrain.hosts import placement, rollcall
     from bigtrain.run import capacity, preflight, restart, sameness
     from bigtrain.run import job as jobs
@@ -93,7 +93,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         sameness.refuse_split_output(folder.root, saves=args.saves)
         ranks.main_decides(lambda: announce(job, folder, places, planned), "writing run.json")
         model, isolation = jobs.build(job)
-        explained.model, explained.phase = model, "starting the engine"
+        explained.model, explained.phase = steps.shifting(model), "starting the engine"
         engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_arguments(job))
         engine.checkpoints.tokenizer = job.tokenizer
         if resume is not None:

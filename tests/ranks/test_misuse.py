@@ -239,12 +239,17 @@ def _with_a_compiled_layer(module):
     return module
 
 
+def _with_a_compiled_grandchild(module):
+    module.a = nn.Sequential(torch.compile(module.a))
+    return module
+
+
 def _unfit(index):
     return _wrapped(WRAPS[index][0], 2)
 
 
 def _compiled_at(stage):
-    return _wrapped(_with_a_compiled_layer, stage)
+    return [_wrapped(compiled, stage) for compiled in (_with_a_compiled_layer, _with_a_compiled_grandchild)]
 
 
 def _part_of_another():
@@ -259,7 +264,8 @@ def test_what_is_handed_in_wrapped_or_shared_is_refused(rank_pool):
     for index, (_, words) in enumerate(WRAPS):
         assert all(words in said for said in rank_pool(2).run(_unfit, index))
     assert all("engine.close()" in said for said in rank_pool(2).run(_part_of_another))
-    assert all("a is compiled" in said and "stage 0, 1 or 2" in said for said in rank_pool(2).run(_compiled_at, 3))
+    for layer, grandchild in rank_pool(2).run(_compiled_at, 3):
+        assert "a is compiled" in layer and "a.0 is compiled" in grandchild and "stage 0, 1 or 2" in layer
 
 
 def _in_place(param):
