@@ -13,6 +13,7 @@ What each number means:
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -131,19 +132,39 @@ class RowLog:
             BigtrainError: it does not take it, with a full disk for instance.
         """
         try:
-            if not self.path.exists():
+            if self._is_gone():
                 self._begin_anew()
-            self._file.write(_line(row))
-            self._file.flush()
+            try:
+                self._append(row)
+            except OSError as error:
+                if error.errno != errno.ESTALE:  # of a network disk: another host removed the file, or the server began anew
+                    raise
+                self._begin_anew()
+                self._append(row)
         except OSError as error:
             raise BigtrainError(
                 f"the row of step {row['step']} cannot be written to {self.path}: {error}. Make room on that disk and start again with "
                 "--resume_from_checkpoint auto"
             ) from error
 
+    def _is_gone(self) -> bool:
+        try:
+            self.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # a network disk may fail to say; whether the row is taken is what counts
+            return False
+        return False
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        self._file.write(_line(row))
+        self._file.flush()
+
     def _begin_anew(self) -> None:
         """What is written into a file that has been removed, or moved with its folder, nobody would find beside the run's checkpoints."""
-        logger.warning("%s was removed or moved while the run goes on: rows from here on go into a new one", self.path)
+        logger.warning(
+            "%s was removed, moved or lost by its disk while the run goes on: rows from here on go into a new one", self.path
+        )
         self.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (held open for the run)

@@ -84,19 +84,18 @@ def rates_from(values: Mapping[str, Any]) -> Rates:
     return replace(Rates(), **values)
 
 
-def rates_file(env: Mapping[str, str] | None = None) -> Path:
+def rates_file() -> Path:
     """Where `bigtrain doctor` stores a machine's rates: this user's cache folder."""
-    env = os.environ if env is None else env
-    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache", "bigtrain", "machine.json")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "bigtrain", "machine.json")
 
 
-def stored_rates(device: str = "cuda", file: Path | None = None) -> Rates | None:
+def stored_rates(device: str = "cuda") -> Rates | None:
     """The rates that `bigtrain doctor` measured on this machine; None: it has not, or on no GPU while `device` is one.
 
     A login node's memory and cores say nothing of the machine with the cards, so a file without a card's rates is left alone.
     """
     try:
-        values = json.loads((file or rates_file()).read_text(encoding="utf-8"))
+        values = json.loads(rates_file().read_text(encoding="utf-8"))
         rates = rates_from(values)
     except (OSError, ValueError, AttributeError, UsageError):
         return None

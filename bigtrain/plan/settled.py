@@ -47,7 +47,7 @@ def settled(
     """The plan with what it leaves open filled in, the policy among it: "offload" is the faster one of what fits, with attention or without.
 
     Args:
-        others: see `filled`.
+        gpu, host, share, buffers, blocks: see `filled`. rates: the machine's; None: the planner's defaults.
     """
     fill = partial(filled, gpu=gpu, host=host, rates=rates, share=share, buffers=buffers, blocks=blocks)
     without = WITHOUT_ATTENTION.get(plan.checkpointing)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError
@@ -63,6 +64,46 @@ def test_parameters_that_would_part_or_stop_at_an_assertion_are_named(rank_pool,
     words |= {"integers": "0 is int8"} if stage == 3 else {}
     for said in rank_pool(2).run(_of_other_kinds, stage):
         assert said.keys() == words.keys() and all(words[name] in said[name] for name in words)
+
+
+class _Parametrized(nn.Module):
+    """Weights made by maps that torch has no bf16 for, or that have fp32 vectors and bases of their own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        orthogonal = parametrizations.orthogonal
+        self.layers = nn.Sequential(
+            parametrizations.spectral_norm(nn.Linear(4, 4)),
+            *(orthogonal(nn.Linear(4, 4), orthogonal_map=m) for m in ("matrix_exp", "cayley", "householder")),
+            parametrizations.weight_norm(nn.Linear(4, 1)),
+        )  # fmt: skip
+
+    def forward(self, x):
+        assert all(layer.weight.dtype == x.dtype for layer in self.layers)
+        return self.layers(x).float().square().mean()
+
+
+def _parametrized(stage):
+    cfg = config(stage, micro=2)
+    engine = Engine(_Parametrized(), ds_config=cfg, learning_rate=1e-2, hang_s=None)
+    try:
+        losses = [float(engine.train_step([{"x": torch.eye(4)[:2].bfloat16()}]).loss) for _ in range(3)]
+    finally:
+        engine.close()
+    try:
+        Engine(nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2))), ds_config=cfg, learning_rate=1e-2, hang_s=None).close()
+    except BigtrainError as error:
+        return losses, str(error)
+    return losses, ""
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parametrizations_compute_in_fp32_under_bf16(rank_pool, stage):
+    """They failed in forward, at a product of two dtypes or at lu_cpu."""
+    (losses, old), (same, _) = rank_pool(2).run(_parametrized, stage)
+    assert losses == same and losses[0] > losses[1] > losses[2]
+    assert old.startswith("0: torch.nn.utils.spectral_norm multiplies bf16 weights with fp32 vectors")
 
 
 def _generated():

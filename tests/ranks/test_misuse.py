@@ -46,6 +46,14 @@ def _converted_in_a_step(engine):
     engine.step()
 
 
+def _reshaped_in_a_step(engine):
+    for k in range(MICRO):
+        engine.backward(engine(_x(engine.rank, 1, k)))
+    engine.module.a.weight.data = engine.module.a.weight.data.flatten()
+    engine.step()
+    engine(_x(engine.rank, 2, 0))
+
+
 def _gradient_of(x, output, **how):
     return torch.autograd.grad(output, x, **how)[0]
 
@@ -68,7 +76,10 @@ REFUSED = {
     "a number": (lambda e: e.backward(e(_x(0, 1, 0)).item()), "it got float"),
     "a copy": (copy.deepcopy, "engine.module"),
 }  # fmt: skip
-BELOW_3 = {"a layer in another dtype": (_converted_in_a_step, "a.weight, a.bias lie elsewhere or have another dtype")}
+BELOW_3 = {
+    "a layer in another dtype": (_converted_in_a_step, "a.weight, a.bias lie elsewhere or have another dtype or shape"),
+    "weights in another shape": (_reshaped_in_a_step, "a.weight lie elsewhere or have another dtype or shape"),
+}
 AT_3 = {
     "penalty": (lambda e: _gradient_of(x := _x(0, 1, 0), e(x.requires_grad_()), create_graph=True), "Use stage 0, 1 or 2"),
     "state_dict": (lambda e: e.module.state_dict(), "engine.export(dir)"),
@@ -88,7 +99,7 @@ def _refusals(stage):
             _one_by_one(engine, 0)
             do(engine)
             said[name] = "nothing"
-        except BigtrainError as error:
+        except (BigtrainError, RuntimeError) as error:
             said[name] = str(error)
         engine.close()
     return said
