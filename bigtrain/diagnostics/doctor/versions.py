@@ -41,7 +41,7 @@ TESTED = (
     Tested("safetensors", "0.6", "0.8.0"),
     Tested("bitsandbytes", "0.50", "0.50.2", required=False),
 )
-TESTED_PYTHON = ("3.11", "3.12")
+TESTED_PYTHON = ("3.11", "3.12", "3.13")
 TESTED_CUDA = ("13.0",)
 
 

@@ -40,7 +40,7 @@ def test_nothing_is_said_of_tested_versions(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("version", "status"), [("3.10.13", "broken"), ("3.11.7", "ok"), ("3.12.1", "ok"), ("3.99.0", "warning")]
+    ("version", "status"), [("3.10.13", "broken"), ("3.11.7", "ok"), ("3.12.1", "ok"), ("3.13.0", "ok"), ("3.99.0", "warning")]
 )
 def test_pythons(version, status):
     assert versions.check_python(version).status == status
