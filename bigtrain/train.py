@@ -1,6 +1,6 @@
 """The training program, top to bottom: arguments, config, data, model, engine, loop, export, report.
 
-`main` is what launch/train.py runs. Exit codes: 0 done, 1 failed, 2 bad usage or config, 3 does not fit, 75 stopped on
+`main` is what launch/train.py runs, and `python -m bigtrain.train` where launch/ is not at hand. Exit codes: 0 done, 1 failed, 2 bad usage or config, 3 does not fit, 75 stopped on
 request and resumable (Ctrl-C or SIGTERM with --save_steps).
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from bigtrain.errors import BigtrainError, StoppedError
 from bigtrain.plan.room import WARNING_SHARE
 from bigtrain.run import failure
-from bigtrain.stopping import StopSignal
+from bigtrain.stopping import StopSignal, end_process
 
 logger = logging.getLogger("bigtrain")
 
@@ -394,3 +394,8 @@ def tools_on_path() -> None:
     own = str(Path(sys.executable).parent)
     if own not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = own + os.pathsep + os.environ.get("PATH", "")
+
+
+# SuperOffload's worker processes import this file again.
+if __name__ == "__main__":
+    end_process(main())
