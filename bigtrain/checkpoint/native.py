@@ -143,9 +143,9 @@ class Checkpoints:
 
     def _tell_what_is_left_out(self) -> None:
         """Once: modules with a state that is neither parameter nor buffer; it may be any object, and has no place in the format."""
-        more = modules_with_extra_state(self._engine.module) if not self._left_out_told and ranks.is_main() else []
+        more = [] if self._left_out_told else modules_with_extra_state(self._engine.module)
         self._left_out_told = True
-        if more:
+        if more and ranks.is_main():
             log.warning(
                 "checkpoints do not hold the extra state (get_extra_state) of %d modules, %s: after a resume it begins anew. What JSON can "
                 "say of it may go into save_checkpoint(state=...)",

@@ -232,7 +232,7 @@ def _optimizer_s(plan: PlanInput, rates: Rates, forward_s: float) -> float:
     # state comes from.
     kernel = (20 if LAYOUTS[plan.optimizer].own_offload else 40) * owned / rates.device_bytes_s
     if plan.streams:
-        return gather + seconds(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s) + kernel
+        return seconds(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s, gather) + kernel
     if not zero.offload_optimizer:
         return gather + kernel
     share = plan.ranks_per_node if rates.ranks_share_host else 1
