@@ -1,4 +1,4 @@
-"""How a run ends: at Ctrl-C, a scheduler's SIGTERM or SIGUSR1, and a closed terminal's SIGHUP it finishes the step, saves, leaves with exit code 75.
+"""How a run ends: at Ctrl-C, a scheduler's SIGTERM, SIGUSR1 or SIGUSR2, and a closed terminal's SIGHUP it finishes the step, saves, leaves with exit code 75.
 
 The handler only notes the wish; ranks agree on it after each step, so that all stop after the same one. A second Ctrl-C
 leaves at once. Launchers pass a Ctrl-C on to ranks that the terminal has already told, so what comes within
@@ -22,8 +22,8 @@ from bigtrain.errors import StoppedError
 
 ECHO_S = 2.0
 EXIT_INTERRUPTED = 130
-_IF_NOBODY_ELSES = (signal.SIGHUP, signal.SIGUSR1)  # by default they kill
-_STOPS = (signal.SIGINT, signal.SIGTERM, *_IF_NOBODY_ELSES)
+_IF_NOBODY_ELSES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # by default they kill
+STOPS = (signal.SIGINT, signal.SIGTERM, *_IF_NOBODY_ELSES)
 
 
 class StopSignal:
@@ -37,7 +37,7 @@ class StopSignal:
         self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def __enter__(self) -> StopSignal:
-        for number in _STOPS:
+        for number in STOPS:
             if number in _IF_NOBODY_ELSES and signal.getsignal(number) != signal.SIG_DFL:
                 continue  # nohup ignores SIGHUP; a debugger has its own use for SIGUSR1
             self._before[number] = signal.signal(number, self._handle)
@@ -84,7 +84,7 @@ class StopSignal:
 
 def _leave_when_told(reader: int) -> None:
     for told in iter(lambda: os.read(reader, 1), b""):
-        if told[0] in _STOPS:
+        if told[0] in STOPS:
             _say(b"\nstopped while the ranks were meeting, before anything was trained\n")
             os._exit(StoppedError.exit_code)
     os.close(reader)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,9 +18,11 @@ from bigtrain.data.chat import IGNORE
 from bigtrain.data.order import EvalPlan, SampleOrder, StepPlan
 from bigtrain.errors import BigtrainError, DataError
 from bigtrain.kernels.documents import cumulative_lengths
+from bigtrain.stopping import STOPS
 
 Batch = dict[str, Any]
 PREFETCH = 4  # micro batches that each worker holds ready
+PARENT_S = 1.0  # how often a worker looks whether its rank is still there
 
 
 class RowSource(Protocol):
@@ -109,8 +114,10 @@ class _Stream:
             # Its own generator: the default one draws the workers' base seed from torch's global RNG, and the number of
             # loaders made would change the model's dropout.
             generator=torch.Generator(),
+            worker_init_fn=_heed_the_rank_alone if self._num_workers else None,
         )
-        mine = self._running = iter(loader)
+        with _stops_held_back():  # the workers are forked here
+            mine = self._running = iter(loader)
         if self._num_workers:
             _name_the_dead()
         try:
@@ -125,6 +132,41 @@ class _Stream:
         running, self._running = self._running, None
         if running is not None and hasattr(running, "_shutdown_workers"):
             running._shutdown_workers()
+
+
+@contextlib.contextmanager
+def _stops_held_back() -> Iterator[None]:
+    """Inside, a stop waits for the end of the block; a process that is forked here begins with stops held back."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _heed_the_rank_alone(worker: int) -> None:
+    """In a worker: it ends when its rank says so or is gone, whoever else gets a signal that goes to the whole process group.
+
+    `timeout`, `scancel --full`, terminals and DeepSpeed's launcher signal workers too, and the rank still needs batches to finish its
+    step. Torch itself ends workers by SIGTERM, so who sent one matters: only a thread that takes it from the queue learns that.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    heard = set(STOPS) - {signal.SIGTERM}
+    for number in heard:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)  # not SIG_IGN, which a program that the worker starts would inherit
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
+    rank = multiprocessing.parent_process()
+    parents = {os.getppid(), rank.pid if rank is not None else None}
+    threading.Thread(target=_end_with, args=(os.getppid(), parents), daemon=True, name="bigtrain-worker-end").start()
+
+
+def _end_with(parent: int, parents: set[int | None]) -> None:
+    while os.getppid() == parent:
+        told = signal.sigtimedwait([signal.SIGTERM], PARENT_S)
+        if told is not None and told.si_pid in parents:
+            break
+    os._exit(0)
 
 
 def _next(batches: Iterator[Batch]) -> Batch | None:

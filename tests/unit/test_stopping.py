@@ -78,7 +78,7 @@ with StopSignal() as stop:
 """
 
 
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGUSR2"])
 @pytest.mark.parametrize("before", ["default", "ignored"])
 def test_what_would_kill_stops_after_the_step_unless_it_was_ignored(name, before):
     ended = subprocess.run(

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import signal
+import subprocess
+import time
 
+import psutil
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -110,6 +115,55 @@ def test_leaving_the_loop_early_ends_the_workers(no_workers_left):
         break
     loader.close()
     loader.close()
+
+
+class Endless(Numbered):
+    """A worker never comes back from the fifth row that it reads."""
+
+    read = 0
+
+    def __getitem__(self, row):
+        self.read += 1
+        time.sleep(60 * (self.read > 4))
+        return super().__getitem__(row)
+
+
+def _workers_of(loader):
+    """Processes of a loader whose iteration has begun."""
+    return loader._stream._running._workers
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "USR1", "USR2"])
+def test_a_signal_to_the_whole_process_group_ends_no_worker(name, no_workers_left):
+    with contextlib.closing(_loader(num_workers=2)) as loader:
+        steps = iter(loader)
+        first = _ids(next(steps))
+        # From another process than the rank, which ends its workers by SIGTERM.
+        subprocess.run(["kill", f"-{name}", *(str(worker.pid) for worker in _workers_of(loader))], check=True)
+        assert [first, *map(_ids, steps)] == [_ids(step) for step in _loader()]
+
+
+def test_a_busy_worker_ends_when_its_rank_says_so(no_workers_left):
+    with contextlib.closing(_loader(rows=Endless(23), num_workers=1)) as loader:
+        steps = iter(loader)
+        next(steps)
+        worker = _workers_of(loader)[0]
+        worker.terminate()
+        worker.join(10)
+        assert worker.exitcode == 0
+
+
+def test_a_busy_worker_does_not_outlive_its_rank():
+    rank = os.fork()
+    if rank == 0:
+        list(_loader(rows=Endless(23), num_workers=2))
+    end = time.monotonic() + 20
+    while len(workers := psutil.Process(rank).children()) < 2 and time.monotonic() < end:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    os.kill(rank, signal.SIGKILL)
+    os.waitpid(rank, 0)
+    assert len(workers) == 2 and psutil.wait_procs(workers, 10)[1] == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
