@@ -2,7 +2,8 @@
 
 The handler only notes the wish; ranks agree on it after each step, so that all stop after the same one. A second Ctrl-C
 leaves at once. Launchers pass a Ctrl-C on to ranks that the terminal has already told, so what comes within
-`ECHO_S` of the first is taken for its echo. While the ranks meet there is nothing to finish: any of these leaves at once.
+`ECHO_S` of the first is taken for its echo. While the ranks meet there is nothing to finish: any of these leaves at once. So does a
+rank whose launcher is gone, until it trains; after that it stops as at a signal.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ STOPS = (signal.SIGINT, signal.SIGTERM, *_IF_NOBODY_ELSES)
 
 
 class StopSignal:
-    """Whether this process was asked to stop: inside `with StopSignal() as stop:`, `stop.requested` names the signal."""
+    """Whether this process was asked to stop: inside `with StopSignal() as stop:`, `stop.requested` names the signal.
+
+    `trains`: steps are being made, so that there is something to finish and to save.
+    """
 
     def __init__(self) -> None:
         self.requested: str | None = None
+        self.trains = False
         self._first_at = 0.0
         self._before: dict[int, Any] = {}
         self._pid = os.getpid()
@@ -59,6 +64,15 @@ class StopSignal:
         finally:
             signal.set_wakeup_fd(before)
             os.close(writer)  # the thread ends
+
+    def ask(self, why: str) -> None:
+        """Stop as at a signal, from another thread; where nothing has been trained yet, leave at once."""
+        if not self.trains:
+            _say(f"\nstopped by {why} before anything was trained\n".encode())
+            os._exit(StoppedError.exit_code)
+        if self.requested is None:
+            self.requested, self._first_at = why, time.monotonic()
+            _say(f"\nstopping after this step: {why}\n".encode())
 
     def _let_go_of_what_is_closed(self) -> None:
         """Each write to a terminal that is gone fails, and would end the run before it is through."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import BigtrainError, StoppedError
+from bigtrain.hosts import launcher
 from bigtrain.plan.room import WARNING_SHARE
 from bigtrain.run import failure
 from bigtrain.stopping import StopSignal, end_process
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     tools_on_path()
     with StopSignal() as stop:
+        launcher.watch(stop)
         try:
             from bigtrain.run.arguments import parse
 
@@ -159,6 +161,7 @@ class Run:
     def loop(self) -> str:
         """All steps and evaluations; returns how it ended."""
         engine = self.engine
+        self.stop.trains = True
         if self.evaluate():  # a run that was stopped after the step that this one goes on from had no time for it
             return self.stopped(engine.global_step)
         self.clock.lap()

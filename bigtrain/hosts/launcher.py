@@ -1,0 +1,82 @@
+"""The launcher above this rank. Who kills it wants the run to end, and nobody is left to end its ranks: they do so themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from bigtrain.stopping import StopSignal
+
+if TYPE_CHECKING:
+    import psutil
+
+LOOK_S = 1.0
+_PROGRAMS = {"torchrun", "deepspeed", "accelerate"}
+_MODULES = {"torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.launch", "accelerate.commands.launch"}
+_SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish"}  # variables of a launch may be left in one
+
+
+def watch(stop: StopSignal) -> None:
+    """From now on the end of a launcher asks this rank to stop. A rank without one outlives whatever started it, as under nohup."""
+    try:
+        above = launchers()
+        left = not above and _was_left()
+    except ImportError:  # psutil: the run will say so itself
+        return
+    if left:
+        stop.ask("the end of the launcher, which started this rank and is gone,")
+    if above:
+        threading.Thread(target=_stop_without, args=(above, stop), daemon=True, name="bigtrain-launcher").start()
+
+
+def launchers() -> list[psutil.Process]:
+    """Launchers among the processes above this one, the nearest first: `deepspeed` is two of them, and each may be killed alone."""
+    import psutil
+
+    found = []
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process().parents():
+            with contextlib.suppress(psutil.Error):  # of another user
+                if is_launcher(process.cmdline()):
+                    found.append(process)
+    return found
+
+
+def _was_left(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher started this rank and was gone before it was looked for: the parent is whoever adopts orphans."""
+    import psutil
+
+    launched = "TORCHELASTIC_RUN_ID" in env or {"CROSS_RANK", "LOCAL_SIZE"} <= env.keys()
+    if not launched or os.getsid(0) == 0:  # in a container of its own, from where the launcher is not seen
+        return False
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(os.getppid()).name()
+        return parent not in _SHELLS and not parent.startswith("python")  # programs start ranks with torch's elastic_launch
+    return False
+
+
+def is_launcher(words: Sequence[str]) -> bool:
+    """Whether a process with this command line is a launcher itself, not a shell or a `timeout` around one."""
+    first, *rest = [os.path.basename(word) for word in words] or [""]
+    if first.startswith("python"):  # -u -m MODULE, or a file
+        first = next((word for word in rest if not word.startswith("-")), "")
+    return first in _PROGRAMS | _MODULES
+
+
+def _stop_without(above: Sequence[psutil.Process], stop: StopSignal) -> None:
+    while not (gone := [process for process in above if _has_ended(process)]):
+        time.sleep(LOOK_S)
+    stop.ask(f"the end of the launcher (process {gone[0].pid})")
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    import psutil
+
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

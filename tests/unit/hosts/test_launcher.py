@@ -1,0 +1,89 @@
+"""A rank whose launcher was killed ends by itself; one that was started by hand outlives its shell."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from bigtrain.hosts.launcher import is_launcher
+from tests import ROOT, python_path
+
+LAUNCHER = """
+import subprocess, sys
+subprocess.run(["sh", "-c", '"$@"; exit 1', "sh", sys.executable, "-c", *sys.argv[1:]])
+"""
+
+RANK = """
+import sys, time
+from bigtrain.hosts import launcher
+from bigtrain.stopping import StopSignal
+with StopSignal() as stop:
+    launcher.watch(stop)
+    stop.trains = sys.argv[1] == "trains"
+    print("ready", flush=True)
+    end = time.monotonic() + (60 if sys.argv[2] == "torchrun" else 2)
+    while stop.requested is None and time.monotonic() < end:
+        time.sleep(0.02)
+    print("saved, stopped by", stop.requested, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("phase", "name", "said"),
+    [
+        ("meets", "torchrun", "stopped by the end of the launcher (process {pid}) before anything was trained"),
+        ("trains", "torchrun", "saved, stopped by the end of the launcher (process {pid})"),
+        ("trains", "start.py", "saved, stopped by None"),
+    ],
+)
+def test_a_rank_ends_with_its_launcher_and_with_nothing_else(phase, name, said, tmp_path):
+    """The shell between them stays."""
+    (tmp_path / name).write_text(LAUNCHER)
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / name), RANK, phase, name], cwd=ROOT, env={"PYTHONPATH": python_path(), "PATH": os.environ["PATH"]},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "ready\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    told = process.stdout.read()  # until the rank has ended
+    assert told.splitlines()[-1] == said.format(pid=process.pid)
+
+
+LEFT = """
+import os, sys, time
+starter = os.getpid()
+if os.fork():
+    os._exit(0)
+while os.getppid() == starter:
+    time.sleep(0.01)
+sys.argv[1:] = ["meets", "nohup"]
+"""
+
+
+@pytest.mark.parametrize("launched", [{"TORCHELASTIC_RUN_ID": "none"}, {"CROSS_RANK": "0", "LOCAL_SIZE": "2"}, {}])
+def test_a_rank_whose_launcher_is_gone_before_it_looks_leaves_at_once(launched):
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT + RANK], cwd=ROOT, env={"PYTHONPATH": python_path(), **launched}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout == ("" if launched else "ready\nsaved, stopped by None\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "launches"),
+    [
+        ("/v/bin/python3.11 /v/bin/torchrun --standalone train.py", True),
+        ("/v/bin/python -u -m deepspeed.launcher.launch --world_info=x train.py", True),
+        ("python /v/bin/deepspeed train.py", True),
+        ("torchrun train.py", True),
+        ("timeout 5 deepspeed train.py", False),
+        ("bash -c torchrun", False),
+        ("python -m pytest tests deepspeed torchrun", False),
+        ("python launch/train.py --report_to deepspeed", False),
+        ("", False),
+    ],
+)
+def test_which_command_lines_are_launchers(words, launches):
+    assert is_launcher(words.split()) is launches
