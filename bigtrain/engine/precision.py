@@ -11,6 +11,8 @@ import torch
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from bigtrain import guards, zero
+from bigtrain.checkpoint.live import persistent_buffers
+from bigtrain.checkpoint.slices import DTYPE_NAMES
 from bigtrain.errors import ModelError, UsageError
 from bigtrain.zero import flat
 
@@ -58,8 +60,16 @@ def refuse_other_kinds(model: torch.nn.Module, stage: int, world_size: int) -> N
 
     Raises:
         ModelError: a parameter has no values yet, was made in inference mode, is complex, or (a whole one at stage 3) holds integers; an embedding's gradients
-            are sparse at a stage that cannot sum them; an embedding rescales its own weights in forward on several ranks.
+            are sparse at a stage that cannot sum them; an embedding rescales its own weights in forward on several ranks; a buffer is of a
+            dtype that no checkpoint holds.
     """
+    for name, buffer in persistent_buffers(model):
+        if buffer.dtype not in DTYPE_NAMES:
+            raise ModelError(
+                f"buffer {name} is {_name(buffer.dtype)}, which a checkpoint cannot hold: give it another dtype, or leave it out of what is "
+                "saved (register_buffer(..., persistent=False))",
+                [name],
+            )
     for name, param in model.named_parameters():
         if torch.nn.parameter.is_lazy(param):
             raise ModelError(f"parameter {name} is lazy and has no values yet: run the model on one batch before", [name])
