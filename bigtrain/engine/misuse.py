@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.nn.utils import clip_grad
+from torch.nn.utils import clip_grad, stateless
 
 from bigtrain import zero
 from bigtrain.errors import UsageError
@@ -152,6 +152,7 @@ class Misuse:
         if any(zero.is_partitioned(p) for p in ds.module.parameters()):
             self._handles = [ds.module.register_state_dict_pre_hook(self._empty)]
         _watch_clipping()
+        _watch_functional_calls()
         _live.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Misuse:
@@ -275,3 +276,25 @@ def _asking(clip: Callable[..., Any]) -> Callable[..., Any]:
 
     ask_first.asks_engines = True  # type: ignore[attr-defined]
     return ask_first
+
+
+def _watch_functional_calls() -> None:
+    """`torch.func.functional_call` on what stage 3 has partitioned: DeepSpeed's hooks look for their own parameters and find tensors."""
+    inner = stateless._functional_call
+    if hasattr(inner, "tells_of_stage_3"):
+        return
+
+    @functools.wraps(inner)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        except AttributeError as error:
+            if "'ds_" not in str(error):
+                raise
+            raise UsageError(
+                f"torch.func.functional_call on a {type(args[0]).__name__} at stage 3: its weights are gathered by hooks, which other tensors "
+                "in their place have nothing for. Use stage 0, 1 or 2, or write the computation with functions (torch.nn.functional)."
+            ) from error
+
+    call.tells_of_stage_3 = True  # type: ignore[attr-defined]
+    stateless._functional_call = call

@@ -367,3 +367,20 @@ def _written_nowhere():
 def test_a_write_into_partitioned_weights_is_told(rank_pool):
     for (text,) in rank_pool(2).run(_written_nowhere):
         assert text.startswith("a.weight were written while ZeRO-3 had them partitioned")
+
+
+def _called_with_other_weights(stage):
+    engine = _engine(stage)
+    part = engine.module.a
+    weights = {name: torch.zeros(3, 12) if name == "weight" else torch.ones(3) for name, _ in part.named_parameters()}
+    try:
+        return torch.func.functional_call(part, weights, (torch.ones(2, 12),)).tolist()
+    except BigtrainError as error:
+        return str(error)
+    finally:
+        engine.close()
+
+
+def test_a_functional_call_is_torchs_own_or_says_why_not(rank_pool):
+    assert rank_pool(2).run(_called_with_other_weights, 2) == [[[1.0] * 3] * 2] * 2
+    assert all("functional_call on a Linear at stage 3" in said for said in rank_pool(2).run(_called_with_other_weights, 3))
