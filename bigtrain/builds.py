@@ -29,8 +29,14 @@ def wait_for_build(op: str, idle_s: float = 300.0, poll_s: float = 0.5) -> bool:
     """
     base = _get_build_directory(op, verbose=False)
     lock, told_at = os.path.join(base, "lock"), time.monotonic()
+    changed: float | None = None
     while os.path.exists(lock):
-        idle = time.time() - _last_change(base)
+        if (
+            last := _last_change(base)
+        ) != changed:  # before the first look, the wall clock alone tells, which may have been set back
+            quiet_from = time.monotonic() - (max(0.0, time.time() - last) if changed is None else 0.0)
+            changed = last
+        idle = time.monotonic() - quiet_from
         if idle >= idle_s and not _is_worked_in(base):
             log.warning("removing %s: the build it belongs to has done nothing for %.0f s", lock, idle)
             with contextlib.suppress(FileNotFoundError):

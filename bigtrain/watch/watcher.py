@@ -89,6 +89,7 @@ class Watcher:
         self._noticed = -1
         self.verdict: Verdict | None = None
         self._decided_at = 0.0
+        self.over = False  # this rank has failed, and is about to end
 
     # ------------------------------------------------------------ called by the training thread
 
@@ -239,7 +240,7 @@ class Watcher:
     def _decide(self, verdict: Verdict, everybody: Sequence[Known]) -> None:
         self.verdict, self._decided_at = verdict, time.monotonic()
         self._mesh.say({"verdict": verdict.as_dict()})
-        if not any(k.ended in ("failed", "left") for k in everybody if k.rank in verdict.behind):
+        if not self.over and not any(k.ended in ("failed", "left") for k in everybody if k.rank in verdict.behind):
             self._report(everybody)
 
     def _survivors(self, everybody: Sequence[Known]) -> list[int]:
@@ -373,6 +374,7 @@ def failed(error: BaseException) -> None:
         lines = str(error).strip().splitlines() or [""]
         # A data worker's error holds its whole traceback, with the message last.
         line = lines[-1] if any("Traceback" in text for text in lines) else lines[0]
+        _current[0].over = True
         _current[0].say({"ended": "failed", "why": f"{type(error).__name__}: {line[:500]}", "step": HERE.step})
 
 

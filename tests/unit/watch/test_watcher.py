@@ -75,6 +75,17 @@ def test_what_another_rank_decided_is_taken_over(pair, capfd):
     assert "the run ends: rank 1 is late" in capfd.readouterr().err
 
 
+def test_a_rank_that_has_failed_itself_reports_no_hang(pair, tmp_path, monkeypatch):
+    """What all ranks fail at alike may be that another run has the folder, which is no place for reports then."""
+    watch, other, codes = pair
+    monkeypatch.setattr(watcher, "_current", (watch, None))
+    watcher.failed(ValueError("the folder is in use"))
+    other.say({"verdict": {"behind": [0], "text": "rank 0 failed: ValueError: the folder is in use", "grace_s": 30.0}})
+    until(lambda: watch.verdict)
+    time.sleep(0.3)
+    assert codes == [] and not (tmp_path / "hang").exists()
+
+
 def test_nothing_moves(pair, tmp_path, capfd):
     watch, other, codes = pair
     watch.limit = 3.0
