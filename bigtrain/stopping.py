@@ -110,6 +110,23 @@ def _say(text: bytes) -> None:
         os.write(2, text)
 
 
+def open_what_is_closed() -> None:
+    """Let a program that was started without stdin, stdout or stderr (`2>&-`, some daemons) have one that leads nowhere.
+
+    The next file to be opened, or connection, would get the free number, and be written into by whoever writes to stderr.
+    """
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != fd:  # a lower one was closed by hand since
+                os.dup2(nowhere, fd)
+                os.close(nowhere)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(fd, "r" if fd == 0 else "w", closefd=False))
+
+
 def end_process(code: int) -> NoReturn:
     """End as the interpreter would, but without taking apart what torch and transformers have built: 4 s of computing and more.
 

@@ -21,13 +21,14 @@ from bigtrain.errors import BigtrainError, StoppedError
 from bigtrain.hosts import launcher
 from bigtrain.plan.room import WARNING_SHARE
 from bigtrain.run import failure
-from bigtrain.stopping import StopSignal, end_process
+from bigtrain.stopping import StopSignal, end_process, open_what_is_closed
 
 logger = logging.getLogger("bigtrain")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the command line says; returns the exit code."""
+    open_what_is_closed()
     words = list(sys.argv[1:] if argv is None else argv)
     tools_on_path()
     with StopSignal() as stop:

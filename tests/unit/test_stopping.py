@@ -115,3 +115,26 @@ def test_what_is_said_to_a_closed_terminal_fails_nothing(tmp_path):
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert said.read_text() == "SIGHUP"
+
+
+NOTHING_OPEN = """
+import os, sys
+from bigtrain.stopping import end_process, open_what_is_closed
+open_what_is_closed()
+with open(sys.argv[1], "w") as file:
+    os.write(2, b"said")
+    print("said")
+    print("said", file=sys.stderr)
+    print(file.fileno(), sys.stdin.read(), file=file, end="")
+end_process(7)
+"""
+
+
+def test_a_program_without_standard_streams_writes_into_no_file(tmp_path):
+    """The shell closes them: subprocess would always give some."""
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", NOTHING_OPEN, str(tmp_path / "said")]
+    assert (
+        subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": python_path(), "PATH": "/bin:/usr/bin"}, timeout=60).returncode
+        == 7
+    )
+    assert (tmp_path / "said").read_text() == "3 "
