@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -14,7 +15,10 @@ from bigtrain.stopping import StopSignal
 if TYPE_CHECKING:
     import psutil
 
+logger = logging.getLogger("bigtrain")
+
 LOOK_S = 1.0
+_ENDED = {"dead", "zombie"}
 _PROGRAMS = {"torchrun", "deepspeed", "accelerate"}
 _MODULES = {"torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.launch", "accelerate.commands.launch"}
 _SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish"}  # variables of a launch may be left in one
@@ -68,15 +72,23 @@ def is_launcher(words: Sequence[str]) -> bool:
 
 
 def _stop_without(above: Sequence[psutil.Process], stop: StopSignal) -> None:
-    while not (gone := [process for process in above if _has_ended(process)]):
+    told: set[int] = set()
+    while not (gone := [process for process in above if _state(process) in _ENDED]):
+        stopped = {process.pid for process in above if _state(process) == "stopped"}
+        for pid in stopped - told if os.environ.get("LOCAL_RANK", "0") == "0" else ():
+            logger.warning(
+                "the launcher (process %d) is stopped (Ctrl-Z, kill -STOP): this rank waits wherever it needs it, as torchrun to connect to the "
+                "others. `fg`, or `kill -CONT %d`, lets it go on.", pid, pid
+            )  # fmt: skip
+        told = stopped
         time.sleep(LOOK_S)
     stop.ask(f"the end of the launcher (process {gone[0].pid})")
 
 
-def _has_ended(process: psutil.Process) -> bool:
+def _state(process: psutil.Process) -> str:
     import psutil
 
     try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        return process.status() if process.is_running() else "dead"
     except psutil.NoSuchProcess:
-        return True
+        return "dead"

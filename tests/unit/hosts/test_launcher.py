@@ -46,6 +46,9 @@ def test_a_rank_ends_with_its_launcher_and_with_nothing_else(phase, name, said, 
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert process.stdout.readline() == "ready\n"
+    if name == "torchrun":
+        os.kill(process.pid, signal.SIGSTOP)
+        assert process.stdout.readline().startswith(f"the launcher (process {process.pid}) is stopped")
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     told = process.stdout.read()  # until the rank has ended
