@@ -20,7 +20,7 @@ class BlockBytes:
     Attributes:
         first_norm, attention, second_norm: kept tensors of those parts.
         product, middle, gate: kept tensors of the feed-forward part, in the order in which backward frees them.
-        routing: router logits and gathered tokens of a sparse block.
+        routing: router logits and gathered tokens of a sparse block. chosen: one tensor of its experts' inputs, or of their results.
         forward_extra: most that is held for a moment in forward and not kept.
         forward_attention: most that attention holds in forward where nothing is kept, if it has no fused kernel.
         attention_extra: gradients inside attention's backward (dout, dq, dk, dv, fp32 accumulator, expanded dk and dv).
@@ -48,6 +48,7 @@ class BlockBytes:
     results: int = 0
     results_used: int = 0
     of_attention: tuple[int, ...] = ()
+    chosen: int = 0
 
     @property
     def kept(self) -> int:
@@ -209,6 +210,7 @@ def _whole_block(g: Geometry, t: int, kernels: str, block: int, seq_len: int, de
         stream=2 * t * d,
         results=used + ends,
         of_attention=tuple(size for a in parts for size in a.fused),
+        chosen=0 if dense else 2 * t * d * g.experts_per_token,
     )
     return replace(found, results_used=min(used, found.kept))
 

@@ -17,7 +17,7 @@ from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cards import card_name, peak_bf16_flops
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
 from bigtrain.plan.families import contradicting_sizes, position_limit
-from bigtrain.plan.family_kept import attention_of
+from bigtrain.plan.family_kept import attention_of, liger_for
 from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.inputs import Checkpointing, PlanInput, plan_input
 from bigtrain.plan.leaf_choice import LeafBlocks, LeafChoice, as_said, choose_leafs, leafed
@@ -200,7 +200,8 @@ def _input(args: argparse.Namespace, config: dict[str, Any] | None, ds_config: d
         "mlp_tile_tokens": args.mlp_tile_tokens,
         "checkpointing": args.policy if recompute or (recompute is None and defaults.GRADIENT_CHECKPOINTING) else "none",
         "checkpoint_blocks": None if args.blocks == AUTO else args.blocks,
-        "kernels": args.kernels, "loss": args.loss, "device": args.device,
+        **(liger_for((config or {}).get("model_type")) if args.kernels == "liger" else {"kernels": "hf"}),
+        "loss": args.loss, "device": args.device,
         "attention": attention_of("auto", "isolated", args.device),
         "micro_batch": args.micro_batch if run is None else run.micro_batch,
         "accumulation": args.accumulation if run is None else run.accumulation,

@@ -6,7 +6,7 @@ Counted with torch's saved_tensors_hooks on transformers 5.24's own modules; tes
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from bigtrain.plan.family_others import ROBERTA, T5
 from bigtrain.plan.parameters import Values
@@ -14,6 +14,23 @@ from bigtrain.plan.parameters import Values
 # sdpa, sdpa with a dense mask (packed rows where no kernel keeps documents apart), single operations although there is sdpa, and
 # kernels that are compiled for the model, counted as sdpa.
 Attention = Literal["sdpa", "masked", "eager", "flex"]
+
+# Families for whose blocks liger-kernel 0.8.5 has kernels (transformers/monkey_patch.py `MODEL_TYPE_TO_APPLY_LIGER_FN`), of those
+# that the plan knows. Nemotron is on its list too, with a loss alone.
+LIGER_KINDS = frozenset({
+    "llama", "mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "gemma3", "phi3", "granite",
+    "smollm3", "glm4", "olmo2", "olmo3", "deepseek_v2", "deepseek_v3", "gpt_oss", "exaone4", "hunyuan_v1_dense", "llava", "qwen2_vl",
+    "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text",
+})  # fmt: skip
+
+
+def liger_for(kind: str | None) -> dict[str, Any]:
+    """What `plan_input` is told where liger-kernel is asked for: as kernels/attach.py `use_liger` does, without it bigtrain's loss alone.
+
+    None: a model of unknown family.
+    """
+    known = kind is None or kind in LIGER_KINDS
+    return {"kernels": "liger"} if known else {"kernels": "hf", "chunks_loss": True}
 
 
 def attention_of(asked: str, packing: str, device: str) -> Attention:

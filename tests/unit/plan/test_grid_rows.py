@@ -14,7 +14,7 @@ from bigtrain.bench import grid, prediction
 from bigtrain.plan.constants import process_bytes
 
 ROWS = Path(__file__).resolve().parents[3] / "docs/results/plan_accuracy_rows.jsonl"
-LATER = ROWS.with_name("plan_later_rows.jsonl")
+LATER, FAMILIES = ROWS.with_name("plan_later_rows.jsonl"), ROWS.with_name("plan_family_rows.jsonl")
 OWN = {"runner", "num_gpus", "ds_config", "steps", "warmup", "env"}
 GIB = 2**30
 AT_ONCE = 20  # the first rows are of one card each, two runs at a time on one host, which share library code
@@ -62,7 +62,7 @@ def test_memory_is_near_what_was_measured(planned, number):
 def test_allocated_is_what_was_measured():
     """Rows of today's code paths, among them blocks as leaf modules and 348,160 tokens with the inputs on the host; nothing is fitted to them."""
     rows = list(map(json.loads, LATER.read_text().splitlines()))[7:]
-    assert len(rows) == 14
+    assert len(rows) == 28
     for row in rows:
         limits = row["predicted"]
         said = predicted(row, limits["gpu_limit_bytes"], limits["host_limit_bytes"])
@@ -70,6 +70,25 @@ def test_allocated_is_what_was_measured():
         no_buffers_yet = row["settings"]["steps"] == 1  # the state's first update makes them
         assert -0.001 <= error <= (0.008 if no_buffers_yet else 0.001), row["label"]
         assert row["settings"].get("gpu_memory_cap") != 24 or said["fits"]  # which ran
+
+
+# Their attention went through a dense mask and repeated keys, which it does no more.
+MASKED = ("phi-3", "gemma-3")
+
+
+def test_families_that_liger_kernel_does_not_know_are_planned_with_transformers_own_kernels():
+    """GPT-NeoX and OLMoE were planned with liger-kernel's (-3.6 to +2.3 %); Qwen3 has them. Nothing is fitted to these rows."""
+    rows = [
+        row for row in map(json.loads, FAMILIES.read_text().splitlines()) if not any(name in row["model"] for name in MASKED)
+    ]
+    assert len(rows) == 6
+    for row in rows:
+        said = predicted(row, row["predicted"]["gpu_limit_bytes"], row["predicted"]["host_limit_bytes"])
+        error = said["gpu_allocated_bytes"] / row["gpu_allocated_bytes"] - 1
+        # At stage 3 a recomputed block of GPT-NeoX held 128 MiB that are not explained.
+        least = -0.006 if "zero3" in row["label"] else -0.001
+        assert least <= error <= 0.001, row["label"]
+        assert ("hf kernels, fused loss" in said["config"]) == ("qwen3" not in row["model"])
 
 
 def test_stages_rank_as_they_ran(planned):
