@@ -222,7 +222,7 @@ def _communication_s(plan: PlanInput, rates: Rates) -> float:
     return 2 * size / speed / (1 if every else plan.accumulation)  # all-reduce, also at stage 2
 
 
-def _optimizer_s(plan: PlanInput, rates: Rates, forward_s: float) -> float:
+def _optimizer_s(plan: PlanInput, rates: Rates, forward_s: float, backward_s: float) -> float:
     zero, world = plan.settings, plan.world_size
     owned = plan.trained_elems / world
     gather = 0.0
@@ -233,7 +233,7 @@ def _optimizer_s(plan: PlanInput, rates: Rates, forward_s: float) -> float:
     # state comes from.
     kernel = (20 if LAYOUTS[plan.optimizer].own_offload else 40) * owned / rates.device_bytes_s
     if plan.streams:
-        return gather + seconds(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s) + kernel
+        return gather + seconds(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s, backward_s) + kernel
     if not zero.offload_optimizer:
         return gather + kernel
     share = plan.ranks_per_node if rates.ranks_share_host else 1
@@ -352,8 +352,9 @@ def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
     compute, communication, fetch, micro = (plan.accumulation * s for s in (compute, communication, fetch, micro))
     if plan.device == "cuda":
         micro += _sums_s(plan, rates)
-    optimizer = _optimizer_s(plan, rates, forward_s(plan, rates))
-    backward = max(compute / plan.accumulation, host) - forward_s(plan, rates)
+    forward = forward_s(plan, rates)
+    backward = max(compute / plan.accumulation, host) - forward
+    optimizer = _optimizer_s(plan, rates, forward, backward)
     exposed = leaving_s(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, backward)
     tokens = plan.tokens * plan.accumulation * plan.world_size
     total = micro + exposed + optimizer

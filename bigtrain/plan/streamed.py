@@ -59,7 +59,8 @@ class Update:
             apart: they do not follow each other in memory, so those of one chunk are copied together.
         """
         self.everything_passed()
-        self.passed = self.buffers  # what came up during backward is updated at once
+        # What came up during backward is updated at once.
+        self.passed = min(self.buffers, 2 * CHUNKS_A_BLOCK * self.plan.block_count)
         grads, at, done = list(grads), 0, 0
         for number in range(self.chunks):
             self._make_buffer(number)
@@ -122,18 +123,19 @@ def buffers_used(plan: PlanInput) -> int:
     return min(plan.settings.buffers, chunks(plan))
 
 
-def early_bytes(plan: PlanInput) -> float:
-    """What comes up during backward already: as much as there are buffers for."""
-    return buffers_used(plan) * chunk_elems(plan) * bytes_per_elem(plan)
+def early_bytes(plan: PlanInput, h2d_bytes_s: float, backward_s: float) -> float:
+    """What comes up during a step's last backward already: as much as there are buffers for, and as it has time for."""
+    return min(buffers_used(plan) * chunk_elems(plan) * bytes_per_elem(plan), backward_s * h2d_bytes_s)
 
 
-def seconds(plan: PlanInput, h2d_bytes_s: float, d2h_bytes_s: float, forward_s: float) -> float:
+def seconds(plan: PlanInput, h2d_bytes_s: float, d2h_bytes_s: float, forward_s: float, backward_s: float) -> float:
     """What one step's traffic adds to it: up and down at once, less what came up early.
 
     One rank at stages 1 and 2 hides it behind the next forward, which takes `forward_s`; with more ranks, and at stage 3, the
     step waits for it.
     """
-    moved = max(0.0, update_bytes(plan) - early_bytes(plan)) / (BOTH_WAYS * min(h2d_bytes_s, d2h_bytes_s))
+    early = early_bytes(plan, h2d_bytes_s, backward_s)
+    moved = max(0.0, update_bytes(plan) - early) / (BOTH_WAYS * min(h2d_bytes_s, d2h_bytes_s))
     hides = plan.world_size == 1 and plan.settings.stage in (1, 2)
     return max(0.0, moved - forward_s) if hides else moved
 

@@ -88,6 +88,8 @@ def test_families_that_liger_kernel_does_not_know_are_planned_with_transformers_
         # At stage 3 a recomputed block of GPT-NeoX held 128 MiB that are not explained.
         least = -0.006 if "zero3" in row["label"] else -0.001
         assert least <= error <= 0.001, row["label"]
+        # OLMoE's sums of gradients are still read by the update when the next backward makes new ones: 11 % were missing.
+        assert abs(said["gpu_used_bytes"] / row["gpu_used_bytes"] - 1) <= 0.02, row["label"]
         assert ("hf kernels, fused loss" in said["config"]) == ("qwen3" not in row["model"])
 
 
