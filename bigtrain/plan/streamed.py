@@ -78,7 +78,7 @@ class Update:
         if number < self.made or number >= self.buffers:
             return
         self.made += 1
-        for part, size in enumerate(_parts(self.plan)):
+        for part, size in enumerate(LAYOUTS[self.plan.optimizer].parts):
             self.tape.hold(("streamed", number, part), size * self.chunk, "optimizer state, on its way")
         room = min(2 * self.chunk, self.plan.leaving_bytes - 2 * number * self.chunk)
         if number < GRADIENT_AREAS and room > 0:
@@ -98,14 +98,6 @@ class Update:
         """The host has waited for the device: it reads the gradients' norm at each step."""
         self.tape.returned(*(key for _, key in self.lent))
         self.lent.clear()
-
-
-def _parts(plan: PlanInput) -> tuple[float, ...]:
-    """Bytes per element of the tensors of one chunk's state (optim/split.py `layout`): low bits, two moments, scales if they have some."""
-    layout = LAYOUTS[plan.optimizer]
-    half = layout.moments / 2
-    scales = (half - int(half),) * 2 if half % 1 else ()
-    return (layout.remainder, half - half % 1, half - half % 1, *scales)
 
 
 def host_bytes(plan: PlanInput) -> float:

@@ -26,6 +26,10 @@ PROMISED = {
 }
 
 
+# Several micro batches at stage 2 of one card, whose gradients went through buckets then: they are added to their sums as they come now.
+BUCKETS = (5, 16, 28, 36, 37)
+
+
 def predicted(row, gpu_bytes, host_bytes=250 * GIB):
     arguments = {k: v for k, v in row["settings"].items() if k not in OWN}
     if "leaf_module" not in row["ds_config"]["zero_optimization"]:
@@ -53,8 +57,9 @@ def planned():
 @pytest.mark.parametrize("number", PROMISED)
 def test_memory_is_near_what_was_measured(planned, number):
     measured, mean, worst = PROMISED[number]
-    errors = [abs(said[number] / row[measured] - 1) for row, said in planned]
-    assert len(errors) == 44
+    rows = [pair for i, pair in enumerate(planned) if i not in BUCKETS]
+    errors = [abs(said[number] / row[measured] - 1) for row, said in rows]
+    assert len(errors) == 39
     assert sum(errors) / len(errors) <= mean
     assert max(errors) <= worst
 
@@ -70,6 +75,9 @@ def test_allocated_is_what_was_measured():
         no_buffers_yet = row["settings"]["steps"] == 1  # the state's first update makes them
         assert -0.001 <= error <= (0.008 if no_buffers_yet else 0.001), row["label"]
         assert row["settings"].get("gpu_memory_cap") != 24 or said["fits"]  # which ran
+        if row["settings"]["ds_config"] == "zero2":
+            # 3B, four micro batches: state that the first update makes in what backward left, which was planned to be there before, -11 %.
+            assert abs(said["gpu_used_bytes"] / row["gpu_used_bytes"] - 1) <= 0.015, row["label"]
 
 
 # Their attention went through a dense mask and repeated keys, which it does no more.
@@ -103,10 +111,6 @@ def test_stages_rank_as_they_ran(planned):
         ("zero2, no ckpt, llama-1b, seq 4096, mb 4, ga 1", "zero2, no ckpt, llama-1b, seq 4096, mb 1, ga 4"),
     ):
         assert seconds[fast] < seconds[slow]
-
-
-# Several micro batches at stage 2 of one card, whose gradients went through buckets then: they are added to their sums as they come now.
-BUCKETS = (5, 16, 28, 36, 37)
 
 
 @pytest.mark.parametrize("part, median", [(range(26), 0.04), (range(26, 38), 0.055), (range(38, 44), 0.045)])
