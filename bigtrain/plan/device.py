@@ -8,11 +8,11 @@ from typing import Protocol
 from bigtrain.plan import experts
 from bigtrain.plan.activations import BlockBytes, block_bytes, fused_loss_rows, norm_kept
 from bigtrain.plan.constants import CHUNK_LOGITS, CUBLAS_WORKSPACE_BYTES, SCALED_AT_A_TIME
-from bigtrain.plan.family_others import ROBERTA, T5
 from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.parts import parts_of
 from bigtrain.plan.tape import Tape
+from bigtrain.plan.unfused import NO_ROTARY
 from bigtrain.plan.zero_flat import FlatSharding, ranks_to_plan
 from bigtrain.plan.zero_none import Bf16Sharding, WholeSharding
 from bigtrain.plan.zero_sliced import SlicedSharding
@@ -64,8 +64,6 @@ def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:
     return SlicedSharding(plan, tape) if plan.settings.stage == 3 else WholeSharding(plan, tape)
 
 
-# Families whose positions are learned, or a bias.
-NO_ROTARY = {"gpt2", "opt", "bloom", "vit", "bert", *ROBERTA, *T5}
 # Of what attention holds in backward: with a fused kernel it is seven of the stream's size for the largest of the presets.
 _MOST_PARTS = 32
 # Phases of a micro step, from the first update on.

@@ -91,6 +91,8 @@ def test_families_that_liger_kernel_does_not_know_are_planned_with_transformers_
     ]
     assert len(rows) == 6
     for row in rows:
+        if "offload" in row["label"]:  # as many buffers as that run took: a plan of a step as long as it was takes fewer
+            row["ds_config"]["zero_optimization"]["offload_optimizer"]["buffer_count"] = 203
         said = predicted(row, row["predicted"]["gpu_limit_bytes"], row["predicted"]["host_limit_bytes"])
         error = said["gpu_allocated_bytes"] / row["gpu_allocated_bytes"] - 1
         # At stage 3 a recomputed block of GPT-NeoX held 128 MiB that are not explained.
@@ -119,3 +121,19 @@ def test_steps_take_about_as_long(planned, part, median):
     rows = [planned[i] for i in part if i not in BUCKETS]
     errors = [abs(said["step_time_s"] / row["step_time_s"]["median"] - 1) for row, said in rows]
     assert statistics.median(errors) <= median
+
+
+def test_without_fused_kernels_products_are_as_fast_and_the_rest_is_counted():
+    """Fused kernels' share of the large product for all, and operators' bytes: OLMoE was planned 47 % too fast, Pythia with its own kernels 17 % too slow."""
+    rows = [json.loads(line) for file in (ROWS, LATER, FAMILIES) for line in file.read_text().splitlines()]
+    rows = [
+        r
+        for r in rows
+        if r["settings"].get("use_liger_kernel") is False or (r["settings"]["ds_config"] == "zero2" and r in rows[-4:])
+    ]
+    assert len(rows) == 4
+    for row in rows:
+        said = predicted(row, 140 * GIB)
+        assert "hf kernels" in said["config"]
+        error = said["step_time_s"] / row["step_time_s"]["median"] - 1
+        assert abs(error) <= (0.1 if "olmoe" in row["model"] else 0.03), row["label"]
