@@ -180,7 +180,10 @@ def block_bytes(
 
 
 def _whole_block(g: Geometry, t: int, kernels: str, block: int, seq_len: int, device: str) -> BlockBytes:
-    d, k, dense, liger = g.hidden, g.keeps, g.is_dense(block), kernels == "liger"
+    dense, liger = g.is_dense(block), kernels == "liger"
+    if liger and g.keeps.spared:
+        g = replace(g, keeps=replace(g.keeps, query=g.keeps.query - g.keeps.spared))
+    d, k = g.hidden, g.keeps
     cross = bool(g.cross_from) and block >= g.cross_from
     width = (g.dense_ffn or g.ffn) if dense else g.ffn * g.experts_per_token + g.shared_ffn
     feed, mask = 2 * t * width, _mask_bytes(device)

@@ -66,6 +66,10 @@ def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:
 
 # Of what attention holds in backward: with a fused kernel it is seven of the stream's size for the largest of the presets.
 _MOST_PARTS = 32
+# Families whose blocks with a sliding window turn queries by another base.
+_TWO_TABLES = {"gemma3_text", "gemma3"}
+# Families for whose gate and up, halves of one product, liger-kernel makes copies: the product stays until the last one of the block.
+_HALVES = {"phi3", "glm4"}
 # Phases of a micro step, from the first update on.
 MICRO_STEP = ("steady forward", "loss", "loss backward", "backward", "bucket flush")
 
@@ -127,14 +131,13 @@ class Run:
         for block, members in self.blocks.items():
             self._block_forward(block, members, steady)
         tape.hold("final norm", norm_kept(g, t, self.plan.kernels), "activations, embedding and final norm")
-        tape.drop(
-            ("stream", 0)
-        )  # the last block's output is among what the norm keeps, the embedding's among the first block's
+        # The last block's output is among what the norm keeps, the embedding's among the first block's.
+        tape.drop(("stream", 0))
 
     def _rotary_bytes(self) -> int:
-        """Cosines and sines in bf16, made once for all blocks."""
-        g = self.g
-        return 0 if self.plan.parameters.kind in NO_ROTARY else 2 * 2 * self.t * g.query // g.heads
+        """Cosines and sines in bf16, made once for all blocks, or for those of a sliding window and the others."""
+        g, kind = self.g, self.plan.parameters.kind
+        return 0 if kind in NO_ROTARY else (2 if kind in _TWO_TABLES else 1) * 2 * 2 * self.t * g.query // g.heads
 
     def _block_forward(self, block: int, members: list[int], steady: bool) -> None:
         cost = self._cost(block)
@@ -153,6 +156,8 @@ class Run:
         Measured on an H200, Llama 3B, 16,384 tokens: 0.101e9 B beside 1.478e9 kept. A recompute (`again`) ends before its last product,
         with no more than attention's output beside it (models/replay.py), and in a block with a norm behind that with the norm's copies.
         """
+        if self.plan.kernels == "liger" and not self.of_tile and self.plan.parameters.kind in _HALVES:
+            return max(cost.stream, 2 * cost.feed)
         if again and not self.of_tile and self.g.norms <= 2:
             return max(cost.stream, cost.chosen)
         if self.of_tile:

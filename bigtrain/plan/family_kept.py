@@ -49,6 +49,7 @@ class Keeps:
     Attributes:
         hidden: norms and inputs of linear layers, of the residual stream's width.
         query, key: of these widths, beyond queries, keys, values and attention's output.
+        spared: of `query`, where liger-kernel turns queries: it leaves them in the layout that the next product reads attention's output in.
         qk_norm: norms of queries and keys, of their widths.
         head: of one head's width (rotary tables that each block makes for itself).
         token: whatever the widths of the block.
@@ -66,6 +67,7 @@ class Keeps:
     hidden: int = 16
     query: int = 0
     key: int = 0
+    spared: int = 0
     qk_norm: int = 0
     head: int = 0
     token: int = 0
@@ -102,7 +104,7 @@ FAMILIES: dict[str, Keeps] = {
     "gemma2": Keeps(hidden=36),
     "gemma3_text": Keeps(hidden=36, qk_norm=8),
     "phi": Keeps(hidden=4, query=2),
-    "phi3": Keeps(query=4, key=2),
+    "phi3": Keeps(query=4, key=2, spared=2),
     "olmo": Keeps(hidden=12),
     **dict.fromkeys(("olmo2", "olmo3", "flex_olmo"), Keeps(hidden=20, qk_norm=8)),
     "cohere": Keeps(hidden=14),
