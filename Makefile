@@ -61,13 +61,22 @@ bench: $(VENV)/.installed
 # process would compile all of torch. pip would compile thousands of modules that nobody imports, for minutes.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Too old a Python is said before an environment is made of it: that would stay, and be taken whatever PYTHON the next call has.
+# (Without pip: what Debian's Python leaves where its package python3-venv is missing.)
+FOUND = $(firstword $(wildcard $(BIN)/python) $(PYTHON))
+define environment
+@$(FOUND) -c 'import sys; sys.version_info < (3, 11) and sys.exit("$(FOUND) is Python %s.%s, and bigtrain needs 3.11 or later: \
+    remove $(VENV) if it is there, and call make $(MAKECMDGOALS) PYTHON=python3.12" % sys.version_info[:2])'
+test -x $(BIN)/python && test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+endef
+
 $(VENV)/.installed: setup.cfg constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(environment)
 	$(BIN)/pip install -q --no-compile -c constraints.txt -e . $(GPU_EXTRA)
 	touch $@
 
 $(VENV)/.installed-dev: setup.cfg constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(environment)
 	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[dev]' $(GPU_EXTRA)
 	touch $@ $(VENV)/.installed
 

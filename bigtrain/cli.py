@@ -27,7 +27,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "export": ("bigtrain.checkpoint.cli", "the weights of a checkpoint as a Hugging Face folder"),
     "doctor": ("bigtrain.diagnostics.doctor.cli", "test this machine, and say what to mend"),
 }
-TRAIN_HINT = "To train: deepspeed launch/train.py --ds_config FILE ... (see launch/train.py --help)"
+TRAIN_HINT = (
+    "To train: deepspeed launch/train.py --ds_config FILE ... (or, without a clone: deepspeed --module bigtrain.train ...)"
+)
 
 
 def make_parser(verb: str | None = None) -> argparse.ArgumentParser:

@@ -107,14 +107,14 @@ class NonFiniteCount:
 
 
 def differing(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Names whose values are not equal on all ranks, each with the ranks' values in rank order."""
-    names = sorted({name for row in rows for name in row})
+    """Names whose values are not equal on all ranks, as first seen, each with the ranks' values in rank order."""
+    names = dict.fromkeys(name for row in rows for name in row)
     table = {name: [row.get(name) for row in rows] for name in names}
     return {name: values for name, values in table.items() if any(v != values[0] for v in values[1:])}
 
 
 def report_differences(differences: dict[str, list[Any]], step: int, shown: int = 12, buffers: Sequence[str] = ()) -> str:
-    """The message for `differing`, parameters first seen first, at most `shown` lines; `buffers`: those that are no parameters."""
+    """The message for `differing`, in its order, at most `shown` lines; `buffers`: those that are no parameters."""
     lines = []
     for name, values in list(differences.items())[:shown]:
         lines.append(f"  {name}: " + ", ".join(f"rank {r} {v}" for r, v in enumerate(values)))

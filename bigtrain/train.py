@@ -1,6 +1,6 @@
 """The training program, top to bottom: arguments, config, data, model, engine, loop, export, report.
 
-`main` is what launch/train.py runs. Exit codes: 0 done, 1 failed, 2 bad usage or config, 3 does not fit, 75 stopped on
+`main` is what launch/train.py runs, and `python -m bigtrain.train` where launch/ is not at hand. Exit codes: 0 done, 1 failed, 2 bad usage or config, 3 does not fit, 75 stopped on
 request and resumable (Ctrl-C or SIGTERM with --save_steps).
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from bigtrain.errors import BigtrainError, StoppedError
 from bigtrain.plan.room import WARNING_SHARE
 from bigtrain.run import failure
-from bigtrain.stopping import StopSignal
+from bigtrain.stopping import StopSignal, end_process
 
 logger = logging.getLogger("bigtrain")
 
@@ -51,7 +51,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     """One run; returns its summary. Every rank calls it with the same arguments."""
     from bigtrain import ranks, watch, zero
     from bigtrain.diagnostics.metrics import flops_formula
-    from bigtrain.engine import Engine
+    from bigtrain.engine import Engine, steps
     from bigtrain.hosts import placement, rollcall
     from bigtrain.run import capacity, preflight, restart, sameness
     from bigtrain.run import job as jobs
@@ -93,7 +93,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         sameness.refuse_split_output(folder.root, saves=args.saves)
         ranks.main_decides(lambda: announce(job, folder, places, planned), "writing run.json")
         model, isolation = jobs.build(job)
-        explained.model, explained.phase = model, "starting the engine"
+        explained.model, explained.phase = steps.shifting(model), "starting the engine"
         engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_arguments(job))
         engine.checkpoints.tokenizer = job.tokenizer
         if resume is not None:
@@ -394,3 +394,8 @@ def tools_on_path() -> None:
     own = str(Path(sys.executable).parent)
     if own not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = own + os.pathsep + os.environ.get("PATH", "")
+
+
+# SuperOffload's worker processes import this file again.
+if __name__ == "__main__":
+    end_process(main())

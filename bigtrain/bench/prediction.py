@@ -61,10 +61,9 @@ def _leafs(cell: Cell) -> LeafBlocks:
 
 
 def attention(cell: Cell, machine: Machine) -> plan.Attention:
-    """Rows of a sweep are not packed unless told."""
-    return plan.attention_of(
-        cell.arguments.get("attn_implementation", "auto"), cell.arguments.get("packing", "none"), machine.device
-    )
+    """Rows of a sweep are not packed unless told. Peers take sdpa."""
+    asked = cell.arguments.get("attn_implementation", "auto" if cell.runner == "bigtrain" else "sdpa")
+    return plan.attention_of(asked, cell.arguments.get("packing", "none"), machine.device)
 
 
 def kernels(cell: Cell, machine: Machine) -> dict[str, Any]:
@@ -220,4 +219,5 @@ def flops_formula(found: PlanInput) -> FlopsFormula:
         layers=shape.layers,
         hidden=shape.query,
         seq_len=found.seq_len,
+        windows=shape.windows,
     )

@@ -264,9 +264,9 @@ def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself as 1-D; one that is transposed or expanded is laid out anew for it."""
-    if not tensor.is_contiguous():
-        tensor.data = tensor.detach().contiguous()
+    """The tensor itself as 1-D; one that is transposed, expanded or a conjugate view is laid out anew for it."""
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        tensor.data = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return tensor.detach().view(-1)
 
 

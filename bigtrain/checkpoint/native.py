@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+import weakref
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MEET_S = 120.0
+# Which engine saved a folder last, of those that are alive and not closed: the folder's name says a step, and no model.
+_owners: weakref.WeakValueDictionary[Path, Checkpoints] = weakref.WeakValueDictionary()
 
 
 class Checkpoints:
@@ -44,6 +48,7 @@ class Checkpoints:
         self._saver: Saver | None = None
         self._model_files: dict[str, bytes] | None = None
         self._left_out_told = False
+        self._made_s, self._moved_s = time.monotonic(), 0.0
         self.tokenizer: Any = None
         self.copy_to: Path | None = None
         self.disk = Disk()
@@ -107,7 +112,7 @@ class Checkpoints:
         Raises:
             RanksDisagreeError: if not all ranks come, or they differ, in `state` or the engine's `data_position` too.
             UsageError: JSON cannot say something in `state` or `data_position`.
-            CheckpointError: in the middle of an accumulation, or it cannot be written.
+            CheckpointError: in the middle of an accumulation, it cannot be written, or it would replace another engine's.
         """
         engine = self._engine
         HERE.folder = HERE.folder or str(directory)
@@ -116,6 +121,8 @@ class Checkpoints:
             raise CheckpointError(
                 "a checkpoint in the middle of an accumulation would lose its gradients: save after engine.step()"
             )
+        with ranks.together(f"looking at {directory}"):
+            self._take_name(store.folder_for(directory, engine.global_step) if tag is None else directory / tag)
         self._tell_what_is_left_out()
         user = agreed(state, engine.data_position)
         run = {**live.run_state(engine), "user": user, "scalars": live.scalars_of(engine)}
@@ -136,9 +143,9 @@ class Checkpoints:
 
     def _tell_what_is_left_out(self) -> None:
         """Once: modules with a state that is neither parameter nor buffer; it may be any object, and has no place in the format."""
-        more = modules_with_extra_state(self._engine.module) if not self._left_out_told and ranks.is_main() else []
+        more = [] if self._left_out_told else modules_with_extra_state(self._engine.module)
         self._left_out_told = True
-        if more:
+        if more and ranks.is_main():
             log.warning(
                 "checkpoints do not hold the extra state (get_extra_state) of %d modules, %s: after a resume it begins anew. What JSON can "
                 "say of it may go into save_checkpoint(state=...)",
@@ -146,8 +153,19 @@ class Checkpoints:
                 ", ".join(more[:3]),
             )
 
+    def _take_name(self, final: Path) -> None:
+        owner = _owners.get(final, self)
+        if owner is not self and owner._moved_s > self._made_s:  # else a script gave it up, and made this one in its place
+            raise CheckpointError(
+                f"{final} was saved by another Engine of this process, and would be replaced: give each engine a folder (or a tag) of its "
+                "own, or close() the other one.",
+                str(final),
+            )
+        _owners[final] = self
+
     def before_update(self) -> None:
         """The optimizer is about to change the state."""
+        self._moved_s = time.monotonic()
         if self._saver is not None:
             self._saver.before_update()
 
@@ -155,6 +173,14 @@ class Checkpoints:
         """Wait for a save in flight; raises what it failed with."""
         if self._saver is not None:
             self._saver.wait()
+
+    def close(self) -> None:
+        """As `wait`; what was saved is no longer this engine's alone."""
+        try:
+            self.wait()
+        finally:
+            for final in [final for final, owner in _owners.items() if owner is self]:
+                del _owners[final]
 
     def failure(self) -> CheckpointError | None:
         """Wait for a save in flight; what it failed with, on all ranks alike. The next save may be made all the same."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 GLOBAL = "train_batch_size"
+MOST_ROWS = 2**40  # of one step; beyond it is a slip of the hand, and what counts bytes or steps by it overflows
 
 
 class BatchError(ValueError):
-    """The numbers contradict each other; the text has all of them, their sources and one valid choice."""
+    """The numbers contradict each other, or are beyond any run; the text has all of them, their sources and, of the first, one valid choice."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,14 @@ def solve_batch(
         ranks_source: who said how many ranks there are.
 
     Raises:
-        BatchError: the numbers do not fit together.
+        BatchError: the numbers do not fit together, or one step has more than `MOST_ROWS`.
     """
     if total is None:
         m = micro.value if micro else 1
         a = accumulation.value if accumulation else 1
+        _refuse_too_many(micro, accumulation, None, m * a * ranks)
         return Batch(m, a, m * a * ranks, _sources(micro, accumulation, None))
+    _refuse_too_many(micro, accumulation, total, total.value)
     per_rank, rest = divmod(total.value, ranks)
     if not micro and not accumulation:
         m, a = per_rank, 1
@@ -63,6 +66,13 @@ def solve_batch(
     if rest or m < 1 or a < 1 or m * a * ranks != total.value:
         raise BatchError(_explain(micro, accumulation, total, ranks, ranks_source))
     return Batch(m, a, total.value, _sources(micro, accumulation, total))
+
+
+def _refuse_too_many(micro: Given | None, accumulation: Given | None, total: Given | None, rows: int) -> None:
+    if rows > MOST_ROWS:
+        named = {MICRO: micro, ACCUMULATION: accumulation, GLOBAL: total}
+        said = ", ".join(f"{name} {given.value} ({given.source})" for name, given in named.items() if given)
+        raise BatchError(f"{said}: a step of {rows:,} rows is more than any run has, {MOST_ROWS:,}")
 
 
 def _sources(micro: Given | None, accumulation: Given | None, total: Given | None) -> dict[str, tuple[str, str]]:

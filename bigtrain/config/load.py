@@ -22,7 +22,7 @@ def load(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         A copy that the caller may change.
 
     Raises:
-        ConfigError: no such file, not an object, not parseable (with line and column), or a key given twice.
+        ConfigError: no such file, a pipe, not an object, not parseable (with line and column), or a key given twice.
     """
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
@@ -39,6 +39,11 @@ def load(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     name = path.name.removesuffix(".json")
     if str(source) in PRESETS or (path.parent.name == "ds_configs" and name in PRESETS):
         return generate(PRESETS[name])
+    if path.is_fifo() or path.is_char_device() or path.is_socket():
+        raise ConfigError(
+            f"{str(source)!r} is no file but a pipe or a device, of which each rank would read a part, or nothing: write the ds_config to a "
+            'file, or give its text itself: --ds_config "$(COMMAND)"; `bigtrain config` reads - as standard input'
+        )
     if path.is_dir():
         raise ConfigError(f"{str(source)!r} is a folder: give one of its files, or a preset: {', '.join(PRESETS)}")
     near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)

@@ -8,8 +8,8 @@ What transformers does with packed rows (read in masking_utils.py and modeling_f
   is dense: seq_len**2 bytes a row, and fast causal kernels are out.
 * flash attention: `position_ids` count at batch size 1 only; larger micro batches attend across documents silently. With
   `cu_seq_lens_q/k` and `max_length_q/k` in the call it is right at any batch size (`StepLoader(document_bounds=True)`).
-* `bigtrain_varlen`, registered here: document bounds from `position_ids` for any micro batch and no dense mask; fused
-  kernels on CUDA (see `_attend`), one causal sdpa call per document elsewhere.
+* `bigtrain_varlen`, registered here: document bounds from `position_ids` for any micro batch and no dense mask, sliding
+  windows included; fused kernels on CUDA (see `_attend`), one causal sdpa call per document elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -162,29 +162,44 @@ def _packed_indices(original: Callable[[torch.Tensor], torch.Tensor | None]) -> 
 
 
 def _per_document(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, scale: float, dropout: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    scale: float,
+    dropout: float,
+    window: int = 0,
 ) -> torch.Tensor:
     """Causal attention document by document; [tokens, heads, head_dim] each, any device and dtype."""
     grouped = query.shape[1] != key.shape[1]
     out = []
     for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist()):
         q, k, v = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        narrow = 0 < window < stop - start
+        seen = q.new_ones(stop - start, stop - start, dtype=torch.bool).tril().triu(1 - window) if narrow else None
         one = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, dropout_p=dropout, enable_gqa=grouped
+            q, k, v, attn_mask=seen, is_causal=not narrow, scale=scale, dropout_p=dropout, enable_gqa=grouped
         )
         out.append(one.squeeze(0).transpose(0, 1))
     return torch.cat(out)
 
 
 def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, longest: int, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int = 0,
 ) -> torch.Tensor:
     """Variable-length causal flash attention of torch, heads grouped where key has fewer; [tokens, heads, head_dim]."""
     from torch.nn.attention.varlen import varlen_attn
 
     asked = query.shape[1] != key.shape[1] and _wants_to_be_asked(varlen_attn)
     grouped: dict[str, Any] = {"enable_gqa": True} if asked else {}
-    out = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **grouped)
+    left = window - 1  # keys before the query's own; -1: all
+    out = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **grouped)
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -206,22 +221,29 @@ def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
     return out.transpose(1, 2)
 
 
-def _dense_is_best(query: torch.Tensor, documents: Documents) -> bool:
+def _dense_is_best(query: torch.Tensor, documents: Documents, window: int) -> bool:
     """Whether dense kernels can do these rows and cuDNN is among them, at its best, with no fixed order of sums asked for."""
-    if not documents.one_a_row or query.shape[-1] % 8 or torch.are_deterministic_algorithms_enabled():
+    if window or not documents.one_a_row or query.shape[-1] % 8 or torch.are_deterministic_algorithms_enabled():
         return False
     return is_hopper_or_later(query.device.index)
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scale: float, path: str = "auto"
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    scale: float,
+    path: str = "auto",
+    window: int = 0,
 ) -> torch.Tensor:
     """Causal attention inside documents on a GPU.
 
     Args:
         query: [batch, heads, seq_len, head_dim], 16 bits a value; key and value may have fewer heads.
-        path: "dense" (rows that are one document each), "ragged" (cuDNN, any documents) or "flash" (torch, any documents);
-            "auto" takes the first that can do it. On an H100 cuDNN takes about half of flash attention's time.
+        path: "dense" (rows that are one document each, no window), "ragged" (cuDNN, any documents) or "flash" (torch, any
+            documents); "auto" takes the first that can do it. On an H100 cuDNN takes about half of flash attention's time.
+        window: tokens that a query sees at most, its own among them; 0: all before it.
 
     Returns:
         [batch, seq_len, heads, head_dim].
@@ -232,21 +254,23 @@ def _attend(
     batch, heads, length, head_dim = query.shape
     if path not in ("auto", "dense", "ragged", "flash"):
         raise DataError(f"attention path {path!r} is unknown; use auto, dense, ragged or flash")
-    if path == "dense" and not documents.one_a_row:
-        raise DataError(f"{documents.count} documents in {batch} rows: the dense path takes one document a row")
-    if path == "dense" or (path == "auto" and _dense_is_best(query, documents)):
+    if path == "dense" and (window or not documents.one_a_row):
+        raise DataError(
+            f"{documents.count} documents in {batch} rows, window {window}: the dense path takes one document a row"
+        )
+    if path == "dense" or (path == "auto" and _dense_is_best(query, documents, window)):
         return _dense(query, key, value, scale)
     width = value.shape[-1]
     if width < head_dim:  # latent attention: these kernels want one width; columns of zeros add nothing to the others
         value = torch.nn.functional.pad(value, (0, head_dim - width))
     q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[-1]) for x in (query, key, value))
-    out = packed_attention(q, k, v, documents, scale) if path in ("auto", "ragged") else None
+    out = packed_attention(q, k, v, documents, scale, window) if path in ("auto", "ragged") else None
     if out is None and path == "ragged":
         raise DataError(
             f"cuDNN cannot do attention of {query.dtype} {list(query.shape)}, {key.shape[1]} key heads; see the log"
         )
     if out is None:
-        out = _flash(q, k, v, documents.bounds, length, scale)
+        out = _flash(q, k, v, documents.bounds, length, scale, window)
     return out.view(batch, length, heads, head_dim)[..., :width]
 
 
@@ -276,7 +300,8 @@ def varlen_attention(
 
     Args:
         query: [batch, heads, seq_len, head_dim]; key and value may have fewer heads (grouped).
-        attention_mask: when given (padded generation, for instance), sdpa takes over.
+        attention_mask: None, or what stands for a sliding window (`_window_sign`); with any other (padded generation, for
+            instance) sdpa takes over.
         attention_path: the kernels on a GPU, "auto" or one that tests and benchmarks force; see `_attend`.
         kwargs: `position_ids` [batch, seq_len], or `cu_seq_lens_q` of the flattened batch.
 
@@ -284,7 +309,7 @@ def varlen_attention(
         [batch, seq_len, heads, head_dim of value], and None for the attention weights.
 
     Raises:
-        DataError: the model caps its scores or has attention sinks.
+        DataError: the model caps its scores or has attention sinks; it has a window, packed rows, and passes no position_ids on.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -297,20 +322,33 @@ def varlen_attention(
     batch, heads, length, head_dim = query.shape
     documents = _documents_in(kwargs, batch, length)
     causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True)
+    window, sign = 0, _read_sign(attention_mask)
+    if sign is not None:
+        documents = documents or _a_document_a_row(module, batch, length, query.device, sign.packed)
+        window, causal, attention_mask = sign.window, True, None
     separate = documents is not None and key.shape[2] == length and causal
     packed.asked_by["attention"] += separate or attention_mask is not None
     if attention_mask is not None or documents is None or not separate:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     scale = scaling if scaling is not None else head_dim**-0.5
     if query.is_cuda and query.dtype in DTYPES and value.shape[-1] <= head_dim <= 256 and not dropout:
-        return _attend(query, key, value, documents, scale, attention_path), None
+        return _attend(query, key, value, documents, scale, attention_path, window), None
     q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[-1]) for x in (query, key, value))
-    out = _per_document(q, k, v, documents.bounds, scale, dropout if module.training else 0.0)
+    out = _per_document(q, k, v, documents.bounds, scale, dropout if module.training else 0.0, window)
     return out.reshape(batch, length, heads, value.shape[-1]), None
 
 
-def _separates_documents_only(mask_function: Callable[..., Any], whole_window: bool) -> bool:
-    """Whether a transformers mask is nothing but "causal, and within a document": what `varlen_attention` does itself.
+@dataclass(frozen=True)
+class _Seen:
+    """What a mask lets a query see: inside its document if `packed`, before it if `causal`, the last `window` tokens (0: all)."""
+
+    window: int = 0
+    packed: bool = False
+    causal: bool = False
+
+
+def _seen_by(mask_function: Callable[..., Any]) -> _Seen | None:
+    """A transformers mask in the terms of `varlen_attention`; None if it is more than that.
 
     The masks are closures without a name of their own, so they are told by where they were made. One that is not known
     counts as something else, which costs a dense mask and never a wrong one.
@@ -318,18 +356,49 @@ def _separates_documents_only(mask_function: Callable[..., Any], whole_window: b
     from transformers.masking_utils import causal_mask_function
 
     if mask_function is causal_mask_function:
-        return True
+        return _Seen(causal=True)
     maker = getattr(mask_function, "__qualname__", "").split(".")[0]
     inner = inspect.getclosurevars(mask_function).nonlocals
     if maker == "packed_sequence_mask_function":
-        return True
+        return _Seen(packed=True)
     if maker == "sliding_window_overlay":
-        return whole_window
+        return _Seen(window=int(inner["sliding_window"]))
     if maker == "remap_positions_for_packed_sequence":
-        return _separates_documents_only(inner["mask_function"], whole_window)
+        found = _seen_by(inner["mask_function"])
+        return found and replace(found, packed=True)
     if maker == "and_masks":
-        return all(_separates_documents_only(one, whole_window) for one in inner["mask_functions"])
-    return False
+        parts = [_seen_by(one) for one in inner["mask_functions"]]
+        known = [one for one in parts if one is not None]
+        windows = [one.window for one in known if one.window]
+        if len(known) == len(parts):
+            return _Seen(min(windows, default=0), any(one.packed for one in known), any(one.causal for one in known))
+    return None
+
+
+def _window_sign(seen: _Seen) -> torch.Tensor:
+    """Stands for a mask that is a sliding window, between the model that asks for it and the attention that is given it.
+
+    No element, so that it costs nothing and any use of it as a mask fails; its shape says the window, and whether rows are packed.
+    """
+    return torch.empty((0, seen.window, 1 + seen.packed), dtype=torch.bool)
+
+
+def _read_sign(mask: torch.Tensor | None) -> _Seen | None:
+    """What a `_window_sign` stands for; None of anything else."""
+    if mask is None or mask.ndim != 3 or mask.shape[0]:
+        return None
+    return _Seen(mask.shape[1], mask.shape[2] == 2, causal=True)
+
+
+def _a_document_a_row(module: torch.nn.Module, batch: int, length: int, device: torch.device, packed_rows: bool) -> Documents:
+    """For a model that passes no position_ids on to its attention."""
+    if packed_rows:
+        raise DataError(
+            f"{type(module).__name__} has a sliding window and is given no position_ids, so documents in a row would see each other; "
+            "use attn_implementation sdpa, or packing='none' or packing='concatenate'"
+        )
+    bounds = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
+    return Documents(bounds, length, one_a_row=True)
 
 
 def has_varlen() -> bool:
@@ -340,20 +409,19 @@ def has_varlen() -> bool:
 def register_varlen() -> str:
     """Adds `bigtrain_varlen` to transformers; returns the name to pass as `attn_implementation`.
 
-    Layers whose mask is more than causal (a sliding window shorter than the row, blocks of image tokens) keep sdpa's dense
-    mask, as does anything called with an attention mask.
+    Layers whose mask is more than causal, documents and a sliding window (blocks of image tokens) keep sdpa's dense mask, as does
+    anything called with an attention mask.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-        window = kwargs.get("local_size")
-        whole_window = window is None or window >= kwargs.get("kv_length", 0)
-        function = kwargs.get("mask_function", causal_mask_function)
-        is_square = kwargs.get("q_length") == kwargs.get("kv_length")
-        if kwargs.get("attention_mask") is None and is_square and _separates_documents_only(function, whole_window):
-            return None
-        return sdpa_mask(*args, **kwargs)
+        length = kwargs.get("kv_length", 0)
+        is_plain = kwargs.get("attention_mask") is None and kwargs.get("q_length") == length
+        seen = _seen_by(kwargs.get("mask_function", causal_mask_function)) if is_plain else None
+        if seen is None or (0 < seen.window < length and not seen.causal):
+            return sdpa_mask(*args, **kwargs)
+        return _window_sign(seen) if 0 < seen.window < length else None
 
     AttentionInterface.register(VARLEN, varlen_attention)
     AttentionMaskInterface.register(VARLEN, mask)

@@ -13,6 +13,7 @@ What each number means:
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -27,6 +28,7 @@ from typing import Any, TypeVar
 
 from bigtrain.errors import BigtrainError
 from bigtrain.plan.cards import peak_bf16_flops
+from bigtrain.plan.geometry import attended, windows_of
 from bigtrain.plan.room import room
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,8 @@ class FlopsFormula:
 
     Source: Kaplan et al. 2020 (arXiv 2001.08361) section 2.1 for 6N; attention as in PaLM (arXiv 2204.02311) appendix B,
     halved because a causal row attends to half the positions on average. A frozen weight needs no weight gradient.
-    `layers` or `hidden` 0 means that attention is not counted.
+    `windows`: of layers in which a token sees no more than so many (sliding window); they count with twice what it sees on average
+    in place of seq. `layers` or `hidden` 0 means that attention is not counted.
     """
 
     trained_parameters: int
@@ -49,18 +52,25 @@ class FlopsFormula:
     layers: int = 0
     hidden: int = 0
     seq_len: int = 0
+    windows: tuple[int, ...] = ()
 
     @property
     def per_token(self) -> int:
         """FLOPs for one token, forward and backward, without recomputation."""
-        return 6 * self.trained_parameters + 4 * self.frozen_parameters + 6 * self.layers * self.seq_len * self.hidden
+        seen = int(attended(self.layers, self.seq_len, self.windows))
+        return 6 * self.trained_parameters + 4 * self.frozen_parameters + 6 * seen * self.hidden
 
     def __str__(self) -> str:
         parts = [f"6 x {self.trained_parameters:,} trained parameters"]
         if self.frozen_parameters:
             parts.append(f"4 x {self.frozen_parameters:,} frozen parameters")
-        if self.layers and self.hidden:
-            parts.append(f"6 x {self.layers} layers x {self.seq_len:,} tokens x {self.hidden:,} (causal attention)")
+        narrow = [w for w in self.windows if w < self.seq_len]
+        if self.layers - len(narrow) and self.hidden:
+            whole = self.layers - len(narrow)
+            parts.append(f"6 x {whole} layers x {self.seq_len:,} tokens x {self.hidden:,} (causal attention)")
+        for w in sorted(set(narrow)):
+            seen = attended(1, self.seq_len, (w,))
+            parts.append(f"6 x {narrow.count(w)} layers x {seen:,.0f} tokens x {self.hidden:,} (windows of {w:,})")
         return f"model FLOPs per token = {' + '.join(parts)} = {self.per_token:.4g}; recomputation not counted"
 
     def mfu(self, tokens_per_s_per_device: float, card: str | None) -> float | None:
@@ -122,19 +132,39 @@ class RowLog:
             BigtrainError: it does not take it, with a full disk for instance.
         """
         try:
-            if not self.path.exists():
+            if self._is_gone():
                 self._begin_anew()
-            self._file.write(_line(row))
-            self._file.flush()
+            try:
+                self._append(row)
+            except OSError as error:
+                if error.errno != errno.ESTALE:  # of a network disk: another host removed the file, or the server began anew
+                    raise
+                self._begin_anew()
+                self._append(row)
         except OSError as error:
             raise BigtrainError(
                 f"the row of step {row['step']} cannot be written to {self.path}: {error}. Make room on that disk and start again with "
                 "--resume_from_checkpoint auto"
             ) from error
 
+    def _is_gone(self) -> bool:
+        try:
+            self.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # a network disk may fail to say; whether the row is taken is what counts
+            return False
+        return False
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        self._file.write(_line(row))
+        self._file.flush()
+
     def _begin_anew(self) -> None:
         """What is written into a file that has been removed, or moved with its folder, nobody would find beside the run's checkpoints."""
-        logger.warning("%s was removed or moved while the run goes on: rows from here on go into a new one", self.path)
+        logger.warning(
+            "%s was removed, moved or lost by its disk while the run goes on: rows from here on go into a new one", self.path
+        )
         self.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (held open for the run)
@@ -270,6 +300,7 @@ def flops_formula(model: Any, seq_len: int) -> FlopsFormula:
         layers=getattr(text, "num_hidden_layers", 0) or 0,
         hidden=getattr(text, "hidden_size", 0) or 0,
         seq_len=seq_len,
+        windows=windows_of(text.to_dict()) if text is not None else (),
     )
 
 

@@ -380,7 +380,7 @@ class Engine(NotCopied):
     def close(self) -> None:
         """Finish a save in flight and let go of the module: another Engine may take it."""
         try:
-            self.checkpoints.wait()
+            self.checkpoints.close()
         finally:
             self._parts.release()
             self._origin.release()

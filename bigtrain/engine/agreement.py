@@ -80,7 +80,8 @@ def state_digests(module: torch.nn.Module) -> dict[str, Any]:
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.detach().contiguous().reshape(-1).view(kinds[tensor.element_size()])
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    bits = tensor.view(kinds[min(8, tensor.element_size())])  # of complex128 the parts
     if tensor.element_size() == 8:
         return torch.stack([bits.sum(), (bits ^ (bits >> 7)).sum()])
     return torch.stack([bits.sum(dtype=torch.int64), (bits.bitwise_right_shift(3) ^ bits).sum(dtype=torch.int64)])

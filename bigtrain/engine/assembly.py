@@ -82,6 +82,7 @@ def assemble(
     agreement.same_model(model)
     if s.bf16:
         buffers.compute_in_fp32(model)
+        buffers.parametrize_in_fp32(model)
     saved = buffers.snapshot(model)
     if s.bf16 and s.stage == 0:
         to_bf16(model, keep_in_fp32)

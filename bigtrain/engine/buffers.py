@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _Orthogonal
 
 from bigtrain import ranks
 from bigtrain.checkpoint.live import flat_view, persistent_buffers
@@ -87,6 +90,26 @@ def compute_in_fp32(model: torch.nn.Module) -> int:
                     stats.data = stats.data.float()
             found += 1
     return found
+
+
+def parametrize_in_fp32(model: torch.nn.Module) -> int:
+    """Make parametrizations with vectors or bases of their own (spectral_norm, orthogonal) take bf16 weights: they compute in fp32.
+
+    Their buffers are fp32 and torch refuses both in one product; the maps of `orthogonal` have no bf16 at all. Others are as they were.
+    """
+    lists = [m for m in model.modules() if isinstance(m, parametrize.ParametrizationList)]
+    found = {one for ones in lists for one in ones if isinstance(one, _Orthogonal) or _has_floats(one)}
+    for one in found:
+        one.forward = functools.partial(_map_in_fp32, one.forward)
+    return len(found)
+
+
+def _has_floats(module: torch.nn.Module) -> bool:
+    return any(b.is_floating_point() for b in module.buffers())
+
+
+def _map_in_fp32(forward: Callable[..., torch.Tensor], *weights: torch.Tensor) -> torch.Tensor:
+    return forward(*(w.float() for w in weights)).to(weights[0].dtype)
 
 
 def _instance_norm_in_fp32(m: _InstanceNorm, x: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from bigtrain.engine.hostgradients import norm_of
+
 Groups = list[dict[str, Any]]
 
 
@@ -45,8 +47,11 @@ class MasterOptimizer(torch.optim.Optimizer):
         elems, device = sum(p.numel() for p in self.masters), self.masters[0].device
         self.flat = torch.zeros(elems, dtype=torch.float32, device=device)
         self.views = [v.view_as(p) for v, p in zip(self.flat.split([p.numel() for p in self.masters]), self.masters)]
-        hooked = zip(self.model_params, self.views)
-        self.handles = [param.register_post_accumulate_grad_hook(_adder(view)) for param, view in hooked]
+        # Hooks of the nodes run after the parameters' own, so that those find the gradient, whenever they were registered. A node
+        # lives as long as somebody keeps it.
+        self._nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in self.model_params]
+        hooked = zip(self._nodes, self.model_params, self.views)
+        self.handles = [node.register_hook(_adder(param, view)) for node, param, view in hooked]
 
     def destroy(self) -> None:
         """Leave the parameters to whoever comes next."""
@@ -74,7 +79,7 @@ class MasterOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Norm, clip, update the masters, round them to the model's dtype."""
-        norm = torch.linalg.vector_norm(self.flat)
+        norm = norm_of(self.flat)  # torch's own on a CPU adds up in fp32: 1 % too small for 1e8 elements
         self.overflow = self.refuse or not bool(torch.isfinite(norm))
         self._global_grad_norm = float("inf") if self.overflow else float(norm)
         if self.overflow:
@@ -122,10 +127,11 @@ def _master(param: torch.nn.Parameter) -> torch.nn.Parameter:
     return master
 
 
-def _adder(view: torch.Tensor) -> Callable[[torch.Tensor], None]:
+def _adder(param: torch.Tensor, view: torch.Tensor) -> Callable[..., None]:
     @torch.no_grad()
-    def add(param: torch.Tensor) -> None:
-        view.add_(param.grad)  # type: ignore[arg-type]
-        param.grad = None
+    def add(*_: Any) -> None:
+        if param.grad is not None:
+            view.add_(param.grad)
+            param.grad = None
 
     return add

@@ -73,8 +73,9 @@ def refuse_compiled(model: torch.nn.Module, stage: int) -> None:
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    """By torch's `compile()`, or `bigtrain.models.compile_blocks`."""
-    return any(getattr(module, name, None) is not None for name in ("_compiled_call_impl", "_bigtrain_compiled"))
+    """By torch's `compile()` or `torch.compile(...)`, or `bigtrain.models.compile_blocks`."""
+    wrapped = type(module).__name__ == "OptimizedModule"
+    return wrapped or any(getattr(module, name, None) is not None for name in ("_compiled_call_impl", "_bigtrain_compiled"))
 
 
 _OWN_SCHEDULE = "the engine builds and steps them itself (optimizer=, lr_scheduler=, warmup_steps=, total_steps=); the rate now is engine.lr"

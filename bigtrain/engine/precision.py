@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.spectral_norm import SpectralNorm
 
-from bigtrain import zero
+from bigtrain import guards, zero
 from bigtrain.errors import ModelError, UsageError
 from bigtrain.zero import flat
 
@@ -25,8 +26,15 @@ def refuse_other_dtypes(model: torch.nn.Module, bf16: bool) -> None:
         bf16: whether the ds_config enables it.
 
     Raises:
-        ModelError: the model would train in another precision than the ds_config says.
+        ModelError: the model would train in another precision than the ds_config says, or fail in forward under bf16.
     """
+    by_hook = [n for n, m in model.named_modules() if any(isinstance(h, SpectralNorm) for h in m._forward_pre_hooks.values())]
+    if bf16 and by_hook:
+        raise ModelError(
+            f"{guards.listing(by_hook)}: torch.nn.utils.spectral_norm multiplies bf16 weights with fp32 vectors, which torch refuses. Use "
+            "torch.nn.utils.parametrizations.spectral_norm, or train in fp32 (bf16.enabled false)",
+            by_hook,
+        )
     wanted = torch.bfloat16 if bf16 else torch.float32
     said, remedy = (
         ("has bf16 enabled", "Build the model with dtype=torch.bfloat16, or write bf16.enabled false to train in fp32.")

@@ -8,11 +8,31 @@ from typing import Any, TypeGuard
 
 import torch
 
-from bigtrain.errors import DataError
+from bigtrain.errors import DataError, ModelError
 from bigtrain.kernels import documents, upload
 
 IGNORE = -100
 _UNSHIFTED = ("MaskedLM", "TokenClassification", "Segmentation")  # in transformers' names of losses (loss/loss_utils.py, 5.24)
+# Heads that compare each position with the label at the same one, whatever their `loss_type` says (transformers 5.24, seen by a label
+# at the first position alone). As causal models they learn the next token only from labels that the caller has shifted.
+_UNSHIFTED_HEADS = frozenset(
+    [
+        "BartForCausalLM",
+        "BlenderbotForCausalLM",
+        "BlenderbotSmallForCausalLM",
+        "CpmAntForCausalLM",
+        "ElectraForPreTraining",
+        "FlaubertWithLMHeadModel",
+        "MBartForCausalLM",
+        "PLBartForCausalLM",
+        "PegasusForCausalLM",
+        "ProphetNetForCausalLM",
+        "TrOCRForCausalLM",
+        "WhisperForCausalLM",
+        "XLMWithLMHeadModel",
+        "XLNetLMHeadModel",
+    ]
+)
 Batch = Mapping[str, Any]
 CountTargets = Callable[[Batch], int]
 
@@ -55,11 +75,15 @@ def target_counter(model: torch.nn.Module) -> CountTargets:
     """How many terms the model's own mean loss has for a batch, by what the model says of itself.
 
     Causal language models shift the labels by one, so the first of each row is no target. Masked and sequence-to-sequence
-    models, and those that label each token or pixel, do not shift. Labels of one dimension are one a sample, and torch's cross
+    models, those that label each token or pixel, and a few decoders (Bart's and its kin's, XLNet), do not shift. Labels of one dimension are one a sample, and torch's cross
     entropy leaves samples labelled -100 out of its mean too. Float labels and batches without labels count samples.
     """
     config, loss = getattr(model, "config", None), str(getattr(model, "loss_type", ""))
-    shifts = not any(kind in loss for kind in _UNSHIFTED) and not getattr(config, "is_encoder_decoder", False)
+    modules: Iterable[Any] = (
+        model.modules() if isinstance(model, torch.nn.Module) else ()
+    )  # the head may be inside of an adapter
+    still = any(type(m).__name__ in _UNSHIFTED_HEADS for m in modules) or any(kind in loss for kind in _UNSHIFTED)
+    shifts = not still and not getattr(config, "is_encoder_decoder", False)
     ignored = getattr(config, "semantic_loss_ignore_index", IGNORE) if "Segmentation" in loss else IGNORE
 
     def count(batch: Batch) -> int:
@@ -69,6 +93,25 @@ def target_counter(model: torch.nn.Module) -> CountTargets:
         return int(((labels[..., 1:] if shifts and labels.dim() > 1 else labels) != ignored).sum())
 
     return count
+
+
+def _unshifted_head(model: torch.nn.Module) -> str:
+    """The class of the one that `model` is or, as an adapter, holds; empty if there is none."""
+    return next((name for m in model.modules() if (name := type(m).__name__) in _UNSHIFTED_HEADS), "")
+
+
+def shifting(model: torch.nn.Module) -> torch.nn.Module:
+    """The model, if it learns the next token from rows whose labels are the tokens themselves.
+
+    Raises:
+        ModelError: its head compares each position with the label at the same one.
+    """
+    if (head := _unshifted_head(model)) and not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ModelError(
+            f"{head} does not shift labels, as causal models do: from these rows it would learn to copy the token that it reads. Take a model "
+            "that shifts them, or a loop of your own (bigtrain.engine.Engine) that gives shifted labels."
+        )
+    return model
 
 
 def _ignores(labels: Any) -> TypeGuard[torch.Tensor]:

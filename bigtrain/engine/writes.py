@@ -7,8 +7,8 @@ out and in again change nothing. Adam's moments stay as they are.
 
 Writes through `.data` torch does not count. Of each parameter with a master a few elements are remembered, so that one that was written
 whole that way is seen too; a single row may not be: write under torch.no_grad() instead, and at stage 3 inside
-`bigtrain.zero.gathered(params, modifier_rank=0)`. Weights in another dtype (`.half()` of a layer) cannot be taken over: no update would
-reach them.
+`bigtrain.zero.gathered(params, modifier_rank=0)`. Weights in another dtype (`.half()` of a layer) or shape cannot be taken over: no update
+would reach them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from bigtrain.zero import flat
 log = logging.getLogger(__name__)
 
 MasterOf = Callable[[Any], tuple[int, torch.Tensor] | None]
+_Place = tuple[int, torch.dtype, torch.Size | None]
 _SAMPLES = 16  # elements of each parameter that are remembered
 
 
@@ -55,7 +56,7 @@ class ForeignWrites:
         self._names, self._params, self._master_of = names, params, master_of
         self._sampled, self._anywhere, self._emptied = sampled, anywhere, emptied
         self.before: Callable[[], None] = lambda: None
-        self._places: list[tuple[int, torch.dtype]] = []
+        self._places: list[_Place] = []
         self._samples = _Samples(params, [])
         self.settled()
 
@@ -75,8 +76,8 @@ class ForeignWrites:
         if not moved:
             return ""
         return (
-            f"{listing(moved)} lie elsewhere or have another dtype since the last step (p.data = x, or .to(), .half(), .float() of a part "
-            "of the model): no update would reach them. Write values in place under torch.no_grad(): p.copy_(x), p.mul_(0.5)."
+            f"{listing(moved)} lie elsewhere or have another dtype or shape since the last step (p.data = x, or .to(), .half(), .float() "
+            "of a part of the model): no update would reach them. Write values in place under torch.no_grad(): p.copy_(x), p.mul_(0.5)."
         )
 
     def lost(self) -> str:
@@ -92,8 +93,8 @@ class ForeignWrites:
             "that this one would not be used. Change the loss, or a gradient on its way (p.register_hook)."
         )
 
-    def _unreachable(self, now: tuple[int, torch.dtype], was: tuple[int, torch.dtype]) -> bool:
-        return now[1] != was[1] or (now[0] != was[0] and not self._anywhere)
+    def _unreachable(self, now: _Place, was: _Place) -> bool:
+        return now[1:] != was[1:] or (now[0] != was[0] and not self._anywhere)
 
     def before_save(self, refuse: Callable[[str], NoReturn]) -> None:
         """`take_over`, unless weights lie where no update finds them: after a save that would be known, and not told any more."""
@@ -214,10 +215,10 @@ def _was_lost(param: Any) -> bool:
     return bool(getattr(param, "bigtrain_delivered", -1) != param._version)
 
 
-def _place(param: Any) -> tuple[int, torch.dtype]:
-    """Where these lie, and as what; 0 for the first where they come and go (NVMe)."""
+def _place(param: Any) -> _Place:
+    """Where these lie, and as what; 0 for the first, and no shape, where they come and go (NVMe)."""
     held = param.ds_tensor if zero.is_partitioned(param) else param
-    return 0 if flat.on_nvme(param) else held.data_ptr(), held.dtype
+    return (0, held.dtype, None) if flat.on_nvme(param) else (held.data_ptr(), held.dtype, held.shape)
 
 
 def _writes(param: Any) -> tuple[int, int]:

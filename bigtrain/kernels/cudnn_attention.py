@@ -85,14 +85,14 @@ def _build(shape: Shape) -> Graphs | None:
     return None
 
 
-def _shape(query: torch.Tensor, key: torch.Tensor, places: int, longest: int, scale: float) -> Shape:
+def _shape(query: torch.Tensor, key: torch.Tensor, places: int, longest: int, scale: float, window: int) -> Shape:
     tokens, heads, width = query.shape
-    return Shape(places, tokens, longest, heads, key.shape[1], width, query.dtype, scale, query.device.index)
+    return Shape(places, tokens, longest, heads, key.shape[1], width, query.dtype, scale, query.device.index, window)
 
 
-def graphs_for(query: torch.Tensor, key: torch.Tensor, documents: Documents, scale: float) -> Graphs | None:
+def graphs_for(query: torch.Tensor, key: torch.Tensor, documents: Documents, scale: float, window: int = 0) -> Graphs | None:
     """The graphs for [tokens, heads, head_dim] tensors on a GPU, built at their first use; None where cuDNN cannot."""
-    shape = _shape(query, key, documents.places, documents.longest, scale)
+    shape = _shape(query, key, documents.places, documents.longest, scale, window)
     try:
         return _graphs[shape]
     except KeyError:
@@ -107,7 +107,7 @@ def graphs_for(query: torch.Tensor, key: torch.Tensor, documents: Documents, sca
 _library = torch.library.Library("bigtrain", "FRAGMENT")
 _library.define(
     "packed_attention(Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor at_query, Tensor at_key, Tensor at_stats, "
-    "int longest, float scale) -> (Tensor, Tensor)"
+    "int longest, float scale, int window) -> (Tensor, Tensor)"
 )
 
 
@@ -122,9 +122,10 @@ def _forward(
     at_stats: torch.Tensor,
     longest: int,
     scale: float,
+    window: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, fp32 statistics [tokens, heads]) of contiguous tensors whose graphs have been built."""
-    graphs = _graphs[_shape(query, key, lengths.numel(), longest, scale)]
+    graphs = _graphs[_shape(query, key, lengths.numel(), longest, scale, window)]
     assert graphs is not None
     out = torch.empty_like(query)
     stats = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
@@ -148,7 +149,7 @@ class _Packed(torch.autograd.Function):
         shape = graphs.shape
         lengths, width = documents.lengths(), shape.heads * shape.head_dim
         at = (documents.offsets(width), documents.offsets(shape.key_heads * shape.head_dim), documents.offsets(shape.heads))
-        out, stats = _operator(query, key, value, lengths, *at, shape.longest, shape.scale)
+        out, stats = _operator(query, key, value, lengths, *at, shape.longest, shape.scale, shape.window)
         ctx.save_for_backward(query, key, value, out, stats)
         ctx.graphs, ctx.small = graphs, (lengths, lengths, *at)
         return out
@@ -167,7 +168,7 @@ _operator = torch.ops.bigtrain.packed_attention.default
 
 
 def packed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scale: float, window: int = 0
 ) -> torch.Tensor | None:
     """Causal attention inside each document by cuDNN.
 
@@ -175,6 +176,7 @@ def packed_attention(
         query: [tokens, heads, head_dim] on a GPU; key and value may have fewer heads, of which `heads` is a multiple.
         documents: of the flattened micro batch; the last ends at the last token.
         scale: factor of the products of query and key.
+        window: tokens that a query sees at most, its own among them; 0: all before it.
 
     Returns:
         [tokens, heads, head_dim]; None where cuDNN cannot do it (logged once), while torch compiles and where deterministic
@@ -182,5 +184,5 @@ def packed_attention(
     """
     if torch.compiler.is_compiling() or torch.are_deterministic_algorithms_enabled():
         return None
-    graphs = graphs_for(query, key, documents, scale)
+    graphs = graphs_for(query, key, documents, scale, window)
     return None if graphs is None else _Packed.apply(query, key, value, documents, graphs)

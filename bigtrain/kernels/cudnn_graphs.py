@@ -16,7 +16,8 @@ import torch
 
 
 class Shape(NamedTuple):
-    """What a graph is built for. `places`: documents it has room for; `longest`: tokens of none exceed this."""
+    """What a graph is built for. `places`: documents it has room for; `longest`: tokens of none exceed this; `window`: tokens
+    that a query sees at most, its own among them (0: all before it)."""
 
     places: int
     tokens: int
@@ -27,6 +28,7 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     scale: float
     device: int
+    window: int = 0
 
 
 class _Plan:
@@ -99,7 +101,9 @@ class _Build:
 
     def mask(self) -> dict[str, Any]:
         """Causal inside each document; attn_scale has to be a Python float."""
+        band = {"diagonal_band_left_bound": self.shape.window} if self.shape.window else {}
         return {
+            **band,
             "attn_scale": float(self.shape.scale),
             "use_padding_mask": True,
             "diagonal_alignment": self.cudnn.diagonal_alignment.TOP_LEFT,

@@ -14,7 +14,7 @@ from bigtrain.plan.pinned import pieces
 
 
 class HostInputs:
-    """Runs blocks as full checkpointing does, and keeps the first argument of each on the host until its backward.
+    """Runs blocks as full checkpointing does, and keeps the first argument of each that has a gradient, by place or by name, on the host until its backward.
 
     The way down starts when the block starts and takes place beside its forward. On the way up the input of a block is asked for
     when the block after it begins its own recompute, so that it is there in time. Both copies run on a stream of their own
@@ -38,7 +38,10 @@ class HostInputs:
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         self._block, self._sent = self._block + 1, 0
-        places = [(a.data_ptr(), a.shape) for a in args if isinstance(a, torch.Tensor) and self._leaves(a)][:1]
+        if not any(self._leaves(a) for a in args) and (name := next((k for k, a in kwargs.items() if self._leaves(a)), None)):
+            # autograd saves what comes by place; what comes by name would stay where it is, with the function that runs again
+            function, args = _by_place(function, name), (kwargs.pop(name), *args)
+        places = [(a.data_ptr(), a.shape) for a in args if self._leaves(a)][:1]
 
         def pack(tensor: torch.Tensor) -> Any:
             # Other arguments, such as positions, are the same tensor for every block: nothing is gained by copies of them.
@@ -49,9 +52,9 @@ class HostInputs:
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             return checkpointed(self.around(function), *args, **kwargs)
 
-    def _leaves(self, tensor: torch.Tensor) -> bool:
+    def _leaves(self, argument: Any) -> bool:
         """Whether this argument of a block is one to be kept on the host."""
-        return _is_on_card(tensor) and tensor.requires_grad
+        return isinstance(argument, torch.Tensor) and _is_on_card(argument) and argument.requires_grad
 
     def send(self, tensor: torch.Tensor) -> Any:
         """What to keep of a result of the block that runs: little ones, such as seeds, stay where they are."""
@@ -69,6 +72,11 @@ class HostInputs:
         self._last[number] = weakref.ref(sent)
         self._down.append((self._block, sent.gone))
         return sent
+
+
+def _by_place(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function with the argument of this name as the first."""
+    return lambda first, *args, **kwargs: function(*args, **{name: first}, **kwargs)
 
 
 _WORTH_COPYING = 2**16

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-UP, UPDATE, DOWN, COMPUTE = "up", "update", "down", "compute"
+UP, UPDATE, DOWN, GATHER, COMPUTE = "up", "update", "down", "gather", "compute"
 
 
 class Lanes(Protocol):
@@ -53,11 +53,11 @@ class InPlace:
 
 
 class Streams:
-    """CUDA streams: one for each direction of the bus, one for the update, the current one for forward and backward."""
+    """CUDA streams: one for each direction of the bus, the update and what ranks give each other; the current one for forward and backward."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._streams = {lane: torch.cuda.Stream(device) for lane in (UP, UPDATE, DOWN)}
+        self._streams = {lane: torch.cuda.Stream(device) for lane in (UP, UPDATE, DOWN, GATHER)}
 
     def _stream(self, lane: str) -> Any:
         return self._streams[lane] if lane in self._streams else torch.cuda.current_stream(self._device)

@@ -4,7 +4,8 @@ A step of chunk k is: its state comes up, the update runs, its state goes down. 
 both directions of the bus and the update are busy at once; a few buffers of fixed size lie between them. The update is exact:
 it starts only when the norm of the whole gradient is known (the clipping factor is read on the device), and whatever reads a
 weight waits for the chunk that it lies in. Chunks go in the order in which forward will need them, so the next forward starts
-on the first layers while the last are still being updated; the first chunks come up during backward already.
+on the first layers while the last are still being updated; the first chunks come up during backward already. Where ranks update a
+part of the weights each, a chunk's new weights go to the other ranks as soon as they are there, in the order that all ranks share.
 
 What waits: modules, by hooks of forward (`wait_in_forward`) and of `state_dict`; everything else through `finish` (weights are final for COMPUTE) or
 `synchronize` (weights are final and all state is in host memory, for whoever reads or writes it).
@@ -19,10 +20,11 @@ from typing import Any
 import torch
 
 from bigtrain.memory.pinned import HostMemory
-from bigtrain.optim.lanes import COMPUTE, DOWN, UP, UPDATE, Lanes
+from bigtrain.optim.lanes import COMPUTE, DOWN, GATHER, UP, UPDATE, Lanes
 from bigtrain.optim.pieces import cut, joined
 from bigtrain.optim.spill import SpilledGradients
 from bigtrain.optim.table import BLOCK_ELEMS
+from bigtrain.optim.waiting import who_waits
 from bigtrain.plan.constants import GATHER_ELEMS, STATE_BUFFERS, STATE_CHUNK_BYTES
 
 AHEAD = 8  # chunks asked for beyond those that are on the GPU and those that something waits for: 20 ms of the bus
@@ -30,6 +32,8 @@ AHEAD = 8  # chunks asked for beyond those that are on the GPU and those that so
 State = dict[str, torch.Tensor]
 # Updates one chunk of a flat parameter in place: weight, gradient, state, where the chunk begins in the parameter.
 Update = Callable[[torch.Tensor, torch.Tensor, State, int], None]
+# Gives the other ranks what this one has of elements `start` to `end` of a flat parameter, and takes what they have of theirs. Collective.
+Share = Callable[[torch.Tensor, int, int], None]
 
 
 @dataclass(eq=False)
@@ -40,6 +44,7 @@ class Chunk:
         kept: its state stays on the device between steps.
         home: its state in host memory.
         done: mark of its last update.
+        seen: mark of the moment when all ranks' elements of this number are updated here; of one rank that is `done`.
         stored: mark of its last download: host memory holds its state.
     """
 
@@ -49,6 +54,7 @@ class Chunk:
     kept: bool = False
     home: State | None = None
     done: Any = None
+    seen: Any = None
     stored: Any = None
 
 
@@ -79,11 +85,13 @@ class ChunkPlan:
         waited: up to which chunk, as an index from 0, COMPUTE has waited.
         uploaded: state that is on its way before its update is asked for.
         updates, grads: of this step, and not asked for yet; the latter by parameter and start of chunk.
+        share: what gives ranks each other's weights; None where each updates all.
         last: the chunks that the buffers hold when the update is over.
         staying: those of them that are updated, and whose way down waits (see `Stream.store_rest`).
     """
 
     chunks: list[Chunk]
+    share: Share | None = None
     asked: int = 0
     waited: int = -1
     uploaded: dict[Chunk, Buffer] = field(default_factory=dict)
@@ -140,13 +148,19 @@ class Stream:
 
     # ------------------------------------------------------------ what there is
 
-    def plan(self, params: Sequence[torch.Tensor], need: Callable[[torch.Tensor, int, int], int] | None = None) -> ChunkPlan:
+    def plan(
+        self,
+        params: Sequence[torch.Tensor],
+        need: Callable[[torch.Tensor, int, int], int] | None = None,
+        share: Share | None = None,
+    ) -> ChunkPlan:
         """Cut parameters into chunks that are updated together.
 
         Args:
             params: flat parameters.
             need: when elements `start` to `end` of a parameter are needed: chunks are updated in this order; None for that of
                 the parameters.
+            share: collective, so all ranks must have the same chunks in the same order.
         """
         chunks = [
             Chunk(p, at, min(at + self.chunk_elems, p.numel())) for p in params for at in range(0, p.numel(), self.chunk_elems)
@@ -157,7 +171,7 @@ class Stream:
         for chunk in chunks:
             left -= chunk.end - chunk.start
             chunk.kept = left >= 0
-        plan = ChunkPlan(chunks, last=frozenset([c for c in chunks if not c.kept][-self._buffers :]))
+        plan = ChunkPlan(chunks, share, last=frozenset([c for c in chunks if not c.kept][-self._buffers :]))
         self._plans.update(dict.fromkeys(params, plan))
         self._first = self._first or plan
         return plan
@@ -233,7 +247,9 @@ class Stream:
         plan.grads = {p: dict(cut(job.pieces, self.chunk_elems)) for p, job in jobs.items()}
         plan.updates = {p: job.update for p, job in jobs.items()}
         plan.asked, plan.waited = 0, -1
-        self._ask(plan, len(plan.uploaded) + AHEAD)  # else the bus would stand still until forward asks for more
+        # Some at once, else the bus would stand still until forward asks for more. What is collective is all asked for here, where all
+        # ranks are: later one of them alone may read weights.
+        self._ask(plan, len(plan.chunks) if plan.share else len(plan.uploaded) + AHEAD)
 
     def _ask(self, plan: ChunkPlan, count: int) -> None:
         """Ask the lanes for the first `count` chunks of the update under way."""
@@ -242,12 +258,14 @@ class Stream:
             buffer = plan.uploaded.pop(chunk, None)
             if chunk.param in plan.updates:
                 used = self._update(chunk, buffer, plan.updates[chunk.param], plan.grads[chunk.param].pop(chunk.start))
+                self._share(chunk, plan.share)
                 if used is not None and chunk in plan.last and alone:
                     plan.staying.append((chunk, used))
                 elif used is not None:
                     self._store(chunk, used)
             else:  # nothing to do for it in this step; a mark all the same, so that marks stay in order
                 chunk.done = self._lanes.mark(UPDATE)
+                self._share(chunk, None)
         plan.asked = max(plan.asked, min(count, len(plan.chunks)))
         if plan.asked == len(plan.chunks):
             plan.updates, plan.grads = {}, {}
@@ -273,6 +291,13 @@ class Stream:
         if area is not None:
             area.free = chunk.done
         return None if chunk.kept else buffer
+
+    def _share(self, chunk: Chunk, share: Share | None) -> None:
+        chunk.seen = chunk.done
+        if share is not None:
+            self._lanes.wait(GATHER, chunk.done)
+            self._lanes.run(GATHER, lambda: share(chunk.param, chunk.start, chunk.end))
+            chunk.seen = self._lanes.mark(GATHER)
 
     def _store(self, chunk: Chunk, buffer: Buffer) -> None:
         lanes, parts = self._lanes, self._narrow(buffer.tensors, chunk, 0)
@@ -325,7 +350,7 @@ class Stream:
         """COMPUTE goes on only when chunk number `position` of the plan, and with it all before, is updated."""
         if position > plan.waited:
             self._ask(plan, position + 1 + self._buffers + AHEAD)
-            self._lanes.wait(COMPUTE, plan.chunks[position].done)
+            self._lanes.wait(COMPUTE, plan.chunks[position].seen)
             plan.waited = position
 
     def finish(self) -> None:
@@ -369,13 +394,18 @@ class Stream:
         return wait
 
     def attach(
-        self, module: torch.nn.Module, places: Mapping[torch.Tensor, Sequence[tuple[torch.nn.Parameter, int, int]]]
+        self,
+        module: torch.nn.Module,
+        places: Mapping[torch.Tensor, Sequence[tuple[torch.nn.Parameter, int, int]]],
+        share: Share | None = None,
     ) -> None:
         """Update all partitions as one plan that starts at `begin()`, in the order of the model; forward waits by itself.
 
         Args:
             module: the model.
-            places: for each flat partition, the model's parameters in it with their first and last element + 1 there.
+            places: for each flat partition, the model's parameters in it with their first and last element + 1 there; with
+                `share` those in any rank's partition, the same on all ranks.
+            share: see `plan`.
         """
         order = {id(p): i for i, p in enumerate(module.parameters())}
 
@@ -386,42 +416,11 @@ class Stream:
             return min((order[id(p)] for p in held(flat, start, end)), default=len(order))
 
         self.deferred = True
-        plan = self.plan(list(places), need)
+        plan = self.plan(list(places), need, share)
         last = {id(p): i for i, c in enumerate(plan.chunks) for p in held(c.param, c.start, c.end)}
         self.wait_in_forward(module, plan, last)
         for part in module.modules():  # for whoever saves the model without asking the engine for it
             part.register_state_dict_pre_hook(lambda *_: self.finish())
-
-
-def who_waits(module: torch.nn.Module) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
-    """Which module waits for which parameters when it is called.
-
-    A block (a child of an outermost ModuleList) waits for all inside it; a module outside of blocks for its own. Some weights are
-    read without a call of the module that owns them (fused kernels read the head's): so the model itself waits for what it
-    registered before its first block, and the last block of each list for whatever outside was registered after it began.
-    Without blocks the model waits for everything.
-    """
-    lists = _outermost_lists(module)
-    inside = {id(p) for blocks in lists for b in blocks for p in b.parameters()}
-    within = {id(m) for blocks in lists for b in blocks for m in b.modules()}
-    named = list(module.parameters())
-    place = {id(p): i for i, p in enumerate(named)}
-    outside = [p for p in named if id(p) not in inside]
-    first = min((place[i] for i in inside), default=len(named))
-    found = [(m, list(m.parameters(recurse=False))) for m in module.modules() if id(m) not in within]
-    found.append((module, [p for p in outside if place[id(p)] < first]))
-    for blocks in lists:
-        found += [(b, list(b.parameters())) for b in blocks]
-        begin = min((place[id(p)] for b in blocks for p in b.parameters()), default=len(named))
-        found.append((blocks[-1], [p for p in outside if place[id(p)] > begin]))
-    return [(m, params) for m, params in found if params]
-
-
-def _outermost_lists(module: torch.nn.Module) -> list[list[torch.nn.Module]]:
-    """The children of each ModuleList that lies in no other, in the order of registration."""
-    if isinstance(module, torch.nn.ModuleList):
-        return [list(module)] if len(module) else []
-    return [found for child in module.children() for found in _outermost_lists(child)]
 
 
 def _copy(to: State, source: State) -> None:

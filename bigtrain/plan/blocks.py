@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from bigtrain.plan.activations import BlockBytes, block_bytes
 from bigtrain.plan.constants import GPU_MARGIN
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.judge import Candidate, judge
-from bigtrain.plan.roofline import Rates
 
 
-def least_blocks(
-    plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None = None, known: Sequence[Candidate] = ()
-) -> Candidate | None:
+def least_blocks(plan: PlanInput, gpu: int | None, host: int | None) -> Candidate | None:
     """The plan with the fewest recomputed blocks that fits, 0 included; None if not even all of them suffice.
 
     Args:
         plan: the configuration; its policy is kept ("full" where it has none), its number of blocks is what is looked for.
         gpu, host: bytes of one card and of one host; None: no limit.
-        known: candidates that were judged by these limits already.
     """
     # More blocks never hold more, except on the host of inputs that are kept there: that is looked at in the end.
     limit = None if plan.offloads_inputs else host
-    known = known if limit == host else ()
-    none = _judged(plan.but(checkpointing="none"), gpu, limit, rates, known)
+    none = judge(plan.but(checkpointing="none"), gpu, limit)
     if none.fits:
-        return none if limit == host else judge(none.input, gpu, host, rates)
-    found = _search(none, plan, gpu, limit, rates, known)
+        return none if limit == host else judge(none.input, gpu, host)
+    found = _search(none, plan, gpu, limit)
     if found is not None and limit != host:
-        found = judge(found.input, gpu, host, rates)
+        found = judge(found.input, gpu, host)
     return found if found is not None and found.fits else None
 
 
@@ -37,15 +30,9 @@ def _policy(plan: PlanInput) -> str:
     return "full" if plan.checkpointing == "none" else plan.checkpointing
 
 
-def _judged(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None, known: Sequence[Candidate]) -> Candidate:
-    return next((c for c in known if c.input == plan), None) or judge(plan, gpu, host, rates)
-
-
-def _search(
-    none: Candidate, plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None, known: Sequence[Candidate]
-) -> Candidate | None:
+def _search(none: Candidate, plan: PlanInput, gpu: int | None, host: int | None) -> Candidate | None:
     def tried(blocks: int) -> Candidate:
-        return _judged(plan.but(checkpointing=_policy(plan), checkpoint_blocks=blocks), gpu, host, rates, known)
+        return judge(plan.but(checkpointing=_policy(plan), checkpoint_blocks=blocks), gpu, host)
 
     high = plan.block_count
     best = tried(high)

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from bigtrain.plan.family_others import ROBERTA, T5
 from bigtrain.plan.parameters import Values
 
-# sdpa, sdpa with a dense mask (packed rows where no kernel keeps documents apart), single operations although there is sdpa, and
-# kernels that are compiled for the model, counted as sdpa.
-Attention = Literal["sdpa", "masked", "eager", "flex"]
+# sdpa, sdpa with a dense mask (packed rows where no kernel keeps documents apart), kernels that keep documents and sliding windows by
+# themselves, single operations although there is sdpa, and kernels that are compiled for the model, counted as sdpa.
+Attention = Literal["sdpa", "masked", "varlen", "eager", "flex"]
 
 # Families for whose blocks liger-kernel 0.8.5 has kernels (transformers/monkey_patch.py `MODEL_TYPE_TO_APPLY_LIGER_FN`), of those
 # that the plan knows. Nemotron is on its list too, with a loss alone.
@@ -34,12 +34,14 @@ def liger_for(kind: str | None) -> dict[str, Any]:
 
 
 def attention_of(asked: str, packing: str, device: str) -> Attention:
-    """Of a run's flags. On GPUs variable-length kernels keep packed documents apart (but for families without sdpa)."""
+    """Of a run's flags. On GPUs variable-length kernels are taken unasked (but for families without sdpa)."""
     if asked == "eager":
         return "eager"
     if asked == "flex_attention":
         return "flex"
-    return "masked" if device == "cpu" and packing == "isolated" else "sdpa"
+    if device != "cpu" and asked != "sdpa":
+        return "varlen"
+    return "masked" if packing == "isolated" else "sdpa"
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Keeps:
         router: of the residual stream's width, in a sparse block.
         matrix: for each head and key, where attention is made of single operations; 0: it goes through sdpa.
         mask: for each key (a mask that each block makes for itself).
-        window: tokens that a sliding window sees (0: all before); in longer rows it is a dense mask, here of all blocks.
+        window: tokens that a sliding window sees, where it is a dense mask in longer rows, here of all blocks; 0: it is none.
         masked: sdpa is given a dense mask, which it keeps, and keys and values repeated for each head of queries.
         plain: sdpa finds no fused kernel on any device. bias: what it adds to the scores has a gradient.
         unseen: attention's kernel is part of something compiled, so that its result cannot be kept by itself.
@@ -147,6 +149,8 @@ _WINDOWS = {
     **dict.fromkeys(("mistral", "ministral", "gemma3_text", "cohere2", "olmo3", "exaone4"), 4096),
     **dict.fromkeys(("phi3", "mixtral", "starcoder2"), 0),
 }  # fmt: skip
+# Of so many blocks the last sees all, where the config does not list them.
+_WHOLE_EVERY = {"gemma3_text": 6, "cohere2": 4, "olmo3": 4, "exaone4": 4}
 _OWN_ACTIVATION = {"bloom", "gpt_oss"}
 # (key, the class's default, dropouts of a block) on the residual stream's width.
 _RESIDUAL: dict[str, tuple[str, float, int]] = {
@@ -200,7 +204,7 @@ def keeps(kind: str, c: Values, attention: Attention) -> Keeps:
         masks=masks if dropped else 0,
         feed_mask=found.feed_mask and dropped,
         matrix=matrix,
-        window=_window(kind, c),
+        window=0 if attention == "varlen" else _window(kind, c),
         masked=attention == "masked",
         unseen=attention == "flex",
         attention_dropout=in_attention,
@@ -228,11 +232,23 @@ def _variant(kind: str, c: Values, row: Keeps) -> Keeps:
     return row
 
 
+def windows(kind: str, c: Values, layers: int) -> tuple[int, ...]:
+    """Tokens that a query of each block sees at most, for blocks with a sliding window."""
+    size, types = _window(kind, c), c.get("layer_types")
+    if not size:
+        return ()
+    if types:
+        return (size,) * list(types).count("sliding_attention")
+    pattern = c.get("sliding_window_pattern", _WHOLE_EVERY.get(kind, 0))
+    every = pattern if isinstance(pattern, int) else len(pattern or "")  # EXAONE's is a word, LLLG
+    return (size,) * (layers - layers // every if every else layers)
+
+
 def _window(kind: str, c: Values) -> int:
     types = c.get("layer_types")
-    if kind not in _WINDOWS or (types and "sliding_attention" not in types):
+    if "sliding_attention" not in types if types else kind not in _WINDOWS:
         return 0
-    return int(c.get("sliding_window", _WINDOWS[kind]) or 0)
+    return int(c.get("sliding_window", _WINDOWS.get(kind, 0)) or 0)
 
 
 def _falcon(c: Values) -> Keeps:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.plan.family_decoders import is_sparse
-from bigtrain.plan.family_kept import RMS, Attention, Keeps, are_counted, keeps
+from bigtrain.plan.family_kept import RMS, Attention, Keeps, are_counted, keeps, windows
 from bigtrain.plan.family_others import ROBERTA, T5, VISION_LANGUAGE, text_values, values
 from bigtrain.plan.parameters import Values
 from bigtrain.plan.sizes import refuse_impossible
@@ -40,6 +40,7 @@ class Geometry:
         gated: the feed-forward part has a gate (SwiGLU, GeGLU).
         rms: the norms are RMSNorm computed in fp32 by PyTorch operations; otherwise nn.LayerNorm.
         norms: norms per block. soft_cap: logits go through tanh.
+        windows: tokens that a query sees at most, of each block with a sliding window.
         keeps: what the operations of a block keep. latent: width of a latent attention's keys that come with its values.
         cross_from: the first block that also attends to an encoder; 0: none does.
         exact: False when activations are an estimate: the family was not counted, or only shapes are known.
@@ -62,6 +63,7 @@ class Geometry:
     dense_layers: int = 0
     dense_ffn: int = 0
     soft_cap: bool = False
+    windows: tuple[int, ...] = ()
     keeps: Keeps = RMS
     latent: int = 0
     cross_from: int = 0
@@ -70,10 +72,22 @@ class Geometry:
     def is_dense(self, block: int) -> bool:
         return self.experts == 0 or block < self.dense_layers
 
+    def attended(self, seq_len: int) -> float:
+        """Twice the tokens that a query sees on average in a row of causal attention, summed over the blocks: layers x seq_len
+        without windows. A dense mask hides a window, and spares nothing."""
+        windows = () if self.keeps.window else self.windows
+        return attended(self.layers, seq_len, windows)
+
     @property
     def unlike(self) -> tuple[int, ...]:
         """One block of each sort."""
         return tuple(sorted({0, self.dense_layers, self.cross_from}))
+
+
+def attended(layers: int, seq_len: int, windows: Sequence[int]) -> float:
+    """`Geometry.attended`: a window of w in rows of s tokens leaves w (2 - w / s) of s."""
+    narrow = [w for w in windows if w < seq_len]
+    return (layers - len(narrow)) * seq_len + sum(w * (2 - w / seq_len) for w in narrow)
 
 
 def _first(c: Values, *keys: str, default: int | None = None) -> int:
@@ -144,12 +158,18 @@ def geometry(config: Mapping[str, Any], attention: Attention = "sdpa") -> Geomet
         rms=kind not in _LAYER_NORM,
         norms=4 if kind in _FOUR_NORMS else 1 if kind in _ONE_NORM else 2,
         soft_cap=bool(c.get("final_logit_softcapping", kind == "gemma2")),
+        windows=windows(kind, c, layers),
         keeps=keeps(kind, c, attention),
         latent=heads * c["qk_nope_head_dim"] if c.get("kv_lora_rank") else 0,
         cross_from=encoders,
         exact=are_counted(kind, c, attention),
         **_experts(c, ffn),
     )  # fmt: skip
+
+
+def windows_of(text: Mapping[str, Any]) -> tuple[int, ...]:
+    """`Geometry.windows` of a language model's own config, of whatever type it is."""
+    return windows(str(text.get("model_type")), Values(text, {}), int(text.get("num_hidden_layers") or 0))
 
 
 def geometry_of_shapes(parameters: Any) -> Geometry:

@@ -12,6 +12,7 @@ machine measured (`roofline.stored_rates`) have no part in it.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -19,7 +20,7 @@ from bigtrain.errors import UsageError
 from bigtrain.plan.cards import H100_FLOPS
 from bigtrain.plan.family_others import T5
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.leafs import block_class, is_block_class
+from bigtrain.plan.leafs import block_class
 from bigtrain.plan.predict import quick
 from bigtrain.plan.roofline import Rates, host_s, step_time
 from bigtrain.plan.zero_settings import ZeroSettings
@@ -50,40 +51,52 @@ def leafed(plan: PlanInput) -> PlanInput:
     """The plan with its blocks as leaf modules.
 
     Raises:
-        UsageError: it is not of stage 3, the class of its blocks is not known, or its settings name other leaf modules alone.
+        UsageError: see `refuse_contrary`.
     """
-    name = block_class(plan.parameters.kind)
-    if plan.settings.stage != 3:
-        raise UsageError(
-            f"leaf_blocks on needs ZeRO stage 3, not stage {plan.settings.stage}, which gathers nothing: leave it out"
-        )
-    if name is None:
-        raise UsageError(
-            f"leaf_blocks on: the class of the blocks of '{plan.parameters.kind}' is not known to the plan; name it in "
-            "zero_optimization.leaf_module.classes"
-        )
-    if says_itself(plan.settings) and not _named(plan):
-        raise UsageError(
-            f"leaf_blocks on, but the ds_config has leaf modules of its own, without {name}: name that in leaf_module.classes, or "
-            "leave leaf_blocks out"
-        )
-    return plan if says_itself(plan.settings) else plan.but(leaf_classes=(name,))
+    return as_said(plan, "on")
 
 
 def as_said(plan: PlanInput, said: LeafBlocks) -> PlanInput:
     """The plan with what the user said of it; "auto" is left open.
 
     Raises:
-        UsageError: as a run has it (`run.leaf_blocks`): the ds_config says the contrary, or it cannot be.
+        UsageError: see `refuse_contrary`.
     """
-    if said == "off" and (both := _named(plan)):
-        raise UsageError(f"leaf_blocks off, but leaf_module.classes of the ds_config names {both}: leave one of them out")
-    return leafed(plan) if said == "on" else plan
+    zero, name = plan.settings, block_class(plan.parameters.kind)
+    refuse_contrary(said, zero.stage, (name,) if name else (), zero.leaf_classes, says_itself(zero))
+    return plan.but(leaf_classes=(name,)) if said == "on" and name and not says_itself(zero) else plan
 
 
-def _named(plan: PlanInput) -> str:
-    """Its blocks, as the ds_config names them among leaf modules; empty: it does not."""
-    return ", ".join(name for name in plan.settings.leaf_classes if is_block_class(name, plan.parameters.kind))
+def refuse_contrary(said: LeafBlocks, stage: int, own: Collection[str], named: Iterable[str], says: bool) -> None:
+    """Compare what the user said with the ds_config and the model, in a plan as in a run.
+
+    Args:
+        own: classes of the model's blocks; empty: not known.
+        named: leaf_module.classes of the ds_config, with their modules or without. says: whether it has leaf modules of any kind.
+
+    Raises:
+        UsageError: "off", and the ds_config names blocks; "on", and the stage gathers nothing, the blocks are not known, or the ds_config
+            names other leaf modules alone.
+    """
+    there = {name.rpartition(".")[2] for name in named}
+    if said == "off" and (both := there & set(own)):
+        raise UsageError(
+            f"leaf_blocks off, but leaf_module.classes of the ds_config names {', '.join(sorted(both))}: leave one of them out"
+        )
+    if said != "on":
+        return
+    if stage != 3:
+        raise UsageError(f"leaf_blocks on needs zero_optimization.stage 3, not {stage}, which gathers nothing: leave it out")
+    if not own:
+        raise UsageError(
+            "leaf_blocks on: the class of this model's blocks is not known before it is built; leave it out, and name the class in "
+            "zero_optimization.leaf_module.classes of the ds_config"
+        )
+    if says and not set(own) <= there:
+        raise UsageError(
+            f"leaf_blocks on, but the ds_config has leaf modules of its own, without {', '.join(own)}: name that in "
+            "leaf_module.classes, or leave leaf_blocks out"
+        )
 
 
 def either(plan: PlanInput) -> tuple[PlanInput, ...]:

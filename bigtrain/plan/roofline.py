@@ -83,19 +83,18 @@ def rates_from(values: Mapping[str, Any]) -> Rates:
     return replace(Rates(), **values)
 
 
-def rates_file(env: Mapping[str, str] | None = None) -> Path:
+def rates_file() -> Path:
     """Where `bigtrain doctor` stores a machine's rates: this user's cache folder."""
-    env = os.environ if env is None else env
-    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache", "bigtrain", "machine.json")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "bigtrain", "machine.json")
 
 
-def stored_rates(device: str = "cuda", file: Path | None = None) -> Rates | None:
+def stored_rates(device: str = "cuda") -> Rates | None:
     """The rates that `bigtrain doctor` measured on this machine; None: it has not, or on no GPU while `device` is one.
 
     A login node's memory and cores say nothing of the machine with the cards, so a file without a card's rates is left alone.
     """
     try:
-        values = json.loads((file or rates_file()).read_text(encoding="utf-8"))
+        values = json.loads(rates_file().read_text(encoding="utf-8"))
         rates = rates_from(values)
     except (OSError, ValueError, AttributeError, UsageError):
         return None
@@ -143,14 +142,14 @@ def active_elems(plan: PlanInput, *, of_blocks: bool = False) -> int:
 def model_flops_per_token(plan: PlanInput) -> float:
     """6 N + 6 L s d: forward and backward of the matrices, causal attention counted at half."""
     g = plan.geometry
-    return 6 * active_elems(plan) + 6 * g.layers * plan.seq_len * g.query
+    return 6 * active_elems(plan) + 6 * g.attended(plan.seq_len) * g.query
 
 
 def _compute_s(plan: PlanInput, rates: Rates, *, forward: bool = False) -> float:
     """Of one micro step on the card: matrices, attention, and passes over what a block keeps. `forward`: of its forward alone."""
     g, share = plan.geometry, rates.products_share
     again, of_attention = (0.0, 0.0) if forward else _again_flops_per_token(plan)
-    times, pairs = 1 if forward else 3, 2 * g.layers * plan.seq_len * g.query
+    times, pairs = 1 if forward else 3, 2 * g.attended(plan.seq_len) * g.query
     products = plan.tokens * (times * 2 * (active_elems(plan) - _looked_up_elems(plan)) + again) / (rates.matmul_flops * share)
     attention = plan.tokens * (times * pairs + of_attention) / (rates.matmul_flops * rates.attention_share)
     return products + attention + times * _passes_s(plan, rates) / 3
@@ -185,7 +184,7 @@ def _again_flops_per_token(plan: PlanInput) -> tuple[float, float]:
         feed = sum(plan.parameters.items[i].elems for part in feed_forward(plan.parameters) for i in part)
         left_out = feed if plan.tile_tokens else plan.block_count * g.ffn * g.hidden
     part = plan.recomputed_blocks / max(1, plan.block_count)
-    attention = 0 if plan.of_attention else 2 * g.layers * plan.seq_len * g.query
+    attention = 0 if plan.of_attention else 2 * g.attended(plan.seq_len) * g.query
     return 2 * part * max(0, active_elems(plan, of_blocks=True) - left_out), part * attention
 
 
@@ -229,7 +228,7 @@ def _optimizer_s(plan: PlanInput, rates: Rates, forward_s: float, backward_s: fl
     # state comes from.
     kernel = (20 if LAYOUTS[plan.optimizer].own_offload else 40) * owned / rates.device_bytes_s
     if plan.streams:
-        return gather + seconds(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s, backward_s) + kernel
+        return seconds(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s, gather, backward_s) + kernel
     if not zero.offload_optimizer:
         return gather + kernel
     share = plan.ranks_per_node if rates.ranks_share_host else 1

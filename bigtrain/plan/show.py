@@ -39,13 +39,12 @@ def recomputing(plan: PlanInput) -> str:
     return plan.checkpointing + some
 
 
-def tree_text(tree: Tree, sources: bool = True) -> str:
+def tree_text(tree: Tree) -> str:
     """One tree: total, rows that sum to it with formula and source, peaks of the phases."""
     lines = [f"{tree.name}: {show_bytes(tree.bytes)} ({tree.bytes} B) at the peak, in phase '{tree.phase}'"]
     width = max((len(row.name) for row in tree.rows), default=0)
     for row in tree.rows:
-        line = f"  {row.name:<{width}}  {show_bytes(row.bytes):>11}"
-        lines.append(line + (f"   {row.formula}   [{row.source}]" if sources else ""))
+        lines.append(f"  {row.name:<{width}}  {show_bytes(row.bytes):>11}   {row.formula}   [{row.source}]")
     phases = ", ".join(f"{name} {show_bytes(size)}" for name, size in tree.by_phase.items())
     return "\n".join([*lines, f"  most in each phase: {phases}"])
 

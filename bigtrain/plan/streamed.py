@@ -120,16 +120,29 @@ def early_bytes(plan: PlanInput, h2d_bytes_s: float, backward_s: float) -> float
     return min(buffers_used(plan) * chunk_elems(plan) * bytes_per_elem(plan), backward_s * h2d_bytes_s)
 
 
-def seconds(plan: PlanInput, h2d_bytes_s: float, d2h_bytes_s: float, forward_s: float, backward_s: float) -> float:
+def seconds(
+    plan: PlanInput,
+    h2d_bytes_s: float,
+    d2h_bytes_s: float,
+    forward_s: float,
+    gather_s: float = 0.0,
+    backward_s: float = math.inf,
+) -> float:
     """What one step's traffic adds to it: up and down at once, less what came up early.
 
-    One rank at stages 1 and 2 hides it behind the next forward, which takes `forward_s`; with more ranks, and at stage 3, the
-    step waits for it.
+    Stages 1 and 2 hide it behind the next forward, which takes `forward_s`, and with it what ranks give each other, `gather_s`; at
+    stage 3 the step waits for it.
     """
     early = early_bytes(plan, h2d_bytes_s, backward_s)
     moved = max(0.0, update_bytes(plan) - early) / (BOTH_WAYS * min(h2d_bytes_s, d2h_bytes_s))
-    hides = plan.world_size == 1 and plan.settings.stage in (1, 2)
-    return max(0.0, moved - forward_s) if hides else moved
+    if plan.settings.stage == 3:
+        return moved + gather_s
+    return max(0.0, max(moved, gather_s) - _hiding_s(plan, forward_s))
+
+
+def _hiding_s(plan: PlanInput, forward_s: float) -> float:
+    """Partitions follow each other in the order of the model: the first rank's is needed whole when its share of forward is done."""
+    return forward_s / plan.world_size if plan.settings.stage in (1, 2) else 0.0
 
 
 def update_bytes(plan: PlanInput) -> float:
@@ -149,7 +162,6 @@ def leaving_s(plan: PlanInput, h2d_bytes_s: float, d2h_bytes_s: float, backward_
 
 def buffers_that_help(plan: PlanInput, h2d_bytes_s: float, d2h_bytes_s: float, forward_s: float) -> int:
     """The least number of buffers with which the traffic costs no time, as `seconds` counts it."""
-    hides = plan.world_size == 1 and plan.settings.stage in (1, 2)
-    hidden = forward_s * BOTH_WAYS * min(h2d_bytes_s, d2h_bytes_s) if hides else 0.0
+    hidden = _hiding_s(plan, forward_s) * BOTH_WAYS * min(h2d_bytes_s, d2h_bytes_s)
     early = max(0.0, update_bytes(plan) - hidden)
     return min(chunks(plan), math.ceil(early / (chunk_elems(plan) * bytes_per_elem(plan))) + IN_FLIGHT)

@@ -1,7 +1,7 @@
 """What a run of launch/train.py is, beside its loop (`bigtrain.train`): from what it is told to what it leaves behind.
 
 arguments, argument_problems, foreign  flags; values that cannot be; flags of other trainers
-auto, capacity                         the ds_config that fits best; whether this run fits
+auto, capacity, leaf_blocks            the ds_config that fits best; whether this run fits; whether its blocks are leaf modules
 job                                    from arguments to resolved ds_config, tokenizer, rows, step plan, model
 preflight, sameness                    is this machine fit to run; is everything the same on all hosts
 runfolder, saving, restart             the output folder; what is kept of what is saved; a job that its launcher starts again

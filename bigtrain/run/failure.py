@@ -19,7 +19,8 @@ def report(error: Exception) -> int:
     ours = error if isinstance(error, BigtrainError) else placement.explain_port(error)
     rank = "0" if placement.launch_problems() else os.environ.get("RANK", "0")
     if ours is None:
-        print(f"[rank {rank}] {''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
+        story = "".join([*traceback.format_exception(error), *untested()])
+        print(f"[rank {rank}] {story}", file=sys.stderr, flush=True)
         return BigtrainError.exit_code
     if rank == "0":
         print(f"{type(ours).__name__}: {ours}" if ours.exit_code != StoppedError.exit_code else str(ours), file=sys.stderr)
@@ -30,6 +31,13 @@ def report(error: Exception) -> int:
         print(f"[rank {rank}] {type(ours).__name__}: {str(ours).splitlines()[0]}", file=sys.stderr)
     sys.stderr.flush()
     return ours.exit_code
+
+
+def untested() -> list[str]:
+    """A line for each package that is there in a version which was not tested: a likely cause of what nobody expected."""
+    from bigtrain.diagnostics.doctor.versions import check_installed, measure_packages
+
+    return [f"{finding.line()}\n" for finding in check_installed(measure_packages()) if finding.status != "ok"]
 
 
 def _first_left(rank: int, error: Exception) -> bool:

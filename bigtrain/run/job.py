@@ -39,7 +39,7 @@ class Job:
         checkpoint_bytes, model_bytes: of one checkpoint and of the exported model; None for a model that only building tells.
         offload_gradients: share of the gradients that leave the GPU in backward; 0.0 until "auto" is decided (`capacity`).
         block_classes: of the modules that are recomputed as a whole; None for a model that only building tells.
-        leaf_blocks: whether these are leaf modules of ZeRO-3; None where the ds_config says which are, and at other stages.
+        leaf_blocks: whether these are leaf modules of ZeRO-3; None where only the ds_config says which are, and at other stages.
     """
 
     args: TrainArguments

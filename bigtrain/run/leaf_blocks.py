@@ -15,9 +15,8 @@ from typing import Any
 
 from bigtrain import ranks
 from bigtrain.config import Decision
-from bigtrain.errors import UsageError
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.leaf_choice import LeafChoice, choose_leafs, leafed
+from bigtrain.plan.leaf_choice import LeafChoice, choose_leafs, leafed, refuse_contrary
 from bigtrain.plan.leafs import block_class
 from bigtrain.plan.predict import quick
 from bigtrain.run.job import Job
@@ -32,35 +31,13 @@ def as_said(job: Job) -> Job:
     """The job with `--leaf_blocks on` in its ds_config; others as they are.
 
     Raises:
-        UsageError: its stage gathers nothing, its blocks are not known, or the ds_config says the contrary.
+        UsageError: see `leaf_choice.refuse_contrary`.
     """
-    said, zero = job.args.leaf_blocks, _zero(job)
-    there = [name.rpartition(".")[2] for name in _named(zero)]
-    if said == "auto":
+    said, zero, own = job.args.leaf_blocks, _zero(job), job.block_classes or ()
+    refuse_contrary(said, zero.get("stage", 0), own, _named(zero), _says(zero))
+    if said != "on":
         return job
-    if said == "off":
-        if both := set(there) & set(job.block_classes or ()):
-            raise UsageError(
-                f"leaf_blocks off, but leaf_module.classes of the ds_config names {', '.join(both)}: leave one of them out"
-            )
-        return job
-    if zero.get("stage", 0) != 3:
-        raise UsageError(
-            f"leaf_blocks on needs zero_optimization.stage 3, not {zero.get('stage', 0)}, which gathers nothing: leave it out"
-        )
-    if not job.block_classes:
-        raise UsageError(
-            "leaf_blocks on: which modules are this model's blocks is not known before it is built; name their class in "
-            "zero_optimization.leaf_module.classes of the ds_config"
-        )
-    if _says(zero):
-        if not set(job.block_classes) <= set(there):
-            raise UsageError(
-                f"leaf_blocks on, but the ds_config has leaf modules of its own, without {', '.join(job.block_classes)}: name that in "
-                "leaf_module.classes, or leave leaf_blocks out"
-            )
-        return job
-    return _with(job, job.block_classes, LeafChoice(True, "--leaf_blocks"), "flag")
+    return _with(job, () if _says(zero) else own, LeafChoice(True, "--leaf_blocks"), "flag")
 
 
 def decided(job: Job, found: PlanInput | None, gpu: int | None, host: int | None, resume: Path | None = None) -> Job:

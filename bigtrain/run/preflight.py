@@ -47,11 +47,11 @@ def check(output_dir: str, workers: int) -> None:
     begun = time.monotonic()
     with ranks.together("looking at the machine"):
         found = facts(output_dir, workers) if ranks.local_rank() == 0 else []
-    told = ranks.all_gather_object([(f.status, line(f)) for f in found], "looking at the machine")
+    told = ranks.all_gather_object([(f.status, f.line()) for f in found], "looking at the machine")
     host = os.uname().nodename
     for finding in found:
         if finding.status == "warning":
-            logger.warning("%s: %s", host, line(finding))
+            logger.warning("%s: %s", host, finding.line())
     stopping = [f"rank {r}: {text}" for r, row in enumerate(told) for status, text in row if status == "broken"]
     if stopping:
         lines = "\n  ".join(stopping)
@@ -76,11 +76,6 @@ def _milder(finding: Finding) -> Finding:
     """A disk that is nearly full still holds what a small run writes; each save checks the space that it needs itself."""
     nearly = finding.name == "disk space" and "nearly full" in finding.what
     return replace(finding, status="warning") if nearly else finding
-
-
-def line(finding: Finding) -> str:
-    """A finding in one line, with its remedy."""
-    return f"{finding.name}: {finding.what} ({finding.measured}; needed: {finding.needed}). To mend it: {finding.remedy}"
 
 
 # ---------------------------------------------------------------- communication

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -181,6 +181,7 @@ def _read_all(
     ops: list[ReadOp] = []
     finishers = []
     conversions: dict[int, tuple[Conversion, list[tuple[Slot, Part, list[Piece]]]]] = {}
+    tied: dict[int, list[Piece]] = {id(slot): [] for slot, _ in plan.twins}
     for slot, part in plan.filled:
         pieces = shared.pieces(slot) if shared.covers(slot) else destinations(slot)
         if part.runs is None:
@@ -190,6 +191,8 @@ def _read_all(
             for piece in pieces:
                 ops += read_ops(part, piece, folder)
         finishers += [piece.finish for piece in pieces if piece.finish is not None]
+        if id(slot) in tied:  # of a persistent parameter the partition is enough: its whole copy came from the same bytes
+            tied[id(slot)] = pieces if shared.covers(slot) else pieces[:1]
     advance, close = progress_bar(sum(op.nbytes for op in ops), show)
     with ranks.together("reading the weights"), torch.no_grad(), Reader(threads, advance) as reader:
         count = reader.run(ops)
@@ -197,7 +200,7 @@ def _read_all(
             count += _convert(conversion, wanted, folder, reader)
         for finish in finishers:
             finish()
-        count += _compare_twins(plan, folder, reader)
+        count += _compare_twins(plan, tied, folder, reader)
     close()
     shared.exchange()
     return count
@@ -248,8 +251,10 @@ def _convert(conversion: Conversion, wanted: Sequence[tuple[Slot, Part, list[Pie
     return sum(folder.tensors[name].nbytes for name in names)
 
 
-def _compare_twins(plan: LoadPlan, folder: Folder, reader: Reader) -> int:
+def _compare_twins(plan: LoadPlan, filled: Mapping[int, list[Piece]], folder: Folder, reader: Reader) -> int:
     """Weights that are tied in the model but stored twice must be equal in the file.
+
+    Each is compared with what was just read into the slot, `filled`, a bounded stretch at a time.
 
     Raises:
         WeightsError: they differ, so tying them would drop one.
@@ -257,12 +262,13 @@ def _compare_twins(plan: LoadPlan, folder: Folder, reader: Reader) -> int:
     parts: Mapping[int, Part] = {id(slot): part for slot, part in plan.filled}
     count = 0
     for slot, twin in plan.twins:
-        for piece in pieces_of(slot)[:1]:
-            both = [torch.empty(piece.flat.numel(), dtype=slot.dtype) for _ in range(2)]
-            for part, flat in zip((parts[id(slot)], twin), both):
-                if part.runs is not None:
-                    count += reader.run(read_ops(part, Piece(piece.start, flat), folder))
-            if not torch.equal(*(flat.view(torch.uint8) for flat in both)):
+        for own, other in ((own, other) for piece in filled[id(slot)] for own, other in _stretches(piece, twin)):
+            if twin.runs is not None:
+                count += reader.run(read_ops(twin, other, folder))
+            else:
+                assert twin.conversion is not None
+                count += _convert(twin.conversion, [(slot, twin, [other])], folder, reader)
+            if not torch.equal(own.view(torch.uint8), other.flat.view(torch.uint8)):
                 raise WeightsError(
                     f"{folder.path}: {twin.sources[0]} and {parts[id(slot)].sources[0]} are tied in the model but differ in "
                     "the file. Set tie_word_embeddings=False in config.json to keep both.",
@@ -270,3 +276,11 @@ def _compare_twins(plan: LoadPlan, folder: Folder, reader: Reader) -> int:
                     tensor=twin.sources[0],
                 )
     return count
+
+
+def _stretches(piece: Piece, twin: Part) -> Iterator[tuple[torch.Tensor, Piece]]:
+    """`(elements of piece, unset memory for the same elements of twin)`; all at once where a conversion makes the whole anyway."""
+    step = _COMPARED_ELEMS if twin.runs is not None else piece.flat.numel()
+    for first in range(0, piece.flat.numel(), step):
+        own = piece.flat.detach()[first : first + step]
+        yield own, Piece(piece.start + first, torch.empty_like(own))

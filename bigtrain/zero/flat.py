@@ -6,13 +6,15 @@ Imports nothing of DeepSpeed; uses these internal attributes of 0.19.8's ZeRO op
     round_robin_bit16_offsets, round_robin_bit16_meta, bit16_groups_flat, _update_model_bit16_weights,
     fp32_groups_flat_partition, bf16_groups, real_dp_process_group, update_lp_params, unflatten,
     persistent_parameters, bf16_partitioned_groups, averaged_gradients, loss_scale, clip_grad, unscale_and_clip_grads, _link_all_hp_params,
-    _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition, _partition_all_parameters; of a parameter: partition_numel, all_gather
+    _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition, _partition_all_parameters; of a parameter: partition_numel, all_gather;
+    of the module of stages 1 and 2: all_gather_dp_groups
 A test in tests/architecture checks that DeepSpeed has each of them.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,12 +53,14 @@ class PlacedParameter:
     Attributes:
         shape: the whole parameter's.
         spans: for each rank of the group, the first element of the parameter (row-major) it holds, and how many.
-        at: offset of this rank's span in its own flat partition.
+        offsets: of each rank's span in its own flat partition.
+        at: that of this rank.
         param: the parameter itself.
     """
 
     shape: torch.Size
     spans: tuple[tuple[int, int], ...]
+    offsets: tuple[int, ...]
     at: int
     param: torch.nn.Parameter
 
@@ -114,10 +118,11 @@ def _layout_flat(params: Sequence[torch.nn.Parameter], starts: Sequence[int], si
         first, end = max(start, rank * size), min(start + numel, (rank + 1) * size)
         return (first - start, end - first) if first < end else (0, 0)
 
-    placed = [
-        PlacedParameter(p.shape, tuple(span(start, p.numel(), r) for r in range(world)), max(start - me * size, 0), p)
-        for p, start in zip(params, starts)
-    ]
+    placed = []
+    for param, start in zip(params, starts):
+        spans = tuple(span(start, param.numel(), r) for r in range(world))
+        offsets = tuple(max(start - r * size, 0) for r in range(world))
+        placed.append(PlacedParameter(param.shape, spans, offsets, offsets[me], param))
     return PartitionLayout(tuple(placed), group, me)
 
 
@@ -128,7 +133,7 @@ def _layout_stage3(params: Sequence[torch.nn.Parameter], group: Any) -> Partitio
     for param in params:
         numel, part = zero.full_numel(param), param.partition_numel()  # type: ignore[attr-defined]
         spans = tuple((min(r * part, numel), max(0, min(part, numel - r * part))) for r in range(world))
-        placed.append(PlacedParameter(zero.full_shape(param), spans, at, param))
+        placed.append(PlacedParameter(zero.full_shape(param), spans, (at,) * world, at, param))
         at += part
     return PartitionLayout(tuple(placed), group, me)
 
@@ -260,14 +265,48 @@ def stream_updates(
 ) -> None:
     """Let a stream of updates run on beside the next forward, where nothing of DeepSpeed's reads weights before it.
 
-    That is one rank at stages 1 and 2: its step ends with a copy of the partition onto itself, after which forward is next. With
-    more ranks, and at stage 3, weights are gathered right after the update or ahead of the modules, so the step waits for it.
+    That is stages 1 and 2. One rank's step ends with a copy of the partition onto itself, after which forward is next; several ranks'
+    with a gather of all weights, in whose place the stream gives ranks each chunk as it is updated. At stage 3 weights are gathered
+    ahead of the modules, so the step waits for the update.
     """
-    one = all(dist.get_world_size(group=layout.group) == 1 for layout in layouts.values())
-    if zero.optimizer_kind(ds_optimizer) == "zero12" and one:
+    if zero.optimizer_kind(ds_optimizer) == "zero12" and all(_is_of_all_ranks(layout.group) for layout in layouts.values()):
         places = {
-            flat: [(m.param, m.at, m.at + m.spans[layout.rank][1]) for m in layout.matrices if m.spans[layout.rank][1]]
+            flat: [(m.param, at, at + n) for m in layout.matrices for at, (_, n) in zip(m.offsets, m.spans) if n]
             for flat, layout in layouts.items()
         }
-        stream.attach(module, places)
+        several = dist.get_world_size() > 1
+        if several:
+            _gather_nothing_in_step(ds_optimizer)
+        stream.attach(module, places, _sharing(ds_optimizer, layouts) if several else None)
     zero.before_reading(stream.finish)
+
+
+def _is_of_all_ranks(group: Any) -> bool:
+    """Chunks of partitions of other groups (experts') would have another order on each rank."""
+    return dist.get_world_size(group=group) == dist.get_world_size()
+
+
+def _sharing(ds_optimizer: Any, layouts: dict[torch.Tensor, PartitionLayout]) -> Callable[[torch.Tensor, int, int], None]:
+    """Elements `start` to `end` of every rank's partition, from the rank that updates it to the others, on the current stream."""
+    of = dict(zip(masters(ds_optimizer), weight_partitions(ds_optimizer)))
+
+    def share(partition: torch.Tensor, start: int, end: int) -> None:
+        for part, owner in zip(*of[partition]):
+            dist.broadcast(part[start:end], owner, group=layouts[partition].group)
+
+    return share
+
+
+def _gather_nothing_in_step(ds_optimizer: Any) -> None:
+    """At the end of DeepSpeed's step the weights are those before the update that the stream is going to make."""
+    own, home = ds_optimizer.step, sys.modules[type(ds_optimizer).__module__]
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        gather = home.all_gather_dp_groups
+        home.all_gather_dp_groups = lambda *_, **__: None  # type: ignore[attr-defined]
+        try:
+            return own(*args, **kwargs)
+        finally:
+            home.all_gather_dp_groups = gather  # type: ignore[attr-defined]
+
+    ds_optimizer.step = step

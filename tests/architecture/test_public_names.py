@@ -111,3 +111,45 @@ def test_an_editable_installation_is_found_beside_the_clone(tmp_path):
         [sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=clone.parent, check=False, env=environment
     )
     assert done.stdout.strip() == str(clone / "bigtrain" / "__init__.py"), done.stderr
+
+
+# A Python 3.10, as far as `-c` and a script are concerned; it makes no environment.
+OLD = """#!/bin/sh
+exec {python} -c 'import sys; sys.version_info = (3, 10, 13); sys.argv[:1] = []
+exec(sys.argv[1] if sys.argv[0] == "-c" else open(sys.argv[0]).read())' "$@"
+"""
+
+
+def test_too_old_a_python_is_said_before_anything_is_fetched_or_made(tmp_path):
+    """By make, which would leave an environment that later calls take, and by setup.py, which pip calls before it fetches torch."""
+    import configparser
+
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    assert metadata["options"]["python_requires"] == ">=3.11"
+    old, venv = tmp_path / "python3.10", tmp_path / "venv"
+    old.write_text(OLD.format(python=sys.executable))
+    old.chmod(0o755)
+    done = subprocess.run([old, ROOT / "setup.py"], capture_output=True, text=True, check=False)
+    assert (done.returncode, "needs Python 3.11 or later, this is 3.10.13" in done.stderr) == (1, True), done.stderr
+    for there in (False, True):  # an environment that an earlier call made
+        if there:
+            (venv / "bin").mkdir(parents=True)
+            (venv / "bin" / "python").symlink_to(old)
+            (venv / "bin" / "pip").symlink_to(old)
+        make = ["make", "train", f"VENV={venv}", f"PYTHON={sys.executable if there else old}"]
+        done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 2, done.stdout
+        assert f"{venv / 'bin' / 'python' if there else old} is Python 3.10, and bigtrain needs 3.11 or later" in done.stderr, (
+            done.stderr
+        )
+        assert venv.exists() == there
+        assert not (venv / ".installed").exists()
+
+
+def test_training_without_the_clone():
+    """A wheel has no launch/: the module is a program too."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bigtrain.train", "--seq_len", "few"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert (done.returncode, "few" in done.stderr) == (2, True), done.stderr

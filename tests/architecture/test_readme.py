@@ -82,7 +82,7 @@ def test_flags_that_the_readme_names_exist():
 
     known = set(make_parser()._option_string_actions)
     others = {"--num_gpus", "--num_accelerators", "--standalone", "--nproc_per_node", "--master_port", "--hostfile",
-              "--include", "--gpus", "--max_restarts", "--no",  # pip's --no-deps
+              "--include", "--gpus", "--max_restarts", "--module", "--no",  # pip's --no-deps
               "--gpu_memory", "--host_memory", "--auto", "--measure",
               "--dtype", "--stage", "--offload", "--world_size", "--model", "--local_rank"}  # fmt: skip
     assert set(re.findall(r"--[a-z]\w+", README)) - known - others == set()

@@ -141,7 +141,39 @@ def test_an_engine_with_offload_trains_as_without(tmp_path, optimizer, stage):
     assert plain[2] == ["cuda"] and host[2] == ["cpu"]
 
 
-def train(root, optimizer, stage, offload):
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("optimizer", ["adamw_split", "adamw_split_8bit"])
+def test_two_cards_that_give_each_other_chunks_train_as_those_that_gather_once(tmp_path, optimizer):
+    """Forward runs beside the update and the other card's weights: who reads one too early has another loss."""
+    found = []
+    for offload in (False, True):
+        file, root = tmp_path / f"story-{offload}.json", tmp_path / str(offload)
+        code = (
+            "import json, os; from bigtrain import zero; zero.init_distributed(timeout_s=200)\n"
+            "from tests.gpu.test_optim_stream import train\n"
+            f"told = train({str(root)!r}, {optimizer!r}, 2, {offload}, 2048)\n"
+            f"open({str(file)!r} + os.environ['RANK'], 'w').write(json.dumps(told))"
+        )
+        (tmp_path / "story.py").write_text(code)
+        env = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cuda"}
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            "2",
+            str(tmp_path / "story.py"),
+        ]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append([json.loads((tmp_path / f"{file.name}{rank}").read_text()) for rank in (0, 1)])
+    plain, host = found
+    assert [one[:2] for one in plain] == [one[:2] for one in host]
+    assert {tuple(one[2]) for one in host} == {("cpu",)}
+
+
+def train(root, optimizer, stage, offload, width=512):
     """Losses of a short story with a save, a load and an evaluation; sums of the masters; where the state lies."""
     from bigtrain.engine import Engine
     from bigtrain.models import build_model
@@ -150,14 +182,18 @@ def train(root, optimizer, stage, offload):
     cfg = config(stage, bf16=True, micro=1, accumulation=1)
     if offload:
         cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    model = build_model(lambda: TinyLM(width=512, blocks=6), ds_config=cfg, seed=1)
+    model = build_model(lambda: TinyLM(width=width, blocks=6), ds_config=cfg, seed=1)
     engine = Engine(model, ds_config=cfg, optimizer=optimizer, learning_rate=1e-3, max_grad_norm=0.5, hang_s=None)
-    seen = [engine.train_step(rows(s, 4)).loss for s in range(3)]
+
+    def mine(step):
+        return rows(step, 4)[engine.rank :: engine.world_size]
+
+    seen = [engine.train_step(mine(s)).loss for s in range(3)]
     engine.save_checkpoint(root)
-    seen += [engine.train_step(rows(s, 4)).loss for s in range(3, 5)]
+    seen += [engine.train_step(mine(s)).loss for s in range(3, 5)]
     engine.load_checkpoint(root)
-    seen += [engine.train_step(rows(s, 4)).loss for s in range(3, 5)]
-    seen.append(engine.evaluate(rows(9, 4)).loss)
+    seen += [engine.train_step(mine(s)).loss for s in range(3, 5)]
+    seen.append(engine.evaluate(mine(9)).loss)
     inner = engine.deepspeed.basic_optimizer
     places = sorted({t.device.type for s in inner.state.values() for t in s.values() if isinstance(t, torch.Tensor)})
     masters = [float(inner.master(p).double().sum()) for p in inner.state]

@@ -46,6 +46,14 @@ def _converted_in_a_step(engine):
     engine.step()
 
 
+def _reshaped_in_a_step(engine):
+    for k in range(MICRO):
+        engine.backward(engine(_x(engine.rank, 1, k)))
+    engine.module.a.weight.data = engine.module.a.weight.data.flatten()
+    engine.step()
+    engine(_x(engine.rank, 2, 0))
+
+
 def _gradient_of(x, output, **how):
     return torch.autograd.grad(output, x, **how)[0]
 
@@ -68,7 +76,10 @@ REFUSED = {
     "a number": (lambda e: e.backward(e(_x(0, 1, 0)).item()), "it got float"),
     "a copy": (copy.deepcopy, "engine.module"),
 }  # fmt: skip
-BELOW_3 = {"a layer in another dtype": (_converted_in_a_step, "a.weight, a.bias lie elsewhere or have another dtype")}
+BELOW_3 = {
+    "a layer in another dtype": (_converted_in_a_step, "a.weight, a.bias lie elsewhere or have another dtype or shape"),
+    "weights in another shape": (_reshaped_in_a_step, "a.weight lie elsewhere or have another dtype or shape"),
+}
 AT_3 = {
     "penalty": (lambda e: _gradient_of(x := _x(0, 1, 0), e(x.requires_grad_()), create_graph=True), "Use stage 0, 1 or 2"),
     "state_dict": (lambda e: e.module.state_dict(), "engine.export(dir)"),
@@ -88,7 +99,7 @@ def _refusals(stage):
             _one_by_one(engine, 0)
             do(engine)
             said[name] = "nothing"
-        except BigtrainError as error:
+        except (BigtrainError, RuntimeError) as error:
             said[name] = str(error)
         engine.close()
     return said
@@ -239,12 +250,17 @@ def _with_a_compiled_layer(module):
     return module
 
 
+def _with_a_compiled_grandchild(module):
+    module.a = nn.Sequential(torch.compile(module.a))
+    return module
+
+
 def _unfit(index):
     return _wrapped(WRAPS[index][0], 2)
 
 
 def _compiled_at(stage):
-    return _wrapped(_with_a_compiled_layer, stage)
+    return [_wrapped(compiled, stage) for compiled in (_with_a_compiled_layer, _with_a_compiled_grandchild)]
 
 
 def _part_of_another():
@@ -259,7 +275,8 @@ def test_what_is_handed_in_wrapped_or_shared_is_refused(rank_pool):
     for index, (_, words) in enumerate(WRAPS):
         assert all(words in said for said in rank_pool(2).run(_unfit, index))
     assert all("engine.close()" in said for said in rank_pool(2).run(_part_of_another))
-    assert all("a is compiled" in said and "stage 0, 1 or 2" in said for said in rank_pool(2).run(_compiled_at, 3))
+    for layer, grandchild in rank_pool(2).run(_compiled_at, 3):
+        assert "a is compiled" in layer and "a.0 is compiled" in grandchild and "stage 0, 1 or 2" in layer
 
 
 def _in_place(param):

@@ -10,7 +10,7 @@ import torch
 from bigtrain import zero
 from bigtrain.engine import Engine
 from bigtrain.models import build_model
-from bigtrain.optim.lanes import COMPUTE, DOWN, UP, UPDATE
+from bigtrain.optim.lanes import COMPUTE, DOWN, GATHER, UP, UPDATE
 from bigtrain.optim.stream import Stream
 from bigtrain.zero import flat
 from tests.ranks.tiny import TinyLM, config, rows
@@ -19,48 +19,51 @@ SAMPLES = 6
 
 
 class Late:
-    """Lanes whose work is put off until COMPUTE, or the program, waits for it; COMPUTE itself is the program."""
+    """Lanes whose work is put off until COMPUTE, or the program, waits for it, and then no more of it is done than that needs."""
 
     def __init__(self):
-        self.queues = {lane: [] for lane in (UP, UPDATE, DOWN)}
-        self.reached, self.marks, self.waits = set(), 0, 0
+        self.queues = {lane: [] for lane in (UP, UPDATE, DOWN, GATHER)}
+        self.lanes, self.reached, self.waits = {}, set(), 0
 
     def run(self, lane, work):
         self.queues[lane].append(("run", work))
 
     def mark(self, lane):
-        self.marks += 1
+        mark = len(self.lanes)
+        self.lanes[mark] = lane
         if lane == COMPUTE:
-            self.reached.add(self.marks)
+            self.reached.add(mark)
         else:
-            self.queues[lane].append(("mark", self.marks))
-        return self.marks
+            self.queues[lane].append(("mark", mark))
+        return mark
 
     def wait(self, lane, mark):
         if lane != COMPUTE:
             self.queues[lane].append(("wait", mark))
             return
         self.waits += 1
-        while mark not in self.reached:
-            assert self._one(), "waits for a mark that nothing reaches"
+        self._reach(mark)
 
     def keep(self, tensor, lane):
         pass
 
     def finish(self):
-        while self._one():
-            pass
+        for lane, queue in self.queues.items():
+            while queue:
+                self._one(lane)
 
-    def _one(self):
-        for queue in self.queues.values():
-            if queue and (queue[0][0] != "wait" or queue[0][1] in self.reached):
-                kind, thing = queue.pop(0)
-                if kind == "run":
-                    thing()
-                elif kind == "mark":
-                    self.reached.add(thing)
-                return True
-        return False
+    def _reach(self, mark):
+        while mark not in self.reached:
+            self._one(self.lanes[mark])
+
+    def _one(self, lane):
+        kind, thing = self.queues[lane].pop(0)
+        if kind == "run":
+            thing()
+        elif kind == "mark":
+            self.reached.add(thing)
+        else:
+            self._reach(thing)
 
 
 def _engine(stage, optimizer, late, seed=1):
@@ -124,11 +127,11 @@ def _both(root, stage, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_split", "adamw_split_8bit"])
-@pytest.mark.parametrize("world, stage", [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3)])
+@pytest.mark.parametrize("world, stage", [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 2)])
 def test_nothing_is_read_before_its_update(rank_pool, tmp_path, world, stage, optimizer):
     for plain, late, same, pending, waits in rank_pool(world).run(_both, str(tmp_path), stage, optimizer):
         assert plain == late and same
-        assert pending == (world == 1 and stage < 3)  # elsewhere the step itself waits
+        assert pending == (stage < 3)  # at stage 3 the step itself waits
         assert waits > 0
 
 
@@ -197,13 +200,13 @@ def _overlap():
     """How far the update had got as each block was called after a step: only as far as that block needs."""
     late = Late()
     engine = _engine(2, "adamw_split", late)
-    engine.train_step(rows(0, SAMPLES))
+    engine.train_step(rows(0, SAMPLES)[engine.rank :: engine.world_size])
     plan = engine._reduction.stream._first
     seen = []
     module = engine._ds.module
     for child in (module.embed, *module.blocks, module.head):
-        child.register_forward_pre_hook(lambda *_: seen.append(sum(c.done in late.reached for c in plan.chunks)))
-    engine.train_step(rows(1, SAMPLES))
+        child.register_forward_pre_hook(lambda *_: seen.append(sum(c.seen in late.reached for c in plan.chunks)))
+    engine.train_step(rows(1, SAMPLES)[engine.rank :: engine.world_size])
     engine.close()
     return seen, len(plan.chunks)
 
@@ -211,3 +214,36 @@ def _overlap():
 def test_forward_begins_while_later_layers_are_still_to_be_updated(rank_pool):
     ((seen, total),) = rank_pool(1).run(_overlap)
     assert seen == sorted(seen) and 0 < seen[0] < seen[1] < total and seen[-1] == total
+
+
+def test_forward_of_several_ranks_begins_while_each_updates_its_part(rank_pool):
+    """Each rank's first chunk holds the begin of its own part: what forward needs first is there with a part of all chunks."""
+    found = rank_pool(2).run(_overlap)
+    seen, total = found[0]
+    assert found[1] == found[0]
+    assert seen == sorted(seen) and 0 < seen[0] < total and seen[-1] == total
+
+
+def _gathers():
+    """Calls of DeepSpeed's own gather of all weights: none in a step, one where weights are made from masters."""
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    calls, gather = [], stage_1_and_2.all_gather_dp_groups
+    stage_1_and_2.all_gather_dp_groups = lambda *args, **kwargs: (calls.append(1), gather(*args, **kwargs))[1]
+    try:
+        engine = _engine(2, "adamw_split", Late())
+        before = len(calls)
+        engine.train_step(rows(0, SAMPLES)[engine.rank :: engine.world_size])
+        in_step = len(calls) - before
+        engine._reduction.finish_update(states=True)
+        weights = _whole(engine)
+        flat.refresh_weights(engine._ds.optimizer)
+        same = torch.equal(weights, _whole(engine))
+        engine.close()
+        return in_step, len(calls) - before, same
+    finally:
+        stage_1_and_2.all_gather_dp_groups = gather
+
+
+def test_weights_are_not_gathered_twice(rank_pool):
+    assert rank_pool(2).run(_gathers) == [(0, 1, True)] * 2

@@ -27,7 +27,7 @@ class Drawn(TinyLM):
 
     def forward(self, input_ids, labels=None):
         out = super().forward(input_ids, labels)
-        if self.embed.weight.dtype == torch.float32:  # torch's own refuses weights in bf16 beside its vectors in fp32
+        if self.embed.weight.dtype == torch.float32:  # as what goes in
             out["loss"] = out["loss"] + self.norm_of(self.drawn.new_ones(6)).mean()
         return out
 

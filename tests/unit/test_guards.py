@@ -36,6 +36,10 @@ def test_B37_stops_after_the_limit_in_a_row_only():
 def test_differences_are_named_with_every_value():
     differences = guards.differing([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1}])
     assert differences == {"b": [2, 3, None]}
+    assert list(guards.differing([{"layers.2": 1, "layers.10": 1}, {"layers.2": 2, "layers.10": 2}])) == [
+        "layers.2",
+        "layers.10",
+    ]
     assert "b: rank 0 2, rank 1 3, rank 2 None" in guards.report_differences(differences, 4)
     many = {f"p{i:02}": [0, 1] for i in range(20)}
     assert "and 8 more" in guards.report_differences(many, 4)

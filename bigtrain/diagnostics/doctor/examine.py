@@ -106,7 +106,7 @@ def preflight(folder: str, ranks_on_host: int, env: Mapping[str, str] = os.envir
     """
     found = devices.measure_devices(env) if gpu else None
     driver = found.gpus[0].driver if found and found.gpus else None
-    findings = guarded("versions", lambda: versions.check_pairs(versions.measure_packages(driver)))
+    findings = guarded("versions", lambda: versions.check_installed(versions.measure_packages(driver)))
     findings += guarded("limits", lambda: limits.check_limits(limits.measure_limits(ranks_on_host, gpu, env=env)))
     findings += guarded("network", lambda: network.check_interfaces(network.measure_network(env)))
     findings.append(storage.check_space(storage.measure_storage(folder, speed=False)))

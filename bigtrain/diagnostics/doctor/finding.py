@@ -33,6 +33,10 @@ class Finding:
         """Plain values, for --json."""
         return asdict(self)
 
+    def line(self) -> str:
+        """All but the details in one line, with the remedy."""
+        return f"{self.name}: {self.what} ({self.measured}; needed: {self.needed}). To mend it: {self.remedy}"
+
 
 def ok(name: str, what: str, measured: object, needed: str = "", advice: str = "") -> Finding:
     """A finding without complaint."""

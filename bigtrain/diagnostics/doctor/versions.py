@@ -41,7 +41,7 @@ TESTED = (
     Tested("safetensors", "0.6", "0.8.0"),
     Tested("bitsandbytes", "0.50", "0.50.2", required=False),
 )
-TESTED_PYTHON = ("3.11", "3.12")
+TESTED_PYTHON = ("3.11", "3.12", "3.13")
 TESTED_CUDA = ("13.0",)
 
 
@@ -202,11 +202,12 @@ def check_package(tested: Tested, version: str | None) -> Finding:
 def check_python(version: str) -> Finding:
     """Python itself."""
     needed = " or ".join(TESTED_PYTHON)
+    remedy = f"make an environment with python {needed}"
     if version.rpartition(".")[0] in TESTED_PYTHON:
         return ok("version of python", "tested", version, needed)
     if not _at_least(version, TESTED_PYTHON[0]):
-        return broken("version of python", "too old", version, needed, "make an environment with python 3.11 or 3.12")
-    return warning("version of python", "not tested", version, needed, "make an environment with python 3.11 or 3.12")
+        return broken("version of python", "too old", version, needed, remedy)
+    return warning("version of python", "not tested", version, needed, remedy)
 
 
 def check_pairs(versions: Versions) -> list[Finding]:
@@ -252,6 +253,13 @@ def check_cuda(versions: Versions) -> Finding:
     if cuda not in TESTED_CUDA:
         return ok("cuda", "not among the tested ones, no fault known", measured, f"tested: {', '.join(TESTED_CUDA)}")
     return ok("cuda", "tested", measured, f"tested: {', '.join(TESTED_CUDA)}")
+
+
+def check_installed(versions: Versions) -> list[Finding]:
+    """What is there, against the tested ranges and each other; what is not there is not judged."""
+    out = [check_python(str(versions.found["python"]))]
+    out += [check_package(t, version) for t in TESTED if (version := versions.found.get(t.package))]
+    return [*out, *check_pairs(versions)]
 
 
 def check_versions(versions: Versions) -> list[Finding]:

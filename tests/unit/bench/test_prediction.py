@@ -1,8 +1,7 @@
 """The planner's word on a cell is the word that launch/train.py would act on."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from bigtrain.plan.show import plan_text
 from bigtrain.plan.spilled import asked_share
 from bigtrain.run import capacity
 from bigtrain.run.arguments import TrainArguments
-from bigtrain.run.job import run_values
+from bigtrain.run.job import Job, load_model_config, run_values
 
 H100 = Machine(device="cuda", card="NVIDIA H100 80GB HBM3", gpu_bytes=80 * 2**30, host_bytes=126 * 2**30)
 BASE = {"seq_len": 4096, "micro_batch": 2, "gradient_checkpointing": True}
@@ -93,12 +92,9 @@ def test_what_a_cell_leaves_open_is_settled_as_by_the_run(model, cap, allocated,
     assert said["gpu_reserved_bytes"] == pytest.approx(reserved * 1e9, rel=0.045)
 
 
-def test_auto_plans_and_predicts_one_plan(capsys, monkeypatch):
+def test_auto_plans_and_predicts_one_plan(card, capsys, monkeypatch):
     """What `bigtrain plan --auto` prints, what the program settles and plans, and what a sweep says, byte for byte."""
-    monkeypatch.setattr(capacity, "device_type", lambda: "cuda")
-    monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(capacity, "why_no_liger", lambda kind: "")
-    monkeypatch.setattr(capacity.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    card()
     for gpu_gib, model, more in (
         (47.4, "llama-8b", {}),
         (79.1, "llama-8b", {"micro_batch": 4}),
@@ -123,22 +119,10 @@ def test_auto_plans_and_predicts_one_plan(capsys, monkeypatch):
         shape = ModelShape.from_config(shapes.config_dict(model))
         resolved = ds.resolve(config, run=run, model=shape, world_size=1, device="cuda")
         steps = SimpleNamespace(micro_batch=run.micro_batch, accumulation=run.accumulation)
-        job = RunJob(args, resolved, SimpleNamespace(to_dict=lambda model=model: shapes.config_dict(model)), steps,
-                     asked_share(args.offload_gradients) or 0.0)  # fmt: skip
+        job = Job(args=args, resolved=resolved, tokenizer=None, seq_len=4096, steps=steps, model_config=load_model_config(args),
+                  config_overrides={}, resize_vocab_to=None, offload_gradients=asked_share(args.offload_gradients) or 0.0)  # fmt: skip
         job = capacity.settle(job, *limits)
         assert plan_text(capacity.plan_of(job, limits[0]), *limits) == plan_text(found, *limits)
-
-
-@dataclass(frozen=True)
-class RunJob:
-    """The part of a Job that is planned."""
-
-    args: TrainArguments
-    resolved: Any
-    model_config: Any
-    steps: Any
-    offload_gradients: float
-    seq_len: int = 4096
 
 
 @pytest.mark.parametrize("gpu_gib", [79.1, 47.4])

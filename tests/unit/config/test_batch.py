@@ -81,6 +81,17 @@ def test_flags_below_one_are_refused(field):
         resolve({"zero_optimization": {"stage": 2}}, run=RunValues(**{field: 0}))
 
 
+@pytest.mark.parametrize("field, key", [("micro_batch", MICRO), ("accumulation", ACCUMULATION), ("global_batch", GLOBAL)])
+def test_rows_beyond_any_run_are_refused(field, key):
+    """`bigtrain config resolve --micro_batch 999999999999999999999` wrote it into the file."""
+    config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    with pytest.raises(ConfigError, match=rf"{key} {10**21} \(flag .*more than any run has"):
+        resolve(config, run=RunValues(**{field: 10**21}))
+    with pytest.raises(ConfigError, match=rf"{key} {10**21} \(file\).*more than any run has"):
+        resolve({**config, key: 10**21})
+    assert resolve(config, run=RunValues(**{field: 2**40})).config[GLOBAL] == 2**40
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -155,21 +155,6 @@ def test_varlen_makes_no_dense_mask(make_rows, monkeypatch):
     torch.testing.assert_close(padded[:, 2:], expected[:, 2:])
 
 
-def test_varlen_keeps_a_sliding_window_shorter_than_the_row(make_rows):
-    """A window is more than documents: sdpa's dense mask stays, and results equal sdpa's."""
-    extra = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
-    rows = make_rows(DOCUMENTS, 13, pad_token_id=0)
-    batch = stack([rows[0], rows[1]])
-    out = []
-    for attention in ("sdpa", VARLEN):
-        model = _build("qwen2", attention, **extra)
-        assert "sliding_attention" in model.config.layer_types
-        prepare_isolation(model, "isolated")
-        with torch.no_grad():
-            out.append(model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits)
-    assert torch.equal(out[0], out[1])
-
-
 def test_varlen_generates_like_sdpa():
     ids = torch.tensor([[3, 4, 5]])
     out = [

@@ -75,7 +75,9 @@ def test_narrower_values_on_the_path_of_a_gpu(monkeypatch):
     bounds = torch.tensor([0, 4, 6, 12], dtype=torch.int32)
     monkeypatch.setattr(isolation, "packed_attention", lambda *args: None)
     monkeypatch.setattr(isolation, "is_hopper_or_later", lambda device: False)
-    monkeypatch.setattr(isolation, "_flash", lambda q, k, v, b, longest, scale: isolation._per_document(q, k, v, b, scale, 0.0))
+    monkeypatch.setattr(
+        isolation, "_flash", lambda q, k, v, b, longest, scale, window: isolation._per_document(q, k, v, b, scale, 0.0)
+    )
     out = isolation._attend(query, key, value, documents.Documents(bounds, 6), 0.3)
     flat = [x.transpose(1, 2).reshape(12, x.shape[1], x.shape[-1]) for x in (query, key, value)]
     expected = isolation._per_document(*flat, bounds, 0.3, 0.0).view(2, 6, 4, 5)

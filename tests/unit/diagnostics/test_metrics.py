@@ -1,8 +1,10 @@
 """Numbers of a run: warm-up, spread, FLOPs, rows that survive."""
 
+import errno
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -225,4 +227,21 @@ def test_rows_go_on_where_the_folder_was_taken_away(tmp_path, how, caplog):
     log.write(row(3))
     log.close()
     assert [r["step"] for r in read_rows(out / "m.jsonl")] == [2, 3]
-    assert caplog.text.count("was removed or moved") == 1
+    assert caplog.text.count("was removed, moved or lost") == 1
+
+
+def test_a_network_disk_that_fails_to_say_ends_no_run(tmp_path, monkeypatch, caplog):
+    """What asked whether the file is there raised what it was answered; a stale handle is as good as a removed file."""
+
+    def stale(*_told, **_more):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    log = RowLog(tmp_path / "m.jsonl")
+    with monkeypatch.context() as patched:
+        patched.setattr(type(log.path), "stat", stale)
+        log.write(row(1))
+    assert not caplog.text
+    monkeypatch.setattr(log, "_file", SimpleNamespace(write=lambda text: None, flush=stale, close=lambda: None))
+    log.write(row(2))
+    log.close()
+    assert [r["step"] for r in read_rows(tmp_path / "m.jsonl")] == [1, 2] and "lost by its disk" in caplog.text

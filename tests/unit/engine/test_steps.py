@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from bigtrain.engine import steps
-from bigtrain.errors import DataError
+from bigtrain.errors import DataError, ModelError
 
 
 class Says(nn.Module):
@@ -42,3 +43,26 @@ def test_a_sample_labelled_minus_100_is_no_target_either():
 def test_what_is_no_list_of_mappings_is_told(batches):
     with pytest.raises(DataError, match=r"\[batch\]|got list"):
         [steps.counted(batch, steps.samples) for batch in steps.listed(batches)]
+
+
+@pytest.mark.parametrize("kind", ["bart", "gpt2"])
+def test_heads_that_compare_each_position_with_its_own_label_are_counted_so(kind):
+    """A label at the first position alone: a model that shifts has no target then, and its mean is 0/0."""
+    heads = {
+        "bart": (
+            transformers.BartForCausalLM,
+            {"d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8},
+        ),
+        "gpt2": (transformers.GPT2LMHeadModel, {"n_embd": 8, "n_layer": 1, "n_head": 2}),
+    }
+    head, sizes = heads[kind]
+    model = head(head.config_class(vocab_size=16, bos_token_id=1, eos_token_id=2, **sizes))
+    batch = {"input_ids": torch.full((2, 4), 5), "labels": torch.tensor([[5, -100, -100, -100]] * 2)}
+    terms = steps.target_counter(model)(batch)
+    assert terms == (2 if kind == "bart" else 0) and bool(model(**batch).loss.isnan()) == (terms == 0)
+    assert steps.target_counter(torch.nn.Sequential(model))(batch) == terms
+    if kind == "gpt2":
+        assert steps.shifting(model) is model
+    else:
+        with pytest.raises(ModelError, match="BartForCausalLM does not shift labels"):
+            steps.shifting(model)

@@ -120,6 +120,12 @@ def test_a_fixed_order_of_sums_and_the_compiler_keep_flash_attention(hopper, mon
     assert packed_attention(*tensors, _documents([64], 64), 0.25) is None
 
 
+def _seen(tokens, window):
+    """Causal; the last `window` tokens, or all."""
+    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    return mask.triu(1 - window) if window else mask
+
+
 class _OnTheHost:
     """Does what the graphs are declared to do, from nothing but the tensors they are given, in their order."""
 
@@ -146,7 +152,7 @@ class _OnTheHost:
             with torch.enable_grad():
                 parts = [x.detach().requires_grad_() for x in parts]
                 result = torch.nn.functional.scaled_dot_product_attention(
-                    *parts, is_causal=True, scale=self.scale, enable_gqa=True
+                    *parts, attn_mask=_seen(length, self.shape.window), scale=self.scale, enable_gqa=True
                 )
             if not backward:
                 self._part(out, *mine).copy_(result[0].transpose(0, 1))
@@ -158,31 +164,32 @@ class _OnTheHost:
                 self._part(target, *place).copy_(source[0].transpose(0, 1))
 
 
-def _on_the_host(monkeypatch, documents, tokens, heads, key_heads, width):
-    shape = Shape(documents.places, tokens, documents.longest, heads, key_heads, width, torch.float64, 0.3, None)
+def _on_the_host(monkeypatch, documents, tokens, heads, key_heads, width, window):
+    shape = Shape(documents.places, tokens, documents.longest, heads, key_heads, width, torch.float64, 0.3, None, window)
     graphs = _OnTheHost(shape)
     monkeypatch.setitem(cudnn_attention._graphs, shape, graphs)
     return graphs
 
 
-def test_tensors_reach_the_graphs_in_the_order_they_were_declared(hopper, monkeypatch):
+@pytest.mark.parametrize("window", [0, 3])
+def test_tensors_reach_the_graphs_in_the_order_they_were_declared(hopper, monkeypatch, window):
     """Against one attention over all tokens with a mask; queries that are not contiguous, recomputation included."""
     lengths, heads, key_heads, width = [3, 1, 7, 5, 16], 4, 2, 8
     documents = _documents(lengths, 16)
-    graphs = _on_the_host(monkeypatch, documents, 32, heads, key_heads, width)
+    graphs = _on_the_host(monkeypatch, documents, 32, heads, key_heads, width, window)
     query, key, value = (torch.randn(32, n, width, dtype=torch.float64) for n in (heads, key_heads, key_heads))
     query = torch.cat([query, query], dim=2)[..., :width].requires_grad_()
     key, value = key.requires_grad_(), value.requires_grad_()
     grad = torch.randn(32, heads, width, dtype=torch.float64)
 
-    mask = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()
+    mask = torch.block_diag(*(_seen(n, window) for n in lengths)).bool()
     expected = torch.nn.functional.scaled_dot_product_attention(
         *(x.transpose(0, 1)[None] for x in (query, key, value)), attn_mask=mask, scale=0.3, enable_gqa=True
     )[0].transpose(0, 1)
     wanted = torch.autograd.grad(expected, (query, key, value), grad)
 
     def once(q, k, v):
-        return packed_attention(q, k, v, documents, 0.3)
+        return packed_attention(q, k, v, documents, 0.3, window)
 
     def recomputed(q, k, v):
         return torch.utils.checkpoint.checkpoint(once, q, k, v, use_reentrant=False)
@@ -206,7 +213,7 @@ def test_the_operator_tells_what_it_gives_without_a_graph():
             torch.empty(64, 2, 16),
             torch.empty(3, dtype=torch.int64),
         )
-        out, stats = torch.ops.bigtrain.packed_attention(query, key, key, small, small, small, small, 64, 0.5)
+        out, stats = torch.ops.bigtrain.packed_attention(query, key, key, small, small, small, small, 64, 0.5, 0)
     assert (out.shape, out.dtype, stats.shape, stats.dtype) == (query.shape, query.dtype, (64, 4), torch.float32)
 
 
@@ -223,7 +230,11 @@ def test_the_library_accepts_the_graphs():
         pygraph=lambda handle, **kinds: cudnn.pygraph(sm_version=90, **kinds),
     )
     for make, tensors in ((cudnn_graphs._forward_graph, 10), (cudnn_graphs._backward_graph, 14)):
-        for shape in (SHAPE, SHAPE._replace(dtype=torch.float16, head_dim=64, key_heads=24, places=1)):
+        for shape in (
+            SHAPE,
+            SHAPE._replace(window=512),
+            SHAPE._replace(dtype=torch.float16, head_dim=64, key_heads=24, places=1),
+        ):
             graph, numbered = make(without_device, shape, 0)
             assert numbered == tensors
             graph.validate()

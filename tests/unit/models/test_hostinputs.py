@@ -68,20 +68,20 @@ class Block(nn.Module):
         self.made = []
         self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
 
-    def forward(self, x):
+    def forward(self, x, unused=None):
         q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         self.made.append(attended.untyped_storage()._weak_ref())
         return x + self.out(attended.transpose(1, 2).flatten(2))
 
 
-def _gradients(run):
+def _gradients(run, by_name=False):
     torch.manual_seed(0)
     blocks, x = [Block() for _ in range(3)], torch.randn(2, 24, 32, requires_grad=True)
     y = x
     with Count() as mode:
         for block in blocks:
-            y = block(y) if run is None else run(block, y)
+            y = block(y) if run is None else run(block, x=y, unused=None) if by_name else run(block, y)
         y.square().sum().backward()
     return [x.grad, *(p.grad for block in blocks for p in block.parameters())], mode.counts[ATTENTION]
 
@@ -97,6 +97,14 @@ def test_inputs_and_results_come_back_in_the_order_in_which_they_are_wanted(card
     found, mine = _gradients(runner("offload_inputs", 3))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)) and mine == 6
     assert [what for what, _ in card] == ["down"] * 3 + ["up"] * 3
+
+
+def test_inputs_that_come_by_name_leave_too(card):
+    """They stayed on the card, all of them."""
+    wanted, _ = _gradients(None)
+    found, _ = _gradients(runner("offload_inputs", 3), by_name=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert card == [*(("down", n) for n in range(3)), ("up", 2), ("up", 1), ("up", 0)]
 
 
 def test_a_result_lies_as_it_did(card):

@@ -14,7 +14,8 @@ from bigtrain.memory.pinned import HostMemory
 from bigtrain.optim import stream as streams
 from bigtrain.optim.lanes import COMPUTE, DOWN, UP, UPDATE, InPlace
 from bigtrain.optim.split import AdamWSplit
-from bigtrain.optim.stream import Stream, who_waits
+from bigtrain.optim.stream import Stream
+from bigtrain.optim.waiting import who_waits
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 

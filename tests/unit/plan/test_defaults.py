@@ -1,9 +1,7 @@
 """The same words give the same plan in `bigtrain plan` and launch/train.py; what nobody said is printed."""
 
 import json
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -22,20 +20,6 @@ from tests.unit.plan.family_configs import CAUSAL, OTHER
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class RunJob:
-    """The part of a Job that is planned."""
-
-    args: Any
-    resolved: Any
-    model_config: Any
-    steps: Any
-    offload_gradients: float
-    seq_len: int
-    block_classes: Any = ("LlamaDecoderLayer",)
-    leaf_blocks: Any = None
-
-
 def planned_by_training(words, folder, gpu, host):
     file = folder / "text.txt"
     file.write_text("some text")
@@ -45,7 +29,9 @@ def planned_by_training(words, folder, gpu, host):
     resolved = jobs.resolve(args, ds.load(args.ds_config), ModelShape.from_config(model_config), None)
     steps = SimpleNamespace(micro_batch=resolved.run.micro_batch, accumulation=resolved.run.accumulation)
     share = asked_share(args.offload_gradients) or 0.0
-    job = RunJob(args, resolved, model_config, steps, share, jobs.choose_seq_len(args, model_config))
+    job = jobs.Job(args=args, resolved=resolved, tokenizer=None, seq_len=jobs.choose_seq_len(args, model_config), steps=steps,
+                   model_config=model_config, config_overrides={}, resize_vocab_to=None, offload_gradients=share,
+                   block_classes=("LlamaDecoderLayer",))  # fmt: skip
     return capacity.plan_of(capacity.settle(job, gpu, host), gpu)
 
 
@@ -63,13 +49,9 @@ def planned_by_training(words, folder, gpu, host):
         ("--ds_config", "zero3", "--optim", "adamw_8bit", "--leaf_blocks", "off"),
     ],
 )
-def test_the_same_words_give_the_same_plan(words, device, tmp_path, capsys, monkeypatch):
+def test_the_same_words_give_the_same_plan(words, device, card, tmp_path, capsys):
     """`bigtrain plan` took sequences of 4,096 tokens, recomputed blocks, transformers' kernels and fp32 sums of one micro batch."""
-    monkeypatch.setattr(capacity, "device_type", lambda: device)
-    monkeypatch.setattr(jobs, "device_type", lambda: device)
-    monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: device == "cuda")
-    monkeypatch.setattr(capacity, "why_no_liger", lambda kind: "" if capacity.torch.cuda.is_available() else "no CUDA device")
-    monkeypatch.setattr(capacity.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    card("NVIDIA H200" if device == "cuda" else None)
     words = ("--model_name_or_path", "preset:llama-1b", "--ds_config", "zero2_offload", *map(str, words))
     run = planned_by_training(words, tmp_path, 24 * GIB if device == "cuda" else None, 64 * GIB)
     cli.main(["plan", *words, "--json", "--device", device, "--gpu_memory", "24GiB", "--host_memory", "64GiB"])
@@ -77,17 +59,13 @@ def test_the_same_words_give_the_same_plan(words, device, tmp_path, capsys, monk
     assert {name: said[name] for name in run.to_json()} == json.loads(json.dumps(run.to_json()))
 
 
-def test_without_liger_kernel_its_memory_is_not_planned(tmp_path, monkeypatch):
+def test_without_liger_kernel_its_memory_is_not_planned(card, tmp_path):
     """On a card where it is not installed, or does not know the model, transformers' kernels run, with bigtrain's own loss."""
-    monkeypatch.setattr(capacity, "device_type", lambda: "cuda")
-    monkeypatch.setattr(jobs, "device_type", lambda: "cuda")
-    monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(capacity.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     words = ("--model_name_or_path", "preset:llama-1b", "--ds_config", "zero2", "--gradient_checkpointing", "false",
              "--per_device_train_batch_size", 8)  # fmt: skip
     found = {}
     for why in ("", "not installed"):
-        monkeypatch.setattr(capacity, "why_no_liger", lambda kind, why=why: why)
+        card(why_no_liger=why)
         found[why] = planned_by_training(words, tmp_path, 80 * GIB, 64 * GIB)
     with_it, without = found[""], found["not installed"]
     assert (with_it.input.kernels, with_it.input.loss_kind) == ("liger", "fused")

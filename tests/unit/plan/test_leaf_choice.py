@@ -94,9 +94,9 @@ def test_the_choice_is_the_same_for_a_plan_with_and_without_measured_rates(monke
 
 
 def test_on_needs_stage_3_and_blocks_that_are_known():
-    with pytest.raises(UsageError, match="leaf_blocks on needs ZeRO stage 3, not stage 2"):
+    with pytest.raises(UsageError, match=r"leaf_blocks on needs zero_optimization\.stage 3, not 2"):
         leafed(plan(zero={"stage": 2}))
-    with pytest.raises(UsageError, match=r"class of the blocks of 'shapes' is not known .*leaf_module.classes"):
+    with pytest.raises(UsageError, match=r"class of this model's blocks is not known .*leaf_module.classes"):
         leafed(plan_input(shapes=[["a.weight", [4, 4]]]))
 
 

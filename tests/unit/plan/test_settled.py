@@ -1,6 +1,5 @@
 """What a run leaves open: decided by the memory there is, in one place for the program and for what is said of it beforehand."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from bigtrain.plan.settled import (
 from bigtrain.plan.zero_settings import ZeroSettings
 from bigtrain.run import capacity
 from bigtrain.run.arguments import TrainArguments
+from bigtrain.run.job import Job
 
 GIB = 2**30
 HOST = 126 * GIB
@@ -76,21 +76,15 @@ def test_the_file_decides_where_it_says_a_number():
     assert not buffers_are_open({"zero_optimization": {"offload_optimizer": {**block, "buffer_count": 4}}})
 
 
-@dataclass(frozen=True)
-class SimpleJob:
-    """The part of a Job that is looked at."""
-
-    args: TrainArguments
-    resolved: Resolved
-    offload_gradients: float = 0.0
-
-
-def job(**values: Any) -> SimpleJob:
+def job(**values: Any) -> Job:
     args = TrainArguments(
         ds_config="zero2_offload", model_name_or_path="preset:llama-8b", train_data="x", output_dir="y", **values
     )
     config = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-    return SimpleJob(args, Resolved(config, [], RunValues(gradient_checkpointing=True), []))
+    resolved = Resolved(config, [], RunValues(gradient_checkpointing=True), [])
+    return Job(
+        args=args, resolved=resolved, tokenizer=None, seq_len=4096, model_config=None, config_overrides={}, resize_vocab_to=None
+    )
 
 
 @pytest.mark.parametrize("name, card_gib", [("llama-8b", 139.8), ("llama-8b", 47.4), ("llama-20b", 79.1)])

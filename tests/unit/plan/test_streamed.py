@@ -64,8 +64,8 @@ def test_the_least_number_of_buffers_that_hides_the_traffic():
     left = host_bytes(_plan()) - forward_s * BOTH_WAYS * BUS  # what has to come up during backward
     needed = buffers_that_help(_plan(), BUS, BUS, forward_s)
     assert 0 <= needed - IN_FLIGHT - left / STATE_CHUNK_BYTES < 1.01
-    assert seconds(_plan(buffers=needed), BUS, BUS, forward_s, LONG) == 0.0
-    assert seconds(_plan(buffers=needed - IN_FLIGHT - 1), BUS, BUS, forward_s, LONG) > 0.0
+    assert seconds(_plan(buffers=needed), BUS, BUS, forward_s) == 0.0
+    assert seconds(_plan(buffers=needed - IN_FLIGHT - 1), BUS, BUS, forward_s) > 0.0
     assert buffers_that_help(_plan(), BUS, BUS, 100.0) == IN_FLIGHT  # a long forward hides everything
 
 
@@ -87,12 +87,22 @@ def test_buffers_come_with_the_first_update_and_gradients_come_back_during_forwa
     assert 0.2 * gradients < returned["steady forward"] < gradients
 
 
-def test_with_more_ranks_everything_would_have_to_come_up_early():
-    two = _plan(world_size=2)
+def test_several_ranks_hide_each_its_part():
+    one, two = _plan(), _plan(world_size=2)
+    assert seconds(two, BUS, BUS, 0.0) == pytest.approx(seconds(one, BUS, BUS, 0.0) / 2, rel=0.1)  # buffers are not divided
+    # The first rank's part is the first half of the model: it is needed with the first half of forward.
+    assert seconds(two, BUS, BUS, 0.2) == pytest.approx(seconds(two, BUS, BUS, 0.0) - 0.1)
+    assert seconds(two, BUS, BUS, 100.0) == 0.0
+    assert seconds(two, BUS, BUS, 1.0, gather_s=3.0) == 2.5  # what ranks give each other is hidden as well, or is not
+    assert buffers_that_help(two, BUS, BUS, forward_s=100.0) == IN_FLIGHT
+
+
+def test_at_stage_3_everything_would_have_to_come_up_early():
+    two = _plan(world_size=2, stage=3)
     needed = buffers_that_help(two, BUS, BUS, forward_s=100.0)
     assert needed * STATE_CHUNK_BYTES == pytest.approx(host_bytes(two), rel=0.01)
-    assert seconds(two, BUS, BUS, 100.0, LONG) > 0.0
-    assert early_bytes(_plan(world_size=2, buffers=needed), BUS, LONG) >= host_bytes(two)
+    assert seconds(two, BUS, BUS, 100.0) > 0.0
+    assert early_bytes(_plan(world_size=2, stage=3, buffers=needed), BUS, LONG) >= host_bytes(two)
 
 
 def test_buffers_are_memory_of_the_gpu_but_never_more_than_there_are_chunks():
@@ -106,7 +116,7 @@ def test_a_short_backward_brings_up_no_more_than_the_bus_carries_meanwhile():
     plan, forward_s, backward_s = _plan(buffers=10**6), 0.1, 0.2
     assert early_bytes(plan, BUS, backward_s) == BUS * backward_s
     moved = (host_bytes(plan) - BUS * backward_s) / (BOTH_WAYS * BUS)
-    assert seconds(plan, BUS, BUS, forward_s, backward_s) == pytest.approx(moved - forward_s)
+    assert seconds(plan, BUS, BUS, forward_s, backward_s=backward_s) == pytest.approx(moved - forward_s)
 
 
 def test_weights_on_the_host_are_refused():

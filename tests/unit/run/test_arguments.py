@@ -277,6 +277,9 @@ def test_a_ds_config_is_a_file_or_a_preset(base, tmp_path, monkeypatch):
     assert parse(["--ds_config", "zero3", *base[2:]]).ds_config == "zero3"
     assert "is a folder" in refusal(["--ds_config", str(tmp_path), *base[2:]])
     assert "Did you mean zero3_offload" in refusal(["--ds_config", "zero3_ofload.json", *base[2:]])
+    os.mkfifo(tmp_path / "pipe")  # <(COMMAND), /dev/stdin: no such file, it said
+    for name in (tmp_path / "pipe", "/dev/null"):
+        assert "is no file but a pipe or a device, of which each rank" in refusal(["--ds_config", str(name), *base[2:]])
 
 
 @pytest.mark.parametrize("path", ["x" * 300, "/tmp/" + "d/" * 2500])

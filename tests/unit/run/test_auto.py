@@ -64,13 +64,9 @@ def test_a_share_that_cannot_leave_is_refused():
     assert choose(world=2, share=0.0).choice.fitting
 
 
-def test_what_auto_chose_is_said_to_be_its_choice(monkeypatch):
+def test_what_auto_chose_is_said_to_be_its_choice(card, monkeypatch):
     """run.json called the share that the search had chosen a flag, and the values of its config a file's."""
-    monkeypatch.setattr(capacity, "device_type", lambda: "cuda")
-    monkeypatch.setattr(jobs, "device_type", lambda: "cuda")
-    monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(capacity, "why_no_liger", lambda kind: "")
-    monkeypatch.setattr(capacity.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    card()
     limits = 24 * GIB, 126 * GIB
     monkeypatch.setattr(capacity, "memory_limits", lambda cap: limits)
     asked = TrainArguments(

@@ -10,9 +10,11 @@ from bigtrain.bench.grid import expand
 from bigtrain.config import ModelShape
 from bigtrain.errors import UsageError
 from bigtrain.plan.inputs import plan_input
+from bigtrain.plan.leaf_choice import with_leafs
 from bigtrain.run import capacity, leaf_blocks
 from bigtrain.run import job as jobs
 from bigtrain.run.arguments import TrainArguments, parse
+from bigtrain.run.auto import config_of, flags
 from bigtrain.run.job import Job
 
 LLAMA = shapes.config_dict("llama-8b")
@@ -20,11 +22,11 @@ BLOCK = ("LlamaDecoderLayer",)
 GIB = 2**30
 
 
-def job(said="auto", classes=BLOCK, stage=3, **zero):
+def job(said="auto", classes=BLOCK, **zero):
     args = TrainArguments(model_name_or_path="preset:llama-8b", ds_config="c", train_data="x", output_dir="y", leaf_blocks=said,
                           seq_len=4096, optim="adamw_split_8bit", gradient_checkpointing=True)  # fmt: skip
     model = jobs.load_model_config(args)
-    config = {"zero_optimization": {"stage": stage, **zero}, "bf16": {"enabled": True}}
+    config = {"zero_optimization": {"stage": 3, **zero}, "bf16": {"enabled": True}}
     done = jobs.resolve(args, config, ModelShape.from_config(model), 10)
     return Job(args=args, resolved=done, tokenizer=None, seq_len=4096, model_config=model, config_overrides={}, resize_vocab_to=None,
                block_classes=classes)  # fmt: skip
@@ -104,10 +106,9 @@ def test_a_checkpoint_that_does_not_tell(kept, on, monkeypatch):
     assert leaf_blocks.decided(job(), plan(), None, None).leaf_blocks is on
 
 
-def test_the_slowest_card_is_each_ranks_own(monkeypatch):
+def test_the_slowest_card_is_each_ranks_own(card, monkeypatch):
     """nvidia-smi was asked, for the host's first card, and its absence made an H100 of any card."""
-    monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(capacity.torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    card("NVIDIA A100-SXM4-80GB")
     assert capacity._card_flops() == 312e12
     monkeypatch.setattr(capacity.ranks, "all_gather_object", lambda mine, why: [mine, 181e12])
     assert capacity._card_flops() == 181e12
@@ -125,14 +126,15 @@ def test_on():
     done = leaf_blocks.decided(leaf_blocks.as_said(job("on")), None, None, None)
     assert leafs(done) == {"classes": ["LlamaDecoderLayer"]} and how(done) == [("on", "flag", "--leaf_blocks")]
     named = job("on", leaf_module={"classes": "transformers.models.llama.modeling_llama.LlamaDecoderLayer"})
-    assert leaf_blocks.as_said(named) == named
+    done = leaf_blocks.decided(leaf_blocks.as_said(named), plan(), None, None)
+    assert leafs(done) == leafs(named) and how(done) == [("on", "flag", "--leaf_blocks")] and done.leaf_blocks is True
 
 
 @pytest.mark.parametrize(
     "one, words",
     [
         (job("on", stage=2), "leaf_blocks on needs zero_optimization.stage 3, not 2"),
-        (job("on", classes=None), "which modules are this model's blocks is not known before it is built"),
+        (job("on", classes=None), "the class of this model's blocks is not known before it is built"),
         (job("on", leaf_module={"names": ["model.layers.0"]}), "leaf modules of its own, without LlamaDecoderLayer"),
         (
             job("off", leaf_module={"classes": ["LlamaDecoderLayer"]}),
@@ -145,17 +147,23 @@ def test_contradictions_are_refused(one, words):
         leaf_blocks.as_said(one)
 
 
-def test_the_search_is_told(monkeypatch):
-    """What it chose is in the config, and the run that is made of it has nothing left to decide."""
-    monkeypatch.setattr(capacity, "device_type", lambda: "cuda")
-    monkeypatch.setattr(jobs, "device_type", lambda: "cuda")
-    monkeypatch.setattr(capacity.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(capacity, "why_no_liger", lambda kind: "")
-    monkeypatch.setattr(capacity.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+def test_the_search_is_told(card, monkeypatch):
+    """What it looks at, and what it took, is as the user said."""
+    card()
     monkeypatch.setattr(capacity, "memory_limits", lambda cap: (139 * GIB, 500 * GIB))
     asked = replace(job("on").args, ds_config="auto", per_device_train_batch_size=1, gradient_accumulation_steps=1)
     args, config = capacity.choose(asked)
     assert args.leaf_blocks == "on" and config["zero_optimization"]["leaf_module"] == {"classes": ["LlamaDecoderLayer"]}
+
+
+@pytest.mark.parametrize("micro_batch, value", [(1, "on"), (8, "off")])
+def test_what_the_search_chose_is_a_decision_of_the_run(micro_batch, value):
+    """Off was one, and on was not, nor did the checkpoint keep it for the run that goes on."""
+    asked, chosen = replace(job().args, ds_config="auto"), with_leafs(plan(micro_batch=micro_batch), None, None)
+    one = job(**config_of(chosen.settings)["zero_optimization"])
+    one = replace(one, args=replace(asked, **flags(chosen)))
+    done = capacity.named_auto(leaf_blocks.decided(leaf_blocks.as_said(one), None, None, None), asked)
+    assert how(done) == [(value, "auto", "ds_config auto: the fastest that fits")] and done.leaf_blocks is (value == "on")
 
 
 @pytest.mark.parametrize("said", ["on", "off", "auto"])

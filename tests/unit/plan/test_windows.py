@@ -1,0 +1,75 @@
+"""Sliding windows: of which blocks, how many tokens are seen, and what a dense mask costs where no kernel keeps them."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoConfig
+
+from bigtrain import shapes
+from bigtrain.diagnostics.metrics import FlopsFormula
+from bigtrain.plan import attention_of
+from bigtrain.plan.activations import block_bytes
+from bigtrain.plan.geometry import attended, geometry, windows_of
+from tests.unit.plan.family_configs import CAUSAL
+
+
+@pytest.mark.parametrize("kind", ["mistral", "ministral", "gemma3_text", "cohere2", "olmo3", "exaone4", "phi3", "starcoder2"])
+def test_windows_are_those_of_the_config_that_transformers_makes(kind):
+    given = {**CAUSAL[kind], "num_hidden_layers": 13, "sliding_window": 32}
+    made = AutoConfig.for_model(**given)
+    listed = getattr(made, "layer_types", None) or ["sliding_attention"] * 13
+    expected = (32,) * listed.count("sliding_attention")
+    assert geometry(given).windows == expected
+    assert windows_of(made.to_dict()) == expected
+
+
+def test_families_without_one_have_none():
+    for kind in ("llama", "qwen2", "gpt_neox", "mixtral"):
+        assert geometry(CAUSAL[kind]).windows == ()
+    assert geometry({**CAUSAL["mistral"], "sliding_window": None}).windows == ()
+
+
+@pytest.mark.parametrize("window", [1, 3, 7, 8, 9])
+def test_what_is_seen_is_twice_the_average(window):
+    """Counted key by key; a causal row's own token counts as half, as everywhere here."""
+    rows, s = 2, 8
+    seen = sum(min(i + 1, window) for i in range(s)) - (s if window >= s else window) / 2
+    assert attended(rows, s, (window, window)) == pytest.approx(rows * (2 * seen / s if window < s else s))
+    assert attended(3, s, (window,)) == pytest.approx(2 * s + attended(1, s, (window,)))
+
+
+def test_flops_of_windows():
+    gemma = geometry(shapes.config_dict("gemma-3-1b"))
+    assert gemma.windows == (512,) * 22
+    formula = FlopsFormula(trained_parameters=1000, layers=26, hidden=10, seq_len=4096, windows=gemma.windows)
+    assert formula.per_token == 6000 + 6 * 10 * (4 * 4096 + 22 * 960)
+    assert "6 x 4 layers x 4,096 tokens x 10 (causal attention) + 6 x 22 layers x 960 tokens x 10 (windows of 512)" in str(
+        formula
+    )
+
+
+def test_only_a_dense_mask_is_counted_as_one():
+    config = shapes.config_dict("phi-3-mini")
+    of = {how: geometry(config, how) for how in ("sdpa", "varlen")}
+    assert of["sdpa"].keeps.window == 2047 and of["varlen"].keeps.window == 0
+    dense, kept = (block_bytes(of[how], 4096, "liger", 0, 4096) for how in ("sdpa", "varlen"))
+    assert dense != kept
+    assert of["sdpa"].attended(4096) == 32 * 4096  # every key is multiplied and then hidden
+    assert of["varlen"].attended(4096) == pytest.approx(32 * 2047 * (2 - 2047 / 4096))
+
+
+@pytest.mark.parametrize(
+    "asked, packing, device, how",
+    [
+        ("auto", "isolated", "cuda", "varlen"),
+        ("auto", "none", "cuda", "varlen"),
+        ("flash_attention_2", "none", "cuda", "varlen"),
+        ("sdpa", "isolated", "cuda", "masked"),
+        ("sdpa", "none", "cuda", "sdpa"),
+        ("auto", "isolated", "cpu", "masked"),
+        ("auto", "none", "cpu", "sdpa"),
+        ("eager", "isolated", "cuda", "eager"),
+    ],
+)
+def test_which_attention_a_run_takes(asked, packing, device, how):
+    assert attention_of(asked, packing, device) == how

@@ -1,0 +1,54 @@
+"""What is said of versions that nobody tested: before a run, and beside a failure that nobody expected."""
+
+import configparser
+import re
+from pathlib import Path
+
+import pytest
+
+from bigtrain.diagnostics.doctor import examine, versions
+from bigtrain.run import failure
+
+ROOT = Path(__file__).resolve().parents[3]
+NEWER = "this version of torch is newer than the tested ones (2.99.0; needed: {} to {}). To mend it: pip install 'torch=={}'"
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    found = {"python": "3.11.7", "torch": "2.99.0", "deepspeed": "0.20.0", "bitsandbytes": None}
+    monkeypatch.setattr(versions, "measure_packages", lambda driver=None: versions.Versions(found=found))
+    torch = next(t for t in versions.TESTED if t.package == "torch")
+    return f"version of torch: {NEWER.format(torch.lowest, torch.highest, torch.highest)}"
+
+
+def test_untested_versions_are_named_beside_a_failure_that_nobody_expected(newer, capsys):
+    assert failure.report(AttributeError("gone")) == 1
+    story = capsys.readouterr().err
+    assert f"AttributeError: gone\n{newer}\nversion of deepspeed: " in story
+    assert "bitsandbytes" not in story and "version of python" not in story
+
+
+def test_untested_versions_are_said_before_a_run(newer, tmp_path):
+    found = {f.name: f for f in examine.preflight(str(tmp_path), 1, {"PATH": ""})}
+    assert (found["version of torch"].status, found["version of torch"].line()) == ("warning", newer)
+    assert found["version of deepspeed"].status == "broken"  # its internals are used
+
+
+def test_nothing_is_said_of_tested_versions(tmp_path):
+    assert failure.untested() == []
+    assert not any(f.name.startswith("version") for f in examine.preflight(str(tmp_path), 1, {"PATH": ""}))
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [("3.10.13", "broken"), ("3.11.7", "ok"), ("3.12.1", "ok"), ("3.13.0", "ok"), ("3.99.0", "warning")]
+)
+def test_pythons(version, status):
+    assert versions.check_python(version).status == status
+
+
+def test_the_tested_pythons_are_those_that_the_package_names():
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    named = re.findall(r"Python :: (3\.\d+)$", metadata["metadata"]["classifiers"], re.MULTILINE)
+    assert tuple(named) == versions.TESTED_PYTHON
+    assert metadata["options"]["python_requires"] == f">={versions.TESTED_PYTHON[0]}"
