@@ -118,6 +118,7 @@ class Run:
         self, job: Any, engine: Any, folder: Any, stop: StopSignal, flops: Any, places: Sequence[Any], document_bounds: bool
     ):
         from bigtrain import data, ranks
+        from bigtrain.diagnostics.gpu_memory import GpuMemory, Thrash
         from bigtrain.diagnostics.metrics import ProcessMemory, RowLog, StepClock
         from bigtrain.diagnostics.progress import Progress, Trackers, open_trackers
         from bigtrain.diagnostics.report import spelled
@@ -138,6 +139,7 @@ class Run:
             )
             self.eval_loader = data.EvalLoader(job.eval_rows, plan, num_workers=workers, **where)
         self.clock, self.memory, self.main = StepClock(), ProcessMemory(), ranks.is_main()
+        self.gpu, self.thrash = GpuMemory(), Thrash()
         self.saving = Saving(args, engine, job.steps, folder.root, {**job.data_told, "leaf_blocks": job.leaf_blocks})
         self.ended, self.trackers = False, Trackers({})
         if self.main:
@@ -179,9 +181,9 @@ class Run:
         from bigtrain import ranks
 
         host, pss = self.memory.rss_bytes(), self.memory.pss_bytes()
-        said = [self.memory.share(), self.stop.requested is not None, host, pss, *gpu_memory_bytes()]
+        said = [self.memory.share(), self.stop.requested is not None, host, pss, *self.gpu.since_last()]
         share, *most = ranks.max_each([float(v) for v in said])
-        stop, host, pss, allocated, reserved, used = map(int, most)
+        stop, host, pss, allocated, reserved, used, retries = map(int, most)
         if not self.main:
             return bool(stop)
         seconds = self.clock.lap()
@@ -200,6 +202,7 @@ class Run:
             "gpu_allocated_bytes": allocated,
             "gpu_reserved_bytes": reserved,
             "gpu_used_bytes": used,
+            "gpu_alloc_retries": retries,
             "host_rss_bytes": host,
             "host_pss_bytes": pss,
             "host_memory_used": share,
@@ -209,6 +212,8 @@ class Run:
         self.rows.write(row)
         self.folder.forget_the_one_before()
         self.progress.step(row)
+        if (words := self.thrash.words(result.step, retries)) is not None:
+            self.progress.note(words)
         self._track(row, result.step)
         return bool(stop)
 
@@ -315,18 +320,6 @@ class Run:
 
 
 # ---------------------------------------------------------------- before the first step
-
-
-def gpu_memory_bytes() -> tuple[int, int, int]:
-    """(allocated, reserved) at their highest since the last call, and what the driver counts as used now; 0 on a CPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return 0, 0, 0
-    free, total = torch.cuda.mem_get_info()
-    peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), total - free
-    torch.cuda.reset_peak_memory_stats()
-    return peak
 
 
 def check_places() -> list[Any]:
