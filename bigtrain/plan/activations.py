@@ -129,6 +129,9 @@ def _fused(g: Geometry, t: int, seq_len: int, bias: bool) -> _Attention:
         # What is repeated is no view of one product any more.
         views = 2 * (g.query + g.key) if k.key and g.key != g.query else 0
         copies += t * (4 * (g.query - g.key) - views + (0 if k.mask else 2 * seq_len))
+    elif k.key and g.windows and min(g.windows) < seq_len:
+        # kernels/cudnn_attention.py `_Packed` copies values out of their one product with queries and keys, which then goes.
+        copies -= 2 * t * (g.query + g.key)
     expanded = 2 * t * 2 * g.query if g.key != g.query else 0
     # Of queries, keys and values, copies of them, and of the output, which they are made from.
     grads = _grads(g, t) + expanded + 4 * t * g.query + 4 * t * g.heads + 2 * t * out
