@@ -228,7 +228,7 @@ def _optimizer_s(plan: PlanInput, rates: Rates, forward_s: float, backward_s: fl
     # state comes from.
     kernel = (20 if LAYOUTS[plan.optimizer].own_offload else 40) * owned / rates.device_bytes_s
     if plan.streams:
-        return seconds(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s, gather, backward_s) + kernel
+        return gather + seconds(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s, backward_s) + kernel
     if not zero.offload_optimizer:
         return gather + kernel
     share = plan.ranks_per_node if rates.ranks_share_host else 1

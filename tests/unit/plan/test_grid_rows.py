@@ -80,6 +80,18 @@ def test_allocated_is_what_was_measured():
             assert abs(said["gpu_used_bytes"] / row["gpu_used_bytes"] - 1) <= 0.015, row["label"]
 
 
+def test_windows_and_two_cards_are_allocated_as_measured():
+    """Phi-3 and Gemma 3 once kernels kept their windows, and 1B on two cards; nothing is fitted to these."""
+    rows = list(map(json.loads, ROWS.with_name("plan_newest_rows.jsonl").read_text().splitlines()))
+    with_other_blocks_now = [r["label"] for r in rows if r["settings"]["ds_config"] == "zero2_offload"]
+    assert len(rows) == 8 and len(with_other_blocks_now) == 2
+    for row in rows:
+        said = predicted(row, row["predicted"]["gpu_limit_bytes"], row["predicted"]["host_limit_bytes"])
+        if row["label"] not in with_other_blocks_now:
+            assert abs(said["gpu_allocated_bytes"] / row["gpu_allocated_bytes"] - 1) <= 0.001, row["label"]
+        assert abs(said["gpu_used_bytes"] / row["gpu_used_bytes"] - 1) <= 0.05, row["label"]
+
+
 # Their attention went through a dense mask and repeated keys, which it does no more.
 MASKED = ("phi-3", "gemma-3")
 
