@@ -99,6 +99,8 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         if resume is not None:
             job = job.going_on(engine.load_checkpoint(resume), engine.global_step, engine.data_position)
             logger.info("resumed from %s at step %d, row %d", resume, engine.global_step, engine.data_position)
+            if engine.global_step >= job.steps.steps:
+                logger.warning("all %d steps are done: nothing is left to train; for more raise --max_steps", job.steps.steps)
         with ranks.together("opening loaders and trackers"):
             run = Run(job, engine, folder, stop, flops_formula(model, job.seq_len), places, isolation.document_bounds)
         try:
@@ -294,7 +296,12 @@ class Run:
         self.ended = True
         if rows:
             page = write_report(self.folder.root)
-            logger.info("%s\nreport: %s", "\n".join(f"  {k}: {v}" for k, v in flatten(summary)), page)
+            ends = [f"  {name}: {value}" for name, value in flatten(summary)]
+            if (evaluated := read_rows(self.folder.root / "eval.jsonl"))[-1:]:
+                ends.append(f"  last_eval_loss: {evaluated[-1]['eval_loss']:.4g}")
+            if outcome == "finished" and not self.args.no_export:
+                ends.append(f"model: {self.folder.root / 'model'}")
+            logger.info("%s\nreport: %s", "\n".join(ends), page)
         return summary
 
     def _track(self, numbers: Mapping[str, Any], step: int) -> None:
