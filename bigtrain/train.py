@@ -99,8 +99,6 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         if resume is not None:
             job = job.going_on(engine.load_checkpoint(resume), engine.global_step, engine.data_position)
             logger.info("resumed from %s at step %d, row %d", resume, engine.global_step, engine.data_position)
-            if engine.global_step >= job.steps.steps:
-                logger.warning("all %d steps are done: nothing is left to train; for more raise --max_steps", job.steps.steps)
         with ranks.together("opening loaders and trackers"):
             run = Run(job, engine, folder, stop, flops_formula(model, job.seq_len), places, isolation.document_bounds)
         try:
@@ -161,6 +159,8 @@ class Run:
     def loop(self) -> str:
         """All steps and evaluations; returns how it ended."""
         engine = self.engine
+        if engine.global_step >= self.job.steps.steps:
+            logger.info("all %d steps are done before: nothing is left to train; more with --max_steps N", self.job.steps.steps)
         if self.evaluate():  # a run that was stopped after the step that this one goes on from had no time for it
             return self.stopped(engine.global_step)
         self.clock.lap()
