@@ -161,6 +161,8 @@ class Run:
     def loop(self) -> str:
         """All steps and evaluations; returns how it ended."""
         engine = self.engine
+        if engine.global_step >= self.job.steps.steps:
+            logger.info("all %d steps are done before: nothing is left to train; more with --max_steps N", self.job.steps.steps)
         if self.evaluate():  # a run that was stopped after the step that this one goes on from had no time for it
             return self.stopped(engine.global_step)
         self.clock.lap()
@@ -299,7 +301,12 @@ class Run:
         self.ended = True
         if rows:
             page = write_report(self.folder.root)
-            logger.info("%s\nreport: %s", "\n".join(f"  {k}: {v}" for k, v in flatten(summary)), page)
+            ends = [f"  {name}: {value}" for name, value in flatten(summary)]
+            if (evaluated := read_rows(self.folder.root / "eval.jsonl"))[-1:]:
+                ends.append(f"  last_eval_loss: {evaluated[-1]['eval_loss']:.4g}")
+            if outcome == "finished" and not self.args.no_export:
+                ends.append(f"model: {self.folder.root / 'model'}")
+            logger.info("%s\nreport: %s", "\n".join(ends), page)
         return summary
 
     def _track(self, numbers: Mapping[str, Any], step: int) -> None:

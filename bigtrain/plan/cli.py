@@ -61,6 +61,7 @@ def add_parsers(subparsers: Any) -> None:
     )
     p.add_argument("--global_batch", type=int, metavar="N", help="sequences of a step over all ranks")
     _configuration(p)
+    p.add_argument("--formulas", action="store_true", help="behind each row, how it is counted and where that was read")
     p.add_argument("--json", action="store_true", help="everything as JSON on standard output")
     p.set_defaults(run=run)
 
@@ -336,7 +337,7 @@ def _print_choice(args: argparse.Namespace, choice: Choice, rates: Rates, assume
         print(choice_text(choice, rates))
         if best is not None and plan is not None:
             print(f"\n{measured_text(measured)}chosen: {best.describe()}\n")
-            print(plan_text(plan, gpu, host, rates))
+            print(plan_text(plan, gpu, host, rates, args.formulas))
             if args.leaf_blocks == AUTO:
                 print(_leafs_text(choose_leafs(best.input.but(leaf_classes=()), gpu, host)), end="")
             _warn_about_locks(plan)
@@ -442,7 +443,7 @@ def _print_plan(
         print(json.dumps({**plan.to_json(), **_values(assumed), **speed, **said, **limits}, indent=2))
     else:
         print(assumed_text(assumed), end="")
-        print(plan_text(plan, gpu, host, rates))
+        print(plan_text(plan, gpu, host, rates, args.formulas))
         print(_leafs_text(leafs), end="")
         _warn_about_locks(plan)
     return 0 if fits else DOES_NOT_FIT
