@@ -24,7 +24,7 @@ from bigtrain.optim.lanes import COMPUTE, DOWN, GATHER, UP, UPDATE, Lanes
 from bigtrain.optim.pieces import cut, joined
 from bigtrain.optim.spill import SpilledGradients
 from bigtrain.optim.table import BLOCK_ELEMS
-from bigtrain.optim.waiting import who_waits
+from bigtrain.optim.waiting import watch_bypassed, who_waits
 from bigtrain.plan.constants import GATHER_ELEMS, STATE_BUFFERS, STATE_CHUNK_BYTES
 
 AHEAD = 8  # chunks asked for beyond those that are on the GPU and those that something waits for: 20 ms of the bus
@@ -381,15 +381,19 @@ class Stream:
             plan: whose chunks hold the weights.
             last: for id(parameter) the number of the last chunk that holds a part of it.
         """
+        positions: dict[torch.nn.Module, int] = {}
         for waiting, params in who_waits(module):
             position = max((last[id(p)] for p in params if id(p) in last), default=-1)
-            if position >= 0:
-                waiting.register_forward_pre_hook(self._waiter(plan, position))
+            positions[waiting] = max(position, positions.get(waiting, -1))
+        bypassed = watch_bypassed(module, positions)
+        positions.setdefault(module, -1)
+        for waiting, position in positions.items():
+            waiting.register_forward_pre_hook(self._waiter(plan, position, bypassed if waiting is module else None))
 
-    def _waiter(self, plan: ChunkPlan, position: int) -> Callable[..., None]:
+    def _waiter(self, plan: ChunkPlan, position: int, bypassed: Callable[[], int] | None) -> Callable[..., None]:
         @torch.compiler.disable  # a compiled block waits before its graph
         def wait(*_: Any) -> None:
-            self.wait_for(plan, position)
+            self.wait_for(plan, max(position, bypassed()) if bypassed else position)
 
         return wait
 
