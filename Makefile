@@ -36,11 +36,11 @@ JOB = --model_name_or_path preset:llama-tiny --tokenizer_name_or_path $(DATA)/to
       --train_data $(DATA)/train.jsonl --seq_len 256 --per_device_train_batch_size 4 --learning_rate 3e-3
 
 train: $(VENV)/.installed $(DATA)/train.jsonl
-	deepspeed --num_accelerators $(RANKS) launch/train.py --ds_config ds_configs/zero3_offload.json $(JOB) \
+	deepspeed -q --num_accelerators $(RANKS) launch/train.py --ds_config ds_configs/zero3_offload.json $(JOB) \
 	    --max_steps $(STEPS) --lr_scheduler_type cosine --warmup_steps 10 \
 	    --eval_data $(DATA)/validation.jsonl --eval_steps 30 --save_steps 30 --save_total_limit 1 \
 	    --output_dir $(OUT) --overwrite_output_dir
-	@echo "Look at $(OUT)/report.html"
+	@echo "Look at $(OUT)/report.html. For commands of your own: . $(VENV)/bin/activate"
 
 $(DATA)/train.jsonl: | $(VENV)/.installed
 	$(BIN)/python -m bigtrain.data.demo stdlib $(DATA)
@@ -72,6 +72,7 @@ endef
 
 $(VENV)/.installed: setup.cfg constraints.txt
 	$(environment)
+	@echo "installing torch, DeepSpeed and what they need into $(VENV): some minutes, in silence"
 	$(BIN)/pip install -q --no-compile -c constraints.txt -e . $(GPU_EXTRA)
 	touch $@
 

@@ -5,9 +5,19 @@ Importing this package is cheap: torch, transformers and deepspeed load when a n
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# An environment that keeps its compiled ops in itself, as `make train` has it, finds them again: else the next command, started without
+# make, would compile DeepSpeed's CPU Adam once more, into the cache that all environments share.
+if os.path.isdir(_compiled := os.path.join(sys.prefix, "torch_extensions")):
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", _compiled)
+# Each rank would warn so on a machine with CUDA's toolkit and no card, where the run is on the CPU: nothing that a user could mend.
+logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime is found" not in str(record.msg))
 
 if TYPE_CHECKING:
     from bigtrain.engine import Engine

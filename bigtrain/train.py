@@ -121,6 +121,7 @@ class Run:
         self, job: Any, engine: Any, folder: Any, stop: StopSignal, flops: Any, places: Sequence[Any], document_bounds: bool
     ):
         from bigtrain import data, ranks
+        from bigtrain.diagnostics.gpu_memory import GpuMemory, Thrash
         from bigtrain.diagnostics.metrics import ProcessMemory, RowLog, StepClock
         from bigtrain.diagnostics.progress import Progress, Trackers, open_trackers
         from bigtrain.diagnostics.report import spelled
@@ -141,6 +142,7 @@ class Run:
             )
             self.eval_loader = data.EvalLoader(job.eval_rows, plan, num_workers=workers, **where)
         self.clock, self.memory, self.main = StepClock(), ProcessMemory(), ranks.is_main()
+        self.gpu, self.thrash = GpuMemory(), Thrash()
         self.saving = Saving(args, engine, job.steps, folder.root, {**job.data_told, "leaf_blocks": job.leaf_blocks})
         self.ended, self.trackers = False, Trackers({})
         if self.main:
@@ -163,6 +165,8 @@ class Run:
         """All steps and evaluations; returns how it ended."""
         engine = self.engine
         self.stop.trains = True
+        if engine.global_step >= self.job.steps.steps:
+            logger.info("all %d steps are done before: nothing is left to train; more with --max_steps N", self.job.steps.steps)
         if self.evaluate():  # a run that was stopped after the step that this one goes on from had no time for it
             return self.stopped(engine.global_step)
         self.clock.lap()
@@ -183,9 +187,9 @@ class Run:
         from bigtrain import ranks
 
         host, pss = self.memory.rss_bytes(), self.memory.pss_bytes()
-        said = [self.memory.share(), self.stop.requested is not None, host, pss, *gpu_memory_bytes()]
+        said = [self.memory.share(), self.stop.requested is not None, host, pss, *self.gpu.since_last()]
         share, *most = ranks.max_each([float(v) for v in said])
-        stop, host, pss, allocated, reserved, used = map(int, most)
+        stop, host, pss, allocated, reserved, used, retries = map(int, most)
         if not self.main:
             return bool(stop)
         seconds = self.clock.lap()
@@ -204,6 +208,7 @@ class Run:
             "gpu_allocated_bytes": allocated,
             "gpu_reserved_bytes": reserved,
             "gpu_used_bytes": used,
+            "gpu_alloc_retries": retries,
             "host_rss_bytes": host,
             "host_pss_bytes": pss,
             "host_memory_used": share,
@@ -213,6 +218,8 @@ class Run:
         self.rows.write(row)
         self.folder.forget_the_one_before()
         self.progress.step(row)
+        if (words := self.thrash.words(result.step, retries)) is not None:
+            self.progress.note(words)
         self._track(row, result.step)
         return bool(stop)
 
@@ -298,7 +305,12 @@ class Run:
         self.ended = True
         if rows:
             page = write_report(self.folder.root)
-            logger.info("%s\nreport: %s", "\n".join(f"  {k}: {v}" for k, v in flatten(summary)), page)
+            ends = [f"  {name}: {value}" for name, value in flatten(summary)]
+            if (evaluated := read_rows(self.folder.root / "eval.jsonl"))[-1:]:
+                ends.append(f"  last_eval_loss: {evaluated[-1]['eval_loss']:.4g}")
+            if outcome == "finished" and not self.args.no_export:
+                ends.append(f"model: {self.folder.root / 'model'}")
+            logger.info("%s\nreport: %s", "\n".join(ends), page)
         return summary
 
     def _track(self, numbers: Mapping[str, Any], step: int) -> None:
@@ -319,18 +331,6 @@ class Run:
 
 
 # ---------------------------------------------------------------- before the first step
-
-
-def gpu_memory_bytes() -> tuple[int, int, int]:
-    """(allocated, reserved) at their highest since the last call, and what the driver counts as used now; 0 on a CPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return 0, 0, 0
-    free, total = torch.cuda.mem_get_info()
-    peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), total - free
-    torch.cuda.reset_peak_memory_stats()
-    return peak
 
 
 def check_places() -> list[Any]:

@@ -9,6 +9,7 @@ import hashlib
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -102,7 +103,21 @@ def group_of(row: Row) -> str:
     """What a choice is free in: everything but model, ranks, sequence length and global batch."""
     s = row["settings"]
     batch = int(row["num_gpus"]) * (s.get("per_device_train_batch_size") or 1) * (s.get("gradient_accumulation_steps") or 1)
-    return f"{row['model'].removeprefix('preset:')}, {row['num_gpus']} card(s), {batch} rows of {s['seq_len']:,} tokens a step"
+    model = Path(row["model"].removeprefix("preset:")).name  # a preset, or a folder that was written for it
+    return f"{model}, {row['num_gpus']} card(s), {batch} rows of {s['seq_len']:,} tokens a step"
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """Of rows that ran one configuration, the last: the code that the others measured is gone.
+
+    One configuration: model, cards, batch, and in words what was planned. Caps, numbers of steps and where the weights came from count as
+    far as they are among these words.
+    """
+    found = {
+        (group_of(r), r["settings"].get("ds_config"), r["predicted"]["config"]): r
+        for r in sorted(rows, key=lambda r: r["ended"])
+    }
+    return list(found.values())
 
 
 def measured_need(row: Row) -> int:
@@ -112,11 +127,10 @@ def measured_need(row: Row) -> int:
 
 
 def choices(rows: Sequence[Row], caps: Sequence[int]) -> list[Chosen]:
-    """For every group and cap: what the planner would take among the measured rows, against the fastest that fits."""
+    """For every group and cap: what the planner would take among the newest measured rows, against the fastest that fits."""
     groups: dict[str, list[Row]] = {}
-    for row in usable(rows):
-        if row.get("gpu_used_bytes") and row.get("gpu_reserved_bytes"):
-            groups.setdefault(group_of(row), []).append(row)
+    for row in newest(r for r in usable(rows) if r.get("gpu_used_bytes") and r.get("gpu_reserved_bytes")):
+        groups.setdefault(group_of(row), []).append(row)
     return [_choice(name, members, cap) for name, members in groups.items() if len(members) > 1 for cap in caps]
 
 

@@ -71,9 +71,10 @@ def kernels(cell: Cell, machine: Machine) -> dict[str, Any]:
     asked = cell.arguments.get("use_liger_kernel")
     has_gpu = machine.device == "cuda"
     fused = defaults.fused_kernels(asked, has_gpu) if cell.runner == "bigtrain" else asked
+    found = {"kernels": "hf", "chunks_loss": bool(fused)}
     if fused and has_gpu and machine.liger:
-        return {"kernels": "liger"}
-    return {"kernels": "hf", "chunks_loss": bool(fused) and cell.runner == "bigtrain"}
+        found = plan.liger_for(model_config(cell.model).get("model_type"))
+    return found if cell.runner == "bigtrain" else {"kernels": found["kernels"]}
 
 
 def _blocks(cell: Cell) -> int | None:

@@ -111,9 +111,11 @@ _PEAKS = ("gpu_allocated_bytes", "gpu_reserved_bytes", "gpu_used_bytes")
 
 
 def memory(per_rank_rows: Sequence[Sequence[Mapping[str, Any]]], ended: Ended) -> dict[str, int | None]:
-    """Peaks in bytes: the fullest GPU, the fullest rank on the host, and all ranks of the host together."""
+    """Peaks in bytes: the fullest GPU, the fullest rank on the host, and all ranks of the host together; and the allocator's retries."""
     rows = [row for one in per_rank_rows for row in one]
     out: dict[str, int | None] = {name: max((row.get(name) or 0 for row in rows), default=0) or None for name in _PEAKS}
+    # Of the last step: in the first ones caches fill.
+    out["gpu_alloc_retries"] = max((one[-1].get("gpu_alloc_retries") or 0 for one in per_rank_rows if one), default=0)
     if ended.gpu_used_bytes > ended.gpu_used_before_bytes:
         out["gpu_used_bytes"] = max(out["gpu_used_bytes"] or 0, ended.gpu_used_bytes)
     rss = [*ended.rss_bytes.values(), *(row.get("host_rss_bytes") or 0 for row in rows)]

@@ -62,7 +62,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     if args.world_size is not None and args.world_size < 1:
         raise UsageError(f"--world_size {args.world_size}: at least 1 rank.")
     found = facts(path, args.world_size)
-    sys.stdout.write((json.dumps(found, indent=2) if args.json else describe(found, None if args.all else 60)) + "\n")
+    sys.stdout.write((json.dumps(found, indent=2) if args.json else describe(found, None if args.all else 10)) + "\n")
     return 0
 
 
@@ -151,7 +151,7 @@ def _reads(opened: store.Opened, world_size: int) -> list[dict[str, int]]:
     return found
 
 
-def describe(f: dict[str, Any], most: int | None = 60) -> str:
+def describe(f: dict[str, Any], most: int | None = 10) -> str:
     """`facts` for people, with so many of the tensors."""
     lines = [f"{f['folder']}: step {f['step']}, written by {_ranks(f['ranks'])}, {f['bytes'] / 2**30:.3f} GiB"]
     lines += [

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bigtrain.data.isolation import Isolation, has_varlen, isolation_for, prepare_isolation, register_varlen
+    from bigtrain.data.isolation import Isolation, adds_to_masks, has_varlen, isolation_for, prepare_isolation, register_varlen
     from bigtrain.data.loader import EvalLoader, StepLoader
     from bigtrain.data.order import EvalPlan, SampleOrder, StepPlan, plan_eval, plan_steps
     from bigtrain.data.pack import PackStats, Rows, build_rows, stats_dict
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "Isolation": "isolation",
+    "adds_to_masks": "isolation",
     "isolation_for": "isolation",
     "prepare_isolation": "isolation",
     "has_varlen": "isolation",
@@ -48,6 +49,7 @@ __all__ = [
     "SampleOrder",
     "StepLoader",
     "StepPlan",
+    "adds_to_masks",
     "build_rows",
     "isolation_for",
     "load_rows",

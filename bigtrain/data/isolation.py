@@ -17,6 +17,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -309,11 +311,12 @@ def varlen_attention(
         [batch, seq_len, heads, head_dim of value], and None for the attention weights.
 
     Raises:
-        DataError: the model caps its scores or has attention sinks; it has a window, packed rows, and passes no position_ids on.
+        DataError: the model caps its scores, has sinks or picks keys for each query; it has a window, packed rows, and passes no
+            position_ids on.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    extra = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+    extra = [name for name in ("softcap", "s_aux", "indices") if kwargs.get(name) is not None]
     if extra:
         raise DataError(
             f"{type(module).__name__} gives attention {extra[0]}, which {VARLEN} and sdpa do not know: it would be left out. "
@@ -375,6 +378,21 @@ def _seen_by(mask_function: Callable[..., Any]) -> _Seen | None:
     return None
 
 
+def adds_to_masks(config: Any) -> bool:
+    """Whether a family's code puts something of its own into the mask (Doge, DeepSeek V3.2's index) and so asks for all of it.
+
+    With None in its place attention would be given nothing but the family's part. The mask function is told so by an argument, but
+    packed rows set the same one, so the code is looked at.
+    """
+    home = type(config).__module__
+    return "configuration_" in home and _asks_for_whole_masks(home.replace("configuration_", "modeling_"))
+
+
+@functools.cache
+def _asks_for_whole_masks(module: str) -> bool:
+    return module in sys.modules and re.search(r"causal_skip\W+False", inspect.getsource(sys.modules[module])) is not None
+
+
 def _window_sign(seen: _Seen) -> torch.Tensor:
     """Stands for a mask that is a sliding window, between the model that asks for it and the attention that is given it.
 
@@ -409,8 +427,8 @@ def has_varlen() -> bool:
 def register_varlen() -> str:
     """Adds `bigtrain_varlen` to transformers; returns the name to pass as `attn_implementation`.
 
-    Layers whose mask is more than causal, documents and a sliding window (blocks of image tokens) keep sdpa's dense mask, as does
-    anything called with an attention mask.
+    Layers whose mask is more than causal, documents and a sliding window (blocks of image tokens) keep sdpa's dense mask, as do
+    families that add to the mask themselves, and anything called with an attention mask.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -418,6 +436,7 @@ def register_varlen() -> str:
     def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         length = kwargs.get("kv_length", 0)
         is_plain = kwargs.get("attention_mask") is None and kwargs.get("q_length") == length
+        is_plain = is_plain and not adds_to_masks(kwargs.get("config"))
         seen = _seen_by(kwargs.get("mask_function", causal_mask_function)) if is_plain else None
         if seen is None or (0 < seen.window < length and not seen.causal):
             return sdpa_mask(*args, **kwargs)

@@ -237,6 +237,8 @@ def spelled(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
     """Nested settings as flat (dotted name, text) pairs."""
     out: list[tuple[str, str]] = []
     for name, value in values.items():
+        if value == []:
+            continue
         if isinstance(value, Mapping):
             out += spelled(value, f"{prefix}{name}.")
         else:

@@ -87,7 +87,10 @@ def _config_of(source: Any, trust_remote_code: bool) -> tuple[Any, Path | None, 
         has_weights = any(next(folder.glob(pattern), None) is not None for pattern in _WEIGHT_PATTERNS)
         if not has_weights and ranks.is_main():
             logger.warning(
-                "%s holds no weight files (%s): every weight is drawn from the seed", folder, ", ".join(_WEIGHT_PATTERNS[::2])
+                "WARNING: %s holds no weight files (%s): every weight is drawn from the seed, so this trains a new model. To fine-tune one, "
+                "stop and put its weights there",
+                folder,
+                ", ".join(_WEIGHT_PATTERNS[::2]),
             )
         return _config_from_folder(folder, trust_remote_code), folder if has_weights else None, str(source)
     if hasattr(source, "model_type") and hasattr(source, "to_dict"):

@@ -24,7 +24,7 @@ from bigtrain.optim.lanes import COMPUTE, DOWN, GATHER, UP, UPDATE, Lanes
 from bigtrain.optim.pieces import cut, joined
 from bigtrain.optim.spill import SpilledGradients
 from bigtrain.optim.table import BLOCK_ELEMS
-from bigtrain.optim.waiting import who_waits
+from bigtrain.optim.waiting import watch_bypassed, who_waits
 from bigtrain.plan.constants import GATHER_ELEMS, STATE_BUFFERS, STATE_CHUNK_BYTES
 
 AHEAD = 8  # chunks asked for beyond those that are on the GPU and those that something waits for: 20 ms of the bus
@@ -239,6 +239,8 @@ class Stream:
         self._ask(plan, len(plan.chunks))  # the update before this one, if forward did not need all of it
         self.store_rest()
         self._lanes.wait(UPDATE, self._lanes.mark(COMPUTE))
+        if plan.share is not None and plan.chunks[-1].seen is not None:
+            self._lanes.wait(UPDATE, plan.chunks[-1].seen)  # the other ranks may still be given what no forward asked for
         if self.gradients is not None:
             self.gradients.expect()
         for tensor in (t for job in jobs.values() for t in job.reads):
@@ -258,14 +260,14 @@ class Stream:
             buffer = plan.uploaded.pop(chunk, None)
             if chunk.param in plan.updates:
                 used = self._update(chunk, buffer, plan.updates[chunk.param], plan.grads[chunk.param].pop(chunk.start))
-                self._share(chunk, plan.share)
+                self._share(chunk, plan.share, updated=True)
                 if used is not None and chunk in plan.last and alone:
                     plan.staying.append((chunk, used))
                 elif used is not None:
                     self._store(chunk, used)
             else:  # nothing to do for it in this step; a mark all the same, so that marks stay in order
                 chunk.done = self._lanes.mark(UPDATE)
-                self._share(chunk, None)
+                self._share(chunk, plan.share, updated=False)
         plan.asked = max(plan.asked, min(count, len(plan.chunks)))
         if plan.asked == len(plan.chunks):
             plan.updates, plan.grads = {}, {}
@@ -292,12 +294,13 @@ class Stream:
             area.free = chunk.done
         return None if chunk.kept else buffer
 
-    def _share(self, chunk: Chunk, share: Share | None) -> None:
+    def _share(self, chunk: Chunk, share: Share | None, *, updated: bool) -> None:
         chunk.seen = chunk.done
         if share is not None:
             self._lanes.wait(GATHER, chunk.done)
-            self._lanes.run(GATHER, lambda: share(chunk.param, chunk.start, chunk.end))
-            chunk.seen = self._lanes.mark(GATHER)
+            if updated:
+                self._lanes.run(GATHER, lambda: share(chunk.param, chunk.start, chunk.end))
+            chunk.seen = self._lanes.mark(GATHER)  # of every chunk, so that marks stay in order
 
     def _store(self, chunk: Chunk, buffer: Buffer) -> None:
         lanes, parts = self._lanes, self._narrow(buffer.tensors, chunk, 0)
@@ -381,15 +384,19 @@ class Stream:
             plan: whose chunks hold the weights.
             last: for id(parameter) the number of the last chunk that holds a part of it.
         """
+        positions: dict[torch.nn.Module, int] = {}
         for waiting, params in who_waits(module):
             position = max((last[id(p)] for p in params if id(p) in last), default=-1)
-            if position >= 0:
-                waiting.register_forward_pre_hook(self._waiter(plan, position))
+            positions[waiting] = max(position, positions.get(waiting, -1))
+        bypassed = watch_bypassed(module, positions)
+        positions.setdefault(module, -1)
+        for waiting, position in positions.items():
+            waiting.register_forward_pre_hook(self._waiter(plan, position, bypassed if waiting is module else None))
 
-    def _waiter(self, plan: ChunkPlan, position: int) -> Callable[..., None]:
+    def _waiter(self, plan: ChunkPlan, position: int, bypassed: Callable[[], int] | None) -> Callable[..., None]:
         @torch.compiler.disable  # a compiled block waits before its graph
         def wait(*_: Any) -> None:
-            self.wait_for(plan, position)
+            self.wait_for(plan, max(position, bypassed()) if bypassed else position)
 
         return wait
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
 import torch
 
 
@@ -11,7 +14,7 @@ def who_waits(module: torch.nn.Module) -> list[tuple[torch.nn.Module, list[torch
     A block (a child of an outermost ModuleList) waits for all inside it; a module outside of blocks for its own. Some weights are
     read without a call of the module that owns them (fused kernels read the head's): so the model itself waits for what it
     registered before its first block, and the last block of each list for whatever outside was registered after it began.
-    Without blocks the model waits for everything.
+    Without blocks the model waits for everything. Blocks that are never called: see `watch_bypassed`.
     """
     lists = _outermost_lists(module)
     inside = {id(p) for blocks in lists for b in blocks for p in b.parameters()}
@@ -30,7 +33,57 @@ def who_waits(module: torch.nn.Module) -> list[tuple[torch.nn.Module, list[torch
 
 
 def _outermost_lists(module: torch.nn.Module) -> list[list[torch.nn.Module]]:
-    """The children of each ModuleList that lies in no other, in the order of registration."""
+    """The children of each ModuleList that lies in no other, in the order of registration.
+
+    What only holds others (a list in a list, a plain Module that groups a stage's layers) is never called: its children stand for it.
+    """
     if isinstance(module, torch.nn.ModuleList):
-        return [list(module)] if len(module) else []
+        blocks = list(_that_compute(module.children()))
+        return [blocks] if blocks else []
     return [found for child in module.children() for found in _outermost_lists(child)]
+
+
+def _that_compute(modules: Iterable[torch.nn.Module]) -> Iterable[torch.nn.Module]:
+    for module in modules:
+        holds_only = type(module).forward is torch.nn.Module.forward and "forward" not in module.__dict__
+        if holds_only and next(module.parameters(recurse=False), None) is None:
+            yield from _that_compute(module.children())
+        else:
+            yield module
+
+
+def watch_bypassed(module: torch.nn.Module, positions: Mapping[torch.nn.Module, int]) -> Callable[[], int]:
+    """Up to which position the model has to wait before its forward begins: that of blocks which it uses without calling them.
+
+    A forward that calls a block's parts from outside (`layer.mlp(layer.norm(x))`) passes the block's hook by. The first forward, before
+    any update, shows which blocks are not called; from then on the model waits for them, as for those that one forward leaves out.
+
+    Args:
+        module: the model.
+        positions: what its modules wait for when they are called.
+    """
+    of = {block: positions[block] for blocks in _outermost_lists(module) for block in blocks if block in positions}
+    left: dict[torch.nn.Module, int] = {}
+    found = [-1]
+
+    # Functions, not methods: a deep copy of the model must not copy what they know.
+    @torch.compiler.disable
+    def begin(which: torch.nn.Module, *_: Any) -> None:
+        if which is module:
+            left.update(of)
+
+    @torch.compiler.disable
+    def called(block: torch.nn.Module, *_: Any) -> None:
+        left.pop(block, None)
+
+    @torch.compiler.disable
+    def end(which: torch.nn.Module, *_: Any) -> None:
+        if which is module:
+            found[0] = max(found[0], *left.values(), -1)
+            left.clear()
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end)
+    for block in of:
+        block.register_forward_pre_hook(called)
+    return lambda: found[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bigtrain.plan.blocks import least_blocks
 from bigtrain.plan.choose import Candidate, Choice, choose
 from bigtrain.plan.families import model_parameters, parameters_from_shapes
-from bigtrain.plan.family_kept import Attention, attention_of
+from bigtrain.plan.family_kept import Attention, attention_of, liger_for
 from bigtrain.plan.inputs import PlanInput, block_count, plan_input
 from bigtrain.plan.predict import Plan, Row, Tree, predict
 from bigtrain.plan.roofline import Rates, StepTime, rates_from, step_time
@@ -30,6 +30,7 @@ __all__ = [
     "attention_of",
     "choose",
     "least_blocks",
+    "liger_for",
     "model_parameters",
     "parameters_from_shapes",
     "plan_input",

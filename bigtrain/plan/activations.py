@@ -20,7 +20,7 @@ class BlockBytes:
     Attributes:
         first_norm, attention, second_norm: kept tensors of those parts.
         product, middle, gate: kept tensors of the feed-forward part, in the order in which backward frees them.
-        routing: router logits and gathered tokens of a sparse block.
+        routing: router logits and gathered tokens of a sparse block. chosen: one tensor of its experts' inputs, or of their results.
         forward_extra: most that is held for a moment in forward and not kept.
         forward_attention: most that attention holds in forward where nothing is kept, if it has no fused kernel.
         attention_extra: gradients inside attention's backward (dout, dq, dk, dv, fp32 accumulator, expanded dk and dv).
@@ -48,6 +48,7 @@ class BlockBytes:
     results: int = 0
     results_used: int = 0
     of_attention: tuple[int, ...] = ()
+    chosen: int = 0
 
     @property
     def kept(self) -> int:
@@ -128,6 +129,9 @@ def _fused(g: Geometry, t: int, seq_len: int, bias: bool) -> _Attention:
         # What is repeated is no view of one product any more.
         views = 2 * (g.query + g.key) if k.key and g.key != g.query else 0
         copies += t * (4 * (g.query - g.key) - views + (0 if k.mask else 2 * seq_len))
+    elif k.key and g.windows and min(g.windows) < seq_len:
+        # kernels/cudnn_attention.py `_Packed` copies values out of their one product with queries and keys, which then goes.
+        copies -= 2 * t * (g.query + g.key)
     expanded = 2 * t * 2 * g.query if g.key != g.query else 0
     # Of queries, keys and values, copies of them, and of the output, which they are made from.
     grads = _grads(g, t) + expanded + 4 * t * g.query + 4 * t * g.heads + 2 * t * out
@@ -179,7 +183,10 @@ def block_bytes(
 
 
 def _whole_block(g: Geometry, t: int, kernels: str, block: int, seq_len: int, device: str) -> BlockBytes:
-    d, k, dense, liger = g.hidden, g.keeps, g.is_dense(block), kernels == "liger"
+    dense, liger = g.is_dense(block), kernels == "liger"
+    if liger and g.keeps.spared:
+        g = replace(g, keeps=replace(g.keeps, query=g.keeps.query - g.keeps.spared))
+    d, k = g.hidden, g.keeps
     cross = bool(g.cross_from) and block >= g.cross_from
     width = (g.dense_ffn or g.ffn) if dense else g.ffn * g.experts_per_token + g.shared_ffn
     feed, mask = 2 * t * width, _mask_bytes(device)
@@ -209,6 +216,7 @@ def _whole_block(g: Geometry, t: int, kernels: str, block: int, seq_len: int, de
         stream=2 * t * d,
         results=used + ends,
         of_attention=tuple(size for a in parts for size in a.fused),
+        chosen=0 if dense else 2 * t * d * g.experts_per_token,
     )
     return replace(found, results_used=min(used, found.kept))
 

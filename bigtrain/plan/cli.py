@@ -17,7 +17,7 @@ from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cards import card_name, peak_bf16_flops
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
 from bigtrain.plan.families import contradicting_sizes, position_limit
-from bigtrain.plan.family_kept import attention_of
+from bigtrain.plan.family_kept import attention_of, liger_for
 from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.inputs import Checkpointing, PlanInput, plan_input
 from bigtrain.plan.leaf_choice import LeafBlocks, LeafChoice, as_said, choose_leafs, leafed
@@ -61,6 +61,7 @@ def add_parsers(subparsers: Any) -> None:
     )
     p.add_argument("--global_batch", type=int, metavar="N", help="sequences of a step over all ranks")
     _configuration(p)
+    p.add_argument("--formulas", action="store_true", help="behind each row, how it is counted and where that was read")
     p.add_argument("--json", action="store_true", help="everything as JSON on standard output")
     p.set_defaults(run=run)
 
@@ -200,7 +201,8 @@ def _input(args: argparse.Namespace, config: dict[str, Any] | None, ds_config: d
         "mlp_tile_tokens": args.mlp_tile_tokens,
         "checkpointing": args.policy if recompute or (recompute is None and defaults.GRADIENT_CHECKPOINTING) else "none",
         "checkpoint_blocks": None if args.blocks == AUTO else args.blocks,
-        "kernels": args.kernels, "loss": args.loss, "device": args.device,
+        **(liger_for((config or {}).get("model_type")) if args.kernels == "liger" else {"kernels": "hf"}),
+        "loss": args.loss, "device": args.device,
         "attention": attention_of("auto", "isolated", args.device),
         "micro_batch": args.micro_batch if run is None else run.micro_batch,
         "accumulation": args.accumulation if run is None else run.accumulation,
@@ -335,7 +337,7 @@ def _print_choice(args: argparse.Namespace, choice: Choice, rates: Rates, assume
         print(choice_text(choice, rates))
         if best is not None and plan is not None:
             print(f"\n{measured_text(measured)}chosen: {best.describe()}\n")
-            print(plan_text(plan, gpu, host, rates))
+            print(plan_text(plan, gpu, host, rates, args.formulas))
             if args.leaf_blocks == AUTO:
                 print(_leafs_text(choose_leafs(best.input.but(leaf_classes=()), gpu, host)), end="")
             _warn_about_locks(plan)
@@ -441,7 +443,7 @@ def _print_plan(
         print(json.dumps({**plan.to_json(), **_values(assumed), **speed, **said, **limits}, indent=2))
     else:
         print(assumed_text(assumed), end="")
-        print(plan_text(plan, gpu, host, rates))
+        print(plan_text(plan, gpu, host, rates, args.formulas))
         print(_leafs_text(leafs), end="")
         _warn_about_locks(plan)
     return 0 if fits else DOES_NOT_FIT

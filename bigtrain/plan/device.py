@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from bigtrain.plan import experts
 from bigtrain.plan.activations import BlockBytes, block_bytes, fused_loss_rows, norm_kept
 from bigtrain.plan.constants import CHUNK_LOGITS, CUBLAS_WORKSPACE_BYTES, SCALED_AT_A_TIME
-from bigtrain.plan.family_others import ROBERTA, T5
 from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.parts import parts_of
 from bigtrain.plan.tape import Tape
+from bigtrain.plan.unfused import NO_ROTARY
 from bigtrain.plan.zero_flat import FlatSharding, ranks_to_plan
 from bigtrain.plan.zero_none import Bf16Sharding, WholeSharding
 from bigtrain.plan.zero_sliced import SlicedSharding
@@ -63,10 +64,12 @@ def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:
     return SlicedSharding(plan, tape) if plan.settings.stage == 3 else WholeSharding(plan, tape)
 
 
-# Families whose positions are learned, or a bias.
-NO_ROTARY = {"gpt2", "opt", "bloom", "vit", "bert", *ROBERTA, *T5}
 # Of what attention holds in backward: with a fused kernel it is seven of the stream's size for the largest of the presets.
 _MOST_PARTS = 32
+# Families whose blocks with a sliding window turn queries by another base.
+_TWO_TABLES = {"gemma3_text", "gemma3"}
+# Families for whose gate and up, halves of one product, liger-kernel makes copies: the product stays until the last one of the block.
+_HALVES = {"phi3", "glm4"}
 # Phases of a micro step, from the first update on.
 MICRO_STEP = ("steady forward", "loss", "loss backward", "backward", "bucket flush")
 
@@ -128,14 +131,13 @@ class Run:
         for block, members in self.blocks.items():
             self._block_forward(block, members, steady)
         tape.hold("final norm", norm_kept(g, t, self.plan.kernels), "activations, embedding and final norm")
-        tape.drop(
-            ("stream", 0)
-        )  # the last block's output is among what the norm keeps, the embedding's among the first block's
+        # The last block's output is among what the norm keeps, the embedding's among the first block's.
+        tape.drop(("stream", 0))
 
     def _rotary_bytes(self) -> int:
-        """Cosines and sines in bf16, made once for all blocks."""
-        g = self.g
-        return 0 if self.plan.parameters.kind in NO_ROTARY else 2 * 2 * self.t * g.query // g.heads
+        """Cosines and sines in bf16, made once for all blocks, or for those of a sliding window and the others."""
+        g, kind = self.g, self.plan.parameters.kind
+        return 0 if kind in NO_ROTARY else (2 if kind in _TWO_TABLES else 1) * 2 * 2 * self.t * g.query // g.heads
 
     def _block_forward(self, block: int, members: list[int], steady: bool) -> None:
         cost = self._cost(block)
@@ -148,11 +150,16 @@ class Run:
             self.tape.touch(self._beside_kept(cost), "activations, in passing")
         self.shards.release(f"f{block}")
 
-    def _beside_kept(self, cost: BlockBytes) -> int:
+    def _beside_kept(self, cost: BlockBytes, again: bool = False) -> int:
         """Most that a forward with gradients holds beside what it keeps: with fused kernels a block's output alone.
 
-        Measured on an H200, Llama 3B, 16,384 tokens: 0.101e9 B beside 1.478e9 kept.
+        Measured on an H200, Llama 3B, 16,384 tokens: 0.101e9 B beside 1.478e9 kept. A recompute (`again`) ends before its last product,
+        with no more than attention's output beside it (models/replay.py), and in a block with a norm behind that with the norm's copies.
         """
+        if self.plan.kernels == "liger" and not self.of_tile and self.plan.parameters.kind in _HALVES:
+            return max(cost.stream, 2 * cost.feed)
+        if again and not self.of_tile and self.g.norms <= 2:
+            return max(cost.stream, cost.chosen)
         if self.of_tile:
             return cost.stream + 3 * cost.feed if self.plan.kernels == "liger" else cost.forward_extra
         return cost.stream if self.plan.kernels == "liger" else cost.forward_extra - cost.feed
@@ -181,7 +188,9 @@ class Run:
         tape.hold(("norm1", block), cost.first_norm - there, "activations, norms")
         tape.hold(("attention", block), cost.attention, "activations, attention")
         tape.hold(("norm2", block), cost.second_norm, "activations, norms")
-        tape.hold(("routing", block), cost.routing, "activations, experts")
+        tape.hold(("routing", block), cost.routing - 2 * cost.chosen, "activations, experts")
+        for key in experts.keys(block):
+            tape.hold(key, cost.chosen, "activations, experts")
         self._keep_feed_forward(block, cost)
 
     def _keep_feed_forward(self, block: int, cost: BlockBytes) -> None:
@@ -314,14 +323,19 @@ class Run:
     def _block_backward(self, block: int, steady: bool) -> None:
         tape, cost, members = self.tape, self._cost(block), self.blocks[block]
         self.shards.fetch(f"b{block}", members, backward=True, steady=steady)
+        grouped = cost.chosen and self.plan.kernels == "hf"
+        if grouped:
+            experts.before_backward(tape, cost)
         if block in self.recomputed:
             self._bring_back(block)
             tape.drop(("results", block))  # the same bytes are among what follows
             self._keep_block(block, again=True)
-            tape.touch(self._beside_kept(cost), "activations, in passing")
+            tape.touch(self._beside_kept(cost, again=True), "activations, in passing")
         feed, attention, rest = self.parts.of_block[block]
         if self.of_tile:
             self._tiles_backward(block, feed)
+        elif grouped:
+            experts.backward(tape, self.plan.parameters.items, block, cost, feed, self._grad)
         else:
             self._feed_forward_backward(block, cost, feed, self._grad)
         tape.touch(cost.norm_extra, "backward, norm temporaries")
@@ -367,8 +381,9 @@ class Run:
         tape.drop("dtiles")
 
     def _feed_forward_backward(self, block: int, cost: BlockBytes, feed: list[int], grad: Callable[[int], None]) -> None:
-        tape, row = self.tape, "backward, feed-forward gradients"
-        last, others = feed[-1:], feed[:-1]
+        tape, row, items = self.tape, "backward, feed-forward gradients", self.plan.parameters.items
+        count = 2 if feed and items[feed[-1]].name.endswith(".bias") else 1
+        last, others = feed[-count:], feed[:-count]
         tape.hold("dproduct", cost.feed, row)
         for i in last:
             grad(i)
@@ -384,7 +399,7 @@ class Run:
         tape.hold("dinput", 2 * cost.stream, row)
         for i in reversed(others):
             grad(i)
-        tape.drop("dmiddle", "dgate", "dinput", ("middle", block), ("gate", block), ("routing", block))
+        tape.drop("dmiddle", "dgate", "dinput", ("middle", block), ("gate", block), ("routing", block), *experts.keys(block))
 
     def micro_steps(self, steady: bool) -> None:
         """Of one step; two stand for any number of them."""

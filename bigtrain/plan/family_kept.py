@@ -6,7 +6,7 @@ Counted with torch's saved_tensors_hooks on transformers 5.24's own modules; tes
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from bigtrain.plan.family_others import ROBERTA, T5
 from bigtrain.plan.parameters import Values
@@ -14,6 +14,23 @@ from bigtrain.plan.parameters import Values
 # sdpa, sdpa with a dense mask (packed rows where no kernel keeps documents apart), kernels that keep documents and sliding windows by
 # themselves, single operations although there is sdpa, and kernels that are compiled for the model, counted as sdpa.
 Attention = Literal["sdpa", "masked", "varlen", "eager", "flex"]
+
+# Families for whose blocks liger-kernel 0.8.5 has kernels (transformers/monkey_patch.py `MODEL_TYPE_TO_APPLY_LIGER_FN`), of those
+# that the plan knows. Nemotron is on its list too, with a loss alone.
+LIGER_KINDS = frozenset({
+    "llama", "mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "gemma3", "phi3", "granite",
+    "smollm3", "glm4", "olmo2", "olmo3", "deepseek_v2", "deepseek_v3", "gpt_oss", "exaone4", "hunyuan_v1_dense", "llava", "qwen2_vl",
+    "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text",
+})  # fmt: skip
+
+
+def liger_for(kind: str | None) -> dict[str, Any]:
+    """What `plan_input` is told where liger-kernel is asked for: as kernels/attach.py `use_liger` does, without it bigtrain's loss alone.
+
+    None: a model of unknown family.
+    """
+    known = kind is None or kind in LIGER_KINDS
+    return {"kernels": "liger"} if known else {"kernels": "hf", "chunks_loss": True}
 
 
 def attention_of(asked: str, packing: str, device: str) -> Attention:
@@ -34,6 +51,7 @@ class Keeps:
     Attributes:
         hidden: norms and inputs of linear layers, of the residual stream's width.
         query, key: of these widths, beyond queries, keys, values and attention's output.
+        spared: of `query`, where liger-kernel turns queries: it leaves them in the layout that the next product reads attention's output in.
         qk_norm: norms of queries and keys, of their widths.
         head: of one head's width (rotary tables that each block makes for itself).
         token: whatever the widths of the block.
@@ -51,6 +69,7 @@ class Keeps:
     hidden: int = 16
     query: int = 0
     key: int = 0
+    spared: int = 0
     qk_norm: int = 0
     head: int = 0
     token: int = 0
@@ -87,7 +106,7 @@ FAMILIES: dict[str, Keeps] = {
     "gemma2": Keeps(hidden=36),
     "gemma3_text": Keeps(hidden=36, qk_norm=8),
     "phi": Keeps(hidden=4, query=2),
-    "phi3": Keeps(query=4, key=2),
+    "phi3": Keeps(query=4, key=2, spared=2),
     "olmo": Keeps(hidden=12),
     **dict.fromkeys(("olmo2", "olmo3", "flex_olmo"), Keeps(hidden=20, qk_norm=8)),
     "cohere": Keeps(hidden=14),

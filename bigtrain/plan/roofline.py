@@ -20,6 +20,7 @@ from bigtrain.plan.leafs import leafs_of_plan
 from bigtrain.plan.parts import feed_forward, parts_of
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.streamed import leaving_s, seconds
+from bigtrain.plan.unfused import PASSES, unfused_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +28,7 @@ class Rates:
     """What a machine does in a second.
 
     Attributes:
-        matmul_flops: large bf16 matmul, FLOP/s. hf_share, liger_share, attention_share: part of it that a model's matrices reach with
-            these kernels, and its attention.
+        matmul_flops: large bf16 matmul, FLOP/s. products_share, attention_share: part of it that a model's matrices and its attention reach.
         device_bytes_s: GPU memory copied. h2d_bytes_s, d2h_bytes_s: pinned PCIe. pageable_bytes_s: unpinned.
         cpu_adam_s_per_elem: DeepSpeedCPUAdam; cpu_adam_8bit_s_per_elem: its 8-bit stand-in (assumed twice that).
         launch_s_per_block: of the host's thread, to launch one block's forward on a GPU; its backward takes twice that, and
@@ -44,8 +44,7 @@ class Rates:
     """
 
     matmul_flops: float = 784e12
-    hf_share: float = 0.57
-    liger_share: float = 0.80
+    products_share: float = 0.80
     attention_share: float = 0.615
     device_bytes_s: float = 2.95e12
     h2d_bytes_s: float = 53e9
@@ -148,7 +147,7 @@ def model_flops_per_token(plan: PlanInput) -> float:
 
 def _compute_s(plan: PlanInput, rates: Rates, *, forward: bool = False) -> float:
     """Of one micro step on the card: matrices, attention, and passes over what a block keeps. `forward`: of its forward alone."""
-    g, share = plan.geometry, rates.liger_share if plan.kernels == "liger" else rates.hf_share
+    g, share = plan.geometry, rates.products_share
     again, of_attention = (0.0, 0.0) if forward else _again_flops_per_token(plan)
     times, pairs = 1 if forward else 3, 2 * g.attended(plan.seq_len) * g.query
     products = plan.tokens * (times * 2 * (active_elems(plan) - _looked_up_elems(plan)) + again) / (rates.matmul_flops * share)
@@ -189,10 +188,6 @@ def _again_flops_per_token(plan: PlanInput) -> tuple[float, float]:
     return 2 * part * max(0, active_elems(plan, of_blocks=True) - left_out), part * attention
 
 
-# Reads and writes of what a block keeps, by all that is no matrix product, in forward and backward: fitted (docs/results/plan_accuracy.md).
-_PASSES = 2.8
-
-
 def _passes_s(plan: PlanInput, rates: Rates) -> float:
     """Of forward and backward, and half as much again of a block that is recomputed; over the logits too, where they come in chunks."""
     g = plan.geometry
@@ -204,8 +199,9 @@ def _passes_s(plan: PlanInput, rates: Rates) -> float:
 
     all_kept = sum(map(kept, plan.parameters.blocks)) if len(g.unlike) > 1 else plan.block_count * kept(0)
     part = plan.recomputed_blocks / max(1, plan.block_count) if plan.checkpointing not in ("none", "selective") else 0.0
-    logits = 40 * plan.tokens * g.vocab if plan.loss_kind == "full" else _PASSES * 2 * plan.tokens * g.vocab
-    return (_PASSES * all_kept * (1 + part / 3) + logits) / rates.device_bytes_s
+    logits = 40 * plan.tokens * g.vocab if plan.loss_kind == "full" else PASSES * 2 * plan.tokens * g.vocab
+    more = unfused_bytes(plan) if plan.kernels == "hf" else 0
+    return ((PASSES * all_kept + more) * (1 + part / 3) + logits) / rates.device_bytes_s
 
 
 def _communication_s(plan: PlanInput, rates: Rates) -> float:
@@ -221,7 +217,7 @@ def _communication_s(plan: PlanInput, rates: Rates) -> float:
     return 2 * size / speed / (1 if every else plan.accumulation)  # all-reduce, also at stage 2
 
 
-def _optimizer_s(plan: PlanInput, rates: Rates, forward_s: float) -> float:
+def _optimizer_s(plan: PlanInput, rates: Rates, forward_s: float, backward_s: float) -> float:
     zero, world = plan.settings, plan.world_size
     owned = plan.trained_elems / world
     gather = 0.0
@@ -232,7 +228,7 @@ def _optimizer_s(plan: PlanInput, rates: Rates, forward_s: float) -> float:
     # state comes from.
     kernel = (20 if LAYOUTS[plan.optimizer].own_offload else 40) * owned / rates.device_bytes_s
     if plan.streams:
-        return seconds(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s, gather) + kernel
+        return gather + seconds(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s, backward_s) + kernel
     if not zero.offload_optimizer:
         return gather + kernel
     share = plan.ranks_per_node if rates.ranks_share_host else 1
@@ -271,9 +267,8 @@ def _tiles_s(plan: PlanInput, rates: Rates) -> float:
     """What tiles add to a micro step: each runs once more in backward, and adds its weight gradients to the fp32 sums."""
     if not plan.tile_tokens:
         return 0.0
-    share = rates.liger_share if plan.kernels == "liger" else rates.hf_share
     elems = sum(plan.parameters.items[i].elems for feed in feed_forward(plan.parameters) for i in feed)
-    again = 2 * elems * plan.tokens / (rates.matmul_flops * share)
+    again = 2 * elems * plan.tokens / (rates.matmul_flops * rates.products_share)
     return again + _tiles(plan) * 10 * elems / rates.device_bytes_s  # bf16 read, fp32 read and written
 
 
@@ -351,8 +346,9 @@ def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
     compute, communication, fetch, micro = (plan.accumulation * s for s in (compute, communication, fetch, micro))
     if plan.device == "cuda":
         micro += _sums_s(plan, rates)
-    optimizer = _optimizer_s(plan, rates, forward_s(plan, rates))
-    backward = max(compute / plan.accumulation, host) - forward_s(plan, rates)
+    forward = forward_s(plan, rates)
+    backward = max(compute / plan.accumulation, host) - forward
+    optimizer = _optimizer_s(plan, rates, forward, backward)
     exposed = leaving_s(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, backward)
     tokens = plan.tokens * plan.accumulation * plan.world_size
     total = micro + exposed + optimizer

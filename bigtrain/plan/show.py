@@ -39,12 +39,13 @@ def recomputing(plan: PlanInput) -> str:
     return plan.checkpointing + some
 
 
-def tree_text(tree: Tree) -> str:
-    """One tree: total, rows that sum to it with formula and source, peaks of the phases."""
+def tree_text(tree: Tree, formulas: bool = False) -> str:
+    """One tree: total, rows that sum to it, with `formulas` how each is counted and where that was read, peaks of the phases."""
     lines = [f"{tree.name}: {show_bytes(tree.bytes)} ({tree.bytes} B) at the peak, in phase '{tree.phase}'"]
     width = max((len(row.name) for row in tree.rows), default=0)
     for row in tree.rows:
-        lines.append(f"  {row.name:<{width}}  {show_bytes(row.bytes):>11}   {row.formula}   [{row.source}]")
+        how = f"   {row.formula}   [{row.source}]" if formulas else ""
+        lines.append(f"  {row.name:<{width}}  {show_bytes(row.bytes):>11}{how}")
     phases = ", ".join(f"{name} {show_bytes(size)}" for name, size in tree.by_phase.items())
     return "\n".join([*lines, f"  most in each phase: {phases}"])
 
@@ -60,18 +61,20 @@ def _verdict(name: str, need: int, have: int | None, margin: float, fits: bool) 
     return f"{name}: needs {show_bytes(need)} of {show_bytes(have)} with a margin of {100 * margin:g}%: {word}"
 
 
-def plan_text(plan: Plan, gpu_memory: int | None, host_memory: int | None, rates: Rates | None = None) -> str:
+def plan_text(
+    plan: Plan, gpu_memory: int | None, host_memory: int | None, rates: Rates | None = None, formulas: bool = False
+) -> str:
     """The whole plan: heading, trees, what the driver will show, verdicts, speed."""
     lines = [heading(plan.input), ""]
     if plan.input.device == "cuda":
         lines += [
-            tree_text(plan.gpu),
+            tree_text(plan.gpu, formulas),
             f"  allocated {show_bytes(plan.gpu.bytes)}, reserved {show_bytes(plan.gpu_reserved_bytes)} (on a full card "
             f"{show_bytes(min(plan.gpu_floor_bytes, plan.gpu_reserved_bytes))}), device-used {show_bytes(plan.gpu_used_bytes)} (with CUDA context and NCCL)",
             "",
         ]
     lines += [
-        tree_text(plan.host),
+        tree_text(plan.host, formulas),
         f"  one host: {plan.ranks_per_node} x {show_bytes(plan.host.bytes)} = {show_bytes(plan.host_node_bytes)}",
         "",
     ]

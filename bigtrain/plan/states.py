@@ -41,6 +41,13 @@ class StateLayout:
     flat_step: bool = True
     own_offload: bool = False
 
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """Bytes of a parameter in each tensor of the state under Adam: remainder, two moments, scales if they have some."""
+        half = self.moments / 2
+        scales = (half - int(half),) * 2 if half % 1 else ()
+        return (self.remainder, half - half % 1, half - half % 1, *scales)
+
 
 LAYOUTS: dict[str, StateLayout] = {
     "adamw": StateLayout(

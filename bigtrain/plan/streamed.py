@@ -14,6 +14,9 @@ from bigtrain.plan.tape import Tape
 
 # Both directions of the bus at once move less than each alone: 44 of 53 GB/s measured on an H100 (PCIe gen5).
 BOTH_WAYS = 0.83
+# Ranks of one host share what its memory gives. H200, state of adamw_split_8bit, GB/s each way: one rank 50; two at once 36 up and 49 down, four 31
+# (0.43 s where one rank's bytes took 0.27; docs/performance.md).
+SHARED_HOST = 0.65
 # Streams of the tape: 0 is forward's and backward's, 1 and 2 are DeepSpeed's.
 UPDATE_STREAM = 3
 # While the host asks for a block's forward the bus brings about so many chunks up and down (9 ms at 3 ms each). Read off what one
@@ -59,7 +62,8 @@ class Update:
             apart: they do not follow each other in memory, so those of one chunk are copied together.
         """
         self.everything_passed()
-        self.passed = self.buffers  # what came up during backward is updated at once
+        # What came up during backward is updated at once.
+        self.passed = min(self.buffers, 2 * CHUNKS_A_BLOCK * self.plan.block_count)
         grads, at, done = list(grads), 0, 0
         for number in range(self.chunks):
             self._make_buffer(number)
@@ -77,7 +81,7 @@ class Update:
         if number < self.made or number >= self.buffers:
             return
         self.made += 1
-        for part, size in enumerate(_parts(self.plan)):
+        for part, size in enumerate(LAYOUTS[self.plan.optimizer].parts):
             self.tape.hold(("streamed", number, part), size * self.chunk, "optimizer state, on its way")
         room = min(2 * self.chunk, self.plan.leaving_bytes - 2 * number * self.chunk)
         if number < GRADIENT_AREAS and room > 0:
@@ -99,14 +103,6 @@ class Update:
         self.lent.clear()
 
 
-def _parts(plan: PlanInput) -> tuple[float, ...]:
-    """Bytes per element of the tensors of one chunk's state (optim/split.py `layout`): low bits, two moments, scales if they have some."""
-    layout = LAYOUTS[plan.optimizer]
-    half = layout.moments / 2
-    scales = (half - int(half),) * 2 if half % 1 else ()
-    return (layout.remainder, half - half % 1, half - half % 1, *scales)
-
-
 def host_bytes(plan: PlanInput) -> float:
     """Page-locked memory of one rank, of exactly the size of its state; what stays on the GPU has its place there too."""
     return bytes_per_elem(plan) * slice_elems(plan.trained_elems, plan.world_size)
@@ -122,21 +118,29 @@ def buffers_used(plan: PlanInput) -> int:
     return min(plan.settings.buffers, chunks(plan))
 
 
-def early_bytes(plan: PlanInput) -> float:
-    """What comes up during backward already: as much as there are buffers for."""
-    return buffers_used(plan) * chunk_elems(plan) * bytes_per_elem(plan)
+def early_bytes(plan: PlanInput, h2d_bytes_s: float, backward_s: float) -> float:
+    """What comes up during a step's last backward already: as much as there are buffers for, and as it has time for."""
+    return min(buffers_used(plan) * chunk_elems(plan) * bytes_per_elem(plan), backward_s * h2d_bytes_s * _share(plan))
 
 
-def seconds(plan: PlanInput, h2d_bytes_s: float, d2h_bytes_s: float, forward_s: float, gather_s: float = 0.0) -> float:
+def seconds(plan: PlanInput, h2d_bytes_s: float, d2h_bytes_s: float, forward_s: float, backward_s: float = math.inf) -> float:
     """What one step's traffic adds to it: up and down at once, less what came up early.
 
-    Stages 1 and 2 hide it behind the next forward, which takes `forward_s`, and with it what ranks give each other, `gather_s`; at
-    stage 3 the step waits for it.
+    Stages 1 and 2 hide it behind the next forward, which takes `forward_s`; at stage 3 the step waits for it. What ranks give each
+    other is counted as where the state is on the card: beside forward it still takes the card's time.
     """
-    moved = max(0.0, update_bytes(plan) - early_bytes(plan)) / (BOTH_WAYS * min(h2d_bytes_s, d2h_bytes_s))
-    if plan.settings.stage == 3:
-        return moved + gather_s
-    return max(0.0, max(moved, gather_s) - _hiding_s(plan, forward_s))
+    early = early_bytes(plan, h2d_bytes_s, backward_s)
+    moved = max(0.0, update_bytes(plan) - early) / _both_ways(plan, h2d_bytes_s, d2h_bytes_s)
+    return max(0.0, moved - _hiding_s(plan, forward_s))
+
+
+def _both_ways(plan: PlanInput, h2d_bytes_s: float, d2h_bytes_s: float) -> float:
+    """Bytes a second and direction of one rank, both directions at once."""
+    return BOTH_WAYS * min(h2d_bytes_s, d2h_bytes_s) * _share(plan)
+
+
+def _share(plan: PlanInput) -> float:
+    return SHARED_HOST if plan.ranks_per_node > 1 else 1.0
 
 
 def _hiding_s(plan: PlanInput, forward_s: float) -> float:
@@ -154,13 +158,13 @@ def leaving_s(plan: PlanInput, h2d_bytes_s: float, d2h_bytes_s: float, backward_
 
     From the second micro batch on the sums so far come up at the same time.
     """
-    down = plan.leaving_bytes / d2h_bytes_s
-    both = plan.leaving_bytes / (BOTH_WAYS * min(h2d_bytes_s, d2h_bytes_s))
+    down = plan.leaving_bytes / d2h_bytes_s  # of one rank, as leaving gradients are
+    both = plan.leaving_bytes / _both_ways(plan, h2d_bytes_s, d2h_bytes_s)
     return max(0.0, down - backward_s) + (plan.accumulation - 1) * max(0.0, both - backward_s)
 
 
 def buffers_that_help(plan: PlanInput, h2d_bytes_s: float, d2h_bytes_s: float, forward_s: float) -> int:
     """The least number of buffers with which the traffic costs no time, as `seconds` counts it."""
-    hidden = _hiding_s(plan, forward_s) * BOTH_WAYS * min(h2d_bytes_s, d2h_bytes_s)
+    hidden = _hiding_s(plan, forward_s) * _both_ways(plan, h2d_bytes_s, d2h_bytes_s)
     early = max(0.0, update_bytes(plan) - hidden)
     return min(chunks(plan), math.ceil(early / (chunk_elems(plan) * bytes_per_elem(plan))) + IN_FLIGHT)

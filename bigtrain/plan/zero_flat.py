@@ -12,7 +12,7 @@ from bigtrain.plan.constants import CPU_CHUNK_ELEMS, GATHER_ELEMS, GRADIENTS_IN_
 from bigtrain.plan.flat import FlatGroup, flat_group, heaviest_rank, split_groups
 from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.states import LAYOUTS
+from bigtrain.plan.states import LAYOUTS, StateLayout
 from bigtrain.plan.streamed import Update
 from bigtrain.plan.tape import Tape
 
@@ -72,6 +72,14 @@ def hold_moments(tape: Tape, group: int, size: float) -> None:
     """Two tensors: one of them fits where both do not."""
     for moment in (1, 2):
         tape.hold(("moments", group, moment), size / 2, "moments")
+
+
+def hold_own_state(layout: StateLayout, tape: Tape, group: int, elems: int) -> None:
+    """What an optimizer that makes its state itself makes in its first update, tensor by tensor (optim/split.py `new_state`)."""
+    remainder, *moments = layout.parts
+    tape.hold(("master", group), remainder * elems, "master")
+    for number, size in enumerate(moments):
+        tape.hold(("moments", group, number), size * elems, "moments")
 
 
 class _Owners:
@@ -153,8 +161,9 @@ class FlatSharding:
                 tape.drop(*(("built", i) for i in group.members))
             tape.hold(("flat", g), 2 * group.padded, "weights, bf16")
             tape.drop(*(("built", i) for i in group.members))
-            if not self.own:
-                tape.hold("clone", 2 * group.partition, "weights, slice clone")
+            if self.own:
+                continue
+            tape.hold("clone", 2 * group.partition, "weights, slice clone")
             if not offload:
                 tape.hold(("master", g), self.layout.remainder * group.partition, "master")
             tape.drop("clone")
@@ -337,7 +346,9 @@ class FlatSharding:
             self._flat_gradients(partition)
             if last and not self.compact:
                 self._forget()
-        if first:
+        if first and self.own:
+            hold_own_state(layout, tape, g, partition)
+        elif first:
             hold_moments(tape, g, self._moment_bytes(g, partition))
         if not layout.flat_step:
             chunk_of_gradients(self.plan, tape, partition, apart=not self.compact)

@@ -12,9 +12,10 @@ from bigtrain.plan.flat import slice_elems, split_groups, sub_groups
 from bigtrain.plan.gathered import Gathered, Recording, Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.leafs import leafs_of_plan
+from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.streamed import Update
 from bigtrain.plan.tape import Tape
-from bigtrain.plan.zero_flat import chunk_of_gradients, hold_moments
+from bigtrain.plan.zero_flat import chunk_of_gradients, hold_moments, hold_own_state
 
 # 'reduce_and_partition' keeps at most this many buckets in flight ('max_param_reduce_events').
 _REDUCES_IN_FLIGHT = 1
@@ -35,6 +36,7 @@ class SlicedSharding:
             ("slices", plan.decay_groups, plan.frozen, self.world, self.zero.sub_group_elems), self._slices
         )
         self.total = sum(self.local)
+        self.own = LAYOUTS[plan.optimizer].own_offload  # it makes its state itself, in the first update
         self.on_gpu = [] if self.zero.offload_optimizer else self.subs
         if self.zero.offload_optimizer and self.zero.ratio < 1:
             self.on_gpu = self.subs[: int((1 - self.zero.ratio) * len(self.subs))]
@@ -110,8 +112,9 @@ class SlicedSharding:
         if not self.zero.offload_param:
             tape.hold("slices", 2 * self.total, "weights, bf16")
         for s, size in enumerate(self.on_gpu):
-            tape.touch(self.layout.remainder * size, "master, conversion copy")
-            tape.hold(("master", s), self.layout.remainder * size, "master")
+            if not self.own:
+                tape.touch(self.layout.remainder * size, "master, conversion copy")
+                tape.hold(("master", s), self.layout.remainder * size, "master")
             if self.zero.offload_optimizer:
                 tape.hold(("sub grad", s), 4 * size, "gradients, fp32 for the step")
         if not self.zero.offload_optimizer:
@@ -268,7 +271,9 @@ class SlicedSharding:
                 if self.layout.step_grad != self.zero.grad_bytes:
                     self.tape.hold("cast", self.layout.step_grad * size, "gradients, fp32 for the step")
                     self.tape.drop("flat grad")
-            if first:
+            if first and self.own:
+                hold_own_state(self.layout, self.tape, s, size)
+            elif first:
                 hold_moments(self.tape, s, self.plan.moment_bytes * size)
             if not self.layout.flat_step and not self.zero.offload_optimizer:
                 chunk_of_gradients(self.plan, self.tape, size, apart=False)  # views of one buffer, in its order

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from bigtrain import shapes
 from bigtrain.config import load, parse
 from bigtrain.errors import ConfigError
+from bigtrain.guards import listing
 from bigtrain.plan.spilled import share_problems
 from bigtrain.run import foreign
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from bigtrain.run.arguments import TrainArguments
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
+# Files of a model folder that no tokenizer is read from.
+_NO_TOKENIZER = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "*.index.json", "*.md", ".*")
 PATHS = (
     "ds_config",
     "train_data",
@@ -259,11 +262,43 @@ def _problems_with_files(args: TrainArguments) -> Iterator[str]:
             yield "tokenizer_name_or_path is needed: a preset has no tokenizer of its own"
     elif why := _no_such_folder(model):
         yield f"model_name_or_path: {why}"
-    if args.tokenizer_name_or_path and (why := _no_such_folder(args.tokenizer_name_or_path)):
+    elif why := _no_model(Path(model).expanduser()):
+        yield f"model_name_or_path: {model} {why}"
+    elif not args.tokenizer_name_or_path and (why := _no_tokenizer(Path(model).expanduser())):
+        yield f"model_name_or_path: {model} {why}, or name another folder's by --tokenizer_name_or_path"
+    own = args.tokenizer_name_or_path
+    if own and (why := _no_such_folder(own)):
         yield f"tokenizer_name_or_path: {why}"
+    elif own and (why := _no_tokenizer(Path(own).expanduser())):
+        yield f"tokenizer_name_or_path: {own} {why}"
     resume = args.resume_from_checkpoint
     if resume and resume != "auto" and not Path(resume).expanduser().is_dir():
         yield f"resume_from_checkpoint: {resume} is no directory; write auto, or the path of a checkpoint-<step> folder"
+
+
+def _no_model(folder: Path) -> str:
+    """Why a folder is none of a Hugging Face model; empty if it is one, or no folder."""
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return ""
+    if (folder / "COMMIT").is_file():
+        return (
+            f"is a checkpoint: go on with --resume_from_checkpoint, or make a model of it: bigtrain export {folder} MODEL_DIR"
+        )
+    if (folder / "model" / "config.json").is_file():
+        return f"is the folder of a run: did you mean {folder / 'model'}?"
+    return f"holds no config.json: a Hugging Face model folder is needed; {_holds(folder)}"
+
+
+def _no_tokenizer(folder: Path) -> str:
+    """Why no tokenizer can be in a folder; empty if one may be, or it is no folder. Transformers would ask for sentencepiece."""
+    if not folder.is_dir() or not all(any(path.match(kind) for kind in _NO_TOKENIZER) for path in folder.iterdir()):
+        return ""
+    return f"holds no tokenizer (such as tokenizer.json); {_holds(folder)}. Copy the files of the model's tokenizer there"
+
+
+def _holds(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    return f"it holds {listing(names)}" if names else "it is empty"
 
 
 def _no_such_folder(name: str) -> str:

@@ -235,6 +235,18 @@ class TrainArguments:
         return asdict(self)
 
 
+# Of --help: the first setting of each group. They stand there in the order of `TrainArguments`.
+GROUPS = {
+    "model_name_or_path": "needed by every run",
+    "tokenizer_name_or_path": "model and data",
+    "per_device_train_batch_size": "batch and length of the run",
+    "optim": "optimizer and learning rate",
+    "bf16": "memory and speed",
+    "logging_steps": "log, evaluate, save, resume",
+    "seed": "seeds, limits, checks",
+}
+_VALUES: dict[Any, str] = {int: "N", float: "X"}
+
 LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 
 
@@ -243,7 +255,8 @@ class _Help(argparse.HelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         names = [name for name in action.option_strings if "-" not in name[2:]]
-        value = "" if action.nargs == 0 else " " + self._format_args(action, "VALUE")
+        kind = "true|false" if action.const is True else _VALUES.get(action.type, "VALUE")
+        value = "" if action.nargs == 0 else " " + self._format_args(action, kind)
         return ", ".join(names) + value
 
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -283,7 +296,19 @@ def make_parser() -> argparse.ArgumentParser:
             action.type = lambda text: {"true": "on", "false": "off"}.get(text, text)
         if action.dest == "warmup_steps":
             action.type = _steps_or_share
+    _group(parser)
     return parser
+
+
+def _group(parser: argparse.ArgumentParser) -> None:
+    """Let --help list the flags by what they are for."""
+    group = parser._optionals
+    for action in list(group._group_actions):
+        if action.dest in GROUPS:
+            group = parser.add_argument_group(GROUPS[action.dest])
+        if group is not parser._optionals:
+            parser._optionals._group_actions.remove(action)
+            group._group_actions.append(action)
 
 
 def _steps_or_share(text: str) -> int | float:
@@ -309,6 +334,8 @@ def parse(argv: Sequence[str]) -> TrainArguments:
     if left_out := left_out + [f"{key}: {_text(value)}" for key, value in same.items()]:
         logger.info("left out, because a run does so anyway: %s", ", ".join(left_out))
     values = {key: value for key, value in values.items() if key not in same}
+    if not argv:
+        raise UsageError(f"nothing to train was given. usage: {USAGE}\nRun launch/train.py --help for every flag.")
     tokens = list(_file_tokens(str(run_file), values, parser))
     _refuse_unknown([t.split("=", 1)[0] for t in flags if t.startswith("--")], parser, "flag")
     _refuse_conflicting_spellings(flags, parser)

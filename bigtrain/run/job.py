@@ -443,8 +443,8 @@ def choose_attention(args: TrainArguments, model_config: Any) -> str:
     if args.attn_implementation != "auto":
         return args.attn_implementation
     mapped = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
-    # Where sdpa will not do, attention is more than a product: capped scores, sinks.
+    # Where sdpa will not do, attention is more than a product: capped scores, sinks. Some add to masks for sdpa and eager only.
     pluggable = all(getattr(mapped, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
-    if torch.cuda.is_available() and pluggable and data.has_varlen():
+    if torch.cuda.is_available() and pluggable and data.has_varlen() and not data.adds_to_masks(model_config):
         return data.register_varlen()
     return "sdpa"

@@ -71,7 +71,7 @@ class Saving:
             keep=() if best is None else (best,),
             wait=failed is not None,
         )
-        return f"saving {path} beside training"
+        return f"saving {path}, while training goes on"
 
     def best(self) -> int | None:
         """The step with the lowest evaluation loss of those that are saved, this one among them; the earliest of equals."""

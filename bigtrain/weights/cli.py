@@ -9,6 +9,8 @@ from typing import Any
 
 from bigtrain.errors import UsageError
 
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `inspect`."""
@@ -16,7 +18,7 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
         "path", metavar="DIR", help="a checkpoint, or a folder with model.safetensors or shards and their index"
     )
     parser.add_argument("--world_size", type=int, metavar="N", help="show which bytes each of N ranks would read at ZeRO-3")
-    parser.add_argument("--all", action="store_true", help="list every tensor, not the first 60")
+    parser.add_argument("--all", action="store_true", help="list every tensor, not the first 10")
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
@@ -27,7 +29,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     if arguments.world_size is not None and arguments.world_size < 1:
         raise UsageError(f"--world_size {arguments.world_size}: at least 1 rank.")
     table = inspect_folder(arguments.path, arguments.world_size)
-    text = json.dumps(table, indent=2) if arguments.json else report(table, None if arguments.all else 60)
+    text = json.dumps(table, indent=2) if arguments.json else report(table, None if arguments.all else 10)
     sys.stdout.write(text + "\n")
     return 0
 
@@ -39,6 +41,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         default="bfloat16",
+        type=lambda word: _SHORT.get(word, word),
         choices=["bfloat16", "float16", "float32"],
         help="type of the weights (default: bfloat16)",
     )

@@ -4,8 +4,12 @@ deepspeed launch/examples/lora.py MODEL_DIR TEXT OUT
 """
 
 import argparse
+import sys
 
-from peft import LoraConfig, get_peft_model
+try:
+    from peft import LoraConfig, get_peft_model
+except ImportError:
+    sys.exit("peft is not installed; run: pip install -c constraints.txt -e '.[lora]'")
 from transformers import AutoTokenizer
 
 from bigtrain import ranks

@@ -85,7 +85,14 @@ def test_flags_that_the_readme_names_exist():
               "--include", "--gpus", "--max_restarts", "--module", "--no",  # pip's --no-deps
               "--gpu_memory", "--host_memory", "--auto", "--measure",
               "--dtype", "--stage", "--offload", "--world_size", "--model", "--local_rank"}  # fmt: skip
-    assert set(re.findall(r"--[a-z]\w+", README)) - known - others == set()
+    pages = README + "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("memory", "errors", "own_loop"))
+    assert set(re.findall(r"--[a-z]\w+", pages)) - known - others == set()
+
+
+def test_the_first_screen_of_the_readme_has_the_first_command():
+    """With what it does for the reader; the whole is for a few screens more, and details stand in docs/."""
+    lines = README.splitlines()
+    assert lines.index("make train") < 20 and max(map(len, lines[:14])) <= 120 and len(lines) < 240
 
 
 def test_make_targets():

@@ -5,6 +5,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bigtrain.kernels.attach import use_chunked_loss, use_liger
+from bigtrain.plan.families import supported
+from bigtrain.plan.family_kept import LIGER_KINDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -41,3 +43,10 @@ def test_same_loss_and_gradients_with_less_memory(use):
         # bf16 gradients (2^-9) whose chunks are rounded one by one; liger's kernels also round activations elsewhere
         assert (grad - expected_grads[name]).norm() <= 0.03 * expected_grads[name].norm(), name
     assert peak < 0.6 * full  # all logits, their fp32 copy and its gradient: 4096 * 4 * 64000 * (2 + 4 + 4) bytes = 9.8 GiB
+
+
+def test_the_planner_knows_which_families_liger_kernel_knows():
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    loss_alone = {"nemotron"}
+    assert set(MODEL_TYPE_TO_APPLY_LIGER_FN) & set(supported()) - loss_alone == LIGER_KINDS

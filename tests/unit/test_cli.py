@@ -133,3 +133,35 @@ def test_a_full_disk_is_said(monkeypatch, capsys):
 
     monkeypatch.setattr(cli, "_run", fail)
     assert cli.main(["plan"]) == 1 and "no space is left" in capsys.readouterr().err
+
+
+def test_an_environment_that_keeps_its_compiled_ops_finds_them_again(tmp_path):
+    """After `make train` the next command compiled DeepSpeed's CPU Adam once more, into the cache of all environments."""
+    code = f"import os, sys; sys.prefix = {str(tmp_path)!r}; import bigtrain; print(os.environ.get('TORCH_EXTENSIONS_DIR'))"
+    env = {name: value for name, value in os.environ.items() if name != "TORCH_EXTENSIONS_DIR"} | {"PYTHONPATH": python_path()}
+
+    def found(**more):
+        return subprocess.run([sys.executable, "-c", code], env=env | more, check=True, capture_output=True, text=True).stdout
+
+    assert found() == "None\n"
+    (tmp_path / "torch_extensions").mkdir()
+    assert found() == f"{tmp_path}/torch_extensions\n" and found(TORCH_EXTENSIONS_DIR="mine") == "mine\n"
+
+
+def test_a_machine_with_cudas_toolkit_and_no_card_is_not_warned_of():
+    code = (
+        "import logging, bigtrain; log = logging.getLogger('torch.utils.cpp_extension'); logging.basicConfig(); "
+        "log.warning(\"No CUDA runtime is found, using CUDA_HOME='%s'\", '/usr'); log.warning('else')"
+    )
+    env = {**os.environ, "PYTHONPATH": python_path()}
+    said = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stderr
+    assert said == "WARNING:torch.utils.cpp_extension:else\n"
+
+
+def test_short_names_of_types_are_taken():
+    from bigtrain.checkpoint import cli as verbs
+
+    parser = argparse.ArgumentParser()
+    verbs.add_parsers(parser.add_subparsers())
+    given = [parser.parse_args(["export", "a", "b", "--dtype", name]).dtype for name in ("bf16", "fp16", "fp32", "float32")]
+    assert given == ["bfloat16", "float16", "float32", "float32"]

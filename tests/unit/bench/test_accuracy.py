@@ -18,7 +18,7 @@ def row(
         "settings": {"number": number, "seq_len": 2048, "per_device_train_batch_size": micro,
                      "gradient_accumulation_steps": 4 // micro},
         "predicted": {"gpu_allocated_bytes": int(allocated[0] * GIB), "gpu_used_bytes": int(used[0] * GIB),
-                      "host_bytes": int(host[0] * GIB), "gpu_need_bytes": int((allocated[0] + 1.5) * GIB), "fits": True,
+                      "config": f"ZeRO-2, {number}", "host_bytes": int(host[0] * GIB), "gpu_need_bytes": int((allocated[0] + 1.5) * GIB), "fits": True,
                       "step_time_s": planned_s},
         "gpu_allocated_bytes": int(allocated[1] * GIB), "gpu_reserved_bytes": int((used[1] - 1) * GIB),
         "gpu_used_bytes": int(used[1] * GIB), "host_pss_bytes": int(host[1] * GIB), "tokens_per_s_per_gpu": speed,
@@ -68,3 +68,16 @@ def test_a_choice_that_would_not_fit_is_no_choice():
     rows = [row(1, allocated=(10.0, 30.0), used=(12, 33.0), planned_s=1.0), row(2, planned_s=2.0)]
     assert choices(rows, [20 * GIB])[0].share == 0.0
     assert "does not fit" in choices_text(choices(rows, [20 * GIB]))
+
+
+def test_a_configuration_that_was_measured_twice_counts_by_its_newer_row():
+    """Buckets that are gone made an older row fast or slow; a cap that changes nothing, more steps and a folder are no other configuration."""
+    old, new, other = row(1, speed=300.0, planned_s=1.0), row(1, speed=100.0, planned_s=1.0), row(2, speed=200.0, planned_s=2.0)
+    new["model"], new["ended"] = "models/llama-1b", "2026-11-30T00:00:00.000+00:00"
+    new["settings"] |= {"gpu_memory_cap": 79.1, "steps": 12}
+    for rows in ([old, new, other], [other, new, old]):
+        (found,) = choices(rows, [80 * GIB])
+        assert (found.fitting, found.share, found.group) == (2, 0.5, "llama-1b, 1 card(s), 4 rows of 2,048 tokens a step")
+    assert [
+        c.fitting for c in choices([old, {**new, "predicted": {**new["predicted"], "config": "ZeRO-2, half"}}], [80 * GIB])
+    ] == [2]

@@ -76,11 +76,12 @@ def test_B72_flops_in_their_unit_and_without_recompute():
 def test_memory_takes_the_fullest_of_all_ranks_and_both_ways_of_looking():
     ended = Ended([0, 0], rss_bytes={0: 50, 1: 70}, pss_bytes={0: 40, 1: 30}, node_pss_bytes=65, gpu_used_bytes=900,
                   gpu_used_before_bytes=4)  # fmt: skip
-    rows = [[{"gpu_allocated_bytes": 5, "gpu_reserved_bytes": 6, "gpu_used_bytes": 800, "host_rss_bytes": 60}],
+    rows = [[{"gpu_allocated_bytes": 5, "gpu_reserved_bytes": 6, "gpu_used_bytes": 800, "host_rss_bytes": 60,
+              "gpu_alloc_retries": 9}, {"gpu_alloc_retries": 2}],
             [{"gpu_allocated_bytes": 7, "gpu_reserved_bytes": 6, "gpu_used_bytes": 850}]]  # fmt: skip
     assert result.memory(rows, ended) == {
         "gpu_allocated_bytes": 7, "gpu_reserved_bytes": 6, "gpu_used_bytes": 900, "host_rss_bytes": 70, "host_pss_bytes": 40,
-        "host_node_pss_bytes": 65,
+        "host_node_pss_bytes": 65, "gpu_alloc_retries": 2,
     }  # fmt: skip
     assert result.memory([[]], Ended([0]))["gpu_used_bytes"] is None
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from bigtrain.data.isolation import VARLEN, prepare_isolation, register_varlen
+from bigtrain.data.isolation import VARLEN, prepare_isolation, register_varlen, varlen_attention
 from bigtrain.errors import DataError
 from bigtrain.kernels import documents
 from bigtrain.run import job
@@ -53,6 +53,13 @@ def test_varlen_refuses_to_leave_out_caps_and_sinks(kind, what):
         model(input_ids=torch.ones(1, 6, dtype=torch.int64))
 
 
+def test_varlen_refuses_keys_that_the_model_chose():
+    """DeepSeek V3.2 puts its choice into the mask for sdpa and eager only."""
+    query = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(DataError, match="gives attention indices"):
+        varlen_attention(torch.nn.Module(), query, query, query, None, indices=torch.zeros(1, 4, 2, dtype=torch.int32))
+
+
 def test_heads_whose_values_are_narrower_than_their_keys():
     """Latent attention: on a GPU by zeros beside the values, elsewhere as they are."""
     width = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
@@ -85,7 +92,9 @@ def test_narrower_values_on_the_path_of_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("packing", ["isolated", "concatenate", "none"])
-@pytest.mark.parametrize("kind, chosen", [("llama", VARLEN), ("gemma2", "sdpa"), ("gpt_oss", "sdpa")])
+@pytest.mark.parametrize(
+    "kind, chosen", [("llama", VARLEN), ("gemma2", "sdpa"), ("gpt_oss", "sdpa"), ("doge", "sdpa"), ("deepseek_v32", "sdpa")]
+)
 def test_auto_on_a_gpu_leaves_models_alone_that_sdpa_cannot_do(monkeypatch, kind, chosen, packing):
     """The builder takes the model's own default where it has no sdpa."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -86,6 +86,16 @@ def test_logits_and_gradients_are_those_of_the_dense_mask(seen, kind, packed):
         assert (mine - theirs).abs().max() <= 2e-6 * theirs.abs().max()
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("inputs", [{}, {"position_ids": POSITIONS}], ids=["plain", "packed"])
+def test_a_family_that_adds_to_the_mask_is_given_all_of_it(inputs, window):
+    """Doge's attention is given no None: with a mask of its own and nothing below it, tokens saw those after them."""
+    theirs, mine = (
+        _trained(_model("doge", attention, window), use_cache=False, **inputs)[0] for attention in ("eager", VARLEN)
+    )
+    assert (mine - theirs).abs().max() <= 2e-6 * theirs.abs().max()
+
+
 def test_a_window_of_another_size_gives_other_logits():
     """So that the comparison above can fail."""
     with torch.no_grad():

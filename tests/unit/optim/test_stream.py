@@ -349,6 +349,9 @@ def test_experts_inside_blocks_and_two_towers_are_covered():
             super().__init__()
             self.experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
 
+        def forward(self, x):
+            return sum(expert(x) for expert in self.experts)
+
     class Towers(torch.nn.Module):
         def __init__(self):
             super().__init__()

@@ -209,7 +209,7 @@ def test_a_recompute_is_a_forward_of_the_blocks():
     """Neither embedding nor head, which are not recomputed, nor each block's last product, whose result backward does not ask for."""
     plan, rates = base("llama-1b", checkpointing="full", micro_batch=64, kernels="liger"), Rates()
     blocks = sum(p.elems for p in plan.parameters.items if p.block is not None)
-    products = 2 * (blocks - 16 * 2048 * 8192) / rates.liger_share
+    products = 2 * (blocks - 16 * 2048 * 8192) / rates.products_share
     attention = 2 * 16 * plan.seq_len * 2048 / rates.attention_share
     passes = 2.8 / 3 * 16 * block_bytes(plan.geometry, plan.tokens, "liger").kept / rates.device_bytes_s
     again = plan.tokens * (products + attention) / rates.matmul_flops + passes

@@ -346,10 +346,20 @@ def test_what_auto_chose_comes_with_the_command_that_trains_so(capsys):
     assert "--seq_len 1024 --optim adamw_8bit --per_device_train_batch_size 16 --gradient_accumulation_steps 1 ..." in command
 
 
+def test_formulas_stand_behind_the_rows_where_they_are_asked_for(capsys):
+    """Each row had 100 to 200 characters of them: on a terminal a plan filled two screens, and the verdict was lost in it."""
+    assert run("--model", "llama-1b", *LIMITS) == 0
+    said = capsys.readouterr().out
+    assert "deepspeed 0.19.8" not in said and max(map(len, said.split("\nGPU: ")[1].split("most in")[0].splitlines())) < 80
+    assert run("--model", "llama-1b", *LIMITS, "--formulas") == 0
+    assert " 2 P (stages 0-2) | 2 p (stage 3)   [deepspeed 0.19.8 " in capsys.readouterr().out
+
+
 def test_the_command_that_trains_so_has_all_that_the_choice_was_bound_by(tmp_path, capsys):
     folder = tmp_path / "a model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(shapes.config_dict("llama-1b")))
+    (folder / "tokenizer.json").touch()
     bound = ["--gradient_checkpointing", "false", "--mlp_tile_tokens", "512", "--offload_gradients", "0"]
     bound += ["--use_liger_kernel", "false", "--freeze", "model.embed_tokens", "model.layers"]
     assert run("--model", folder / "config.json", *LIMITS, "--auto", "--optim", "adamw", *bound) == 0

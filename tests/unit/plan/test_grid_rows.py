@@ -14,7 +14,7 @@ from bigtrain.bench import grid, prediction
 from bigtrain.plan.constants import process_bytes
 
 ROWS = Path(__file__).resolve().parents[3] / "docs/results/plan_accuracy_rows.jsonl"
-LATER = ROWS.with_name("plan_later_rows.jsonl")
+LATER, FAMILIES = ROWS.with_name("plan_later_rows.jsonl"), ROWS.with_name("plan_family_rows.jsonl")
 OWN = {"runner", "num_gpus", "ds_config", "steps", "warmup", "env"}
 GIB = 2**30
 AT_ONCE = 20  # the first rows are of one card each, two runs at a time on one host, which share library code
@@ -24,6 +24,10 @@ PROMISED = {
     "gpu_used_bytes": ("gpu_used_bytes", 0.03, 0.08),
     "host_bytes": ("host_pss_bytes", 0.05, 0.09),  # the worst compiled its kernels, the first run on that machine
 }
+
+
+# Several micro batches at stage 2 of one card, whose gradients went through buckets then: they are added to their sums as they come now.
+BUCKETS = (5, 16, 28, 36, 37)
 
 
 def predicted(row, gpu_bytes, host_bytes=250 * GIB):
@@ -53,8 +57,9 @@ def planned():
 @pytest.mark.parametrize("number", PROMISED)
 def test_memory_is_near_what_was_measured(planned, number):
     measured, mean, worst = PROMISED[number]
-    errors = [abs(said[number] / row[measured] - 1) for row, said in planned]
-    assert len(errors) == 44
+    rows = [pair for i, pair in enumerate(planned) if i not in BUCKETS]
+    errors = [abs(said[number] / row[measured] - 1) for row, said in rows]
+    assert len(errors) == 39
     assert sum(errors) / len(errors) <= mean
     assert max(errors) <= worst
 
@@ -62,7 +67,7 @@ def test_memory_is_near_what_was_measured(planned, number):
 def test_allocated_is_what_was_measured():
     """Rows of today's code paths, among them blocks as leaf modules and 348,160 tokens with the inputs on the host; nothing is fitted to them."""
     rows = list(map(json.loads, LATER.read_text().splitlines()))[7:]
-    assert len(rows) == 14
+    assert len(rows) == 28
     for row in rows:
         limits = row["predicted"]
         said = predicted(row, limits["gpu_limit_bytes"], limits["host_limit_bytes"])
@@ -70,6 +75,44 @@ def test_allocated_is_what_was_measured():
         no_buffers_yet = row["settings"]["steps"] == 1  # the state's first update makes them
         assert -0.001 <= error <= (0.008 if no_buffers_yet else 0.001), row["label"]
         assert row["settings"].get("gpu_memory_cap") != 24 or said["fits"]  # which ran
+        if row["settings"]["ds_config"] == "zero2":
+            # 3B, four micro batches: state that the first update makes in what backward left, which was planned to be there before, -11 %.
+            assert abs(said["gpu_used_bytes"] / row["gpu_used_bytes"] - 1) <= 0.015, row["label"]
+
+
+def test_windows_and_two_cards_are_allocated_as_measured():
+    """Phi-3 and Gemma 3 once kernels kept their windows, and 1B on two cards; nothing is fitted to these."""
+    rows = list(map(json.loads, ROWS.with_name("plan_newest_rows.jsonl").read_text().splitlines()))
+    with_other_blocks_now = [r["label"] for r in rows if r["settings"]["ds_config"] == "zero2_offload"]
+    assert len(rows) == 8 and len(with_other_blocks_now) == 2
+    for row in rows:
+        said = predicted(row, row["predicted"]["gpu_limit_bytes"], row["predicted"]["host_limit_bytes"])
+        if row["label"] not in with_other_blocks_now:
+            assert abs(said["gpu_allocated_bytes"] / row["gpu_allocated_bytes"] - 1) <= 0.001, row["label"]
+        assert abs(said["gpu_used_bytes"] / row["gpu_used_bytes"] - 1) <= 0.05, row["label"]
+
+
+# Their attention went through a dense mask and repeated keys, which it does no more.
+MASKED = ("phi-3", "gemma-3")
+
+
+def test_families_that_liger_kernel_does_not_know_are_planned_with_transformers_own_kernels():
+    """GPT-NeoX and OLMoE were planned with liger-kernel's (-3.6 to +2.3 %); Qwen3 has them. Nothing is fitted to these rows."""
+    rows = [
+        row for row in map(json.loads, FAMILIES.read_text().splitlines()) if not any(name in row["model"] for name in MASKED)
+    ]
+    assert len(rows) == 6
+    for row in rows:
+        if "offload" in row["label"]:  # as many buffers as that run took: a plan of a step as long as it was takes fewer
+            row["ds_config"]["zero_optimization"]["offload_optimizer"]["buffer_count"] = 203
+        said = predicted(row, row["predicted"]["gpu_limit_bytes"], row["predicted"]["host_limit_bytes"])
+        error = said["gpu_allocated_bytes"] / row["gpu_allocated_bytes"] - 1
+        # At stage 3 a recomputed block of GPT-NeoX held 128 MiB that are not explained.
+        least = -0.006 if "zero3" in row["label"] else -0.001
+        assert least <= error <= 0.001, row["label"]
+        # OLMoE's sums of gradients are still read by the update when the next backward makes new ones: 11 % were missing.
+        assert abs(said["gpu_used_bytes"] / row["gpu_used_bytes"] - 1) <= 0.02, row["label"]
+        assert ("hf kernels, fused loss" in said["config"]) == ("qwen3" not in row["model"])
 
 
 def test_stages_rank_as_they_ran(planned):
@@ -84,13 +127,25 @@ def test_stages_rank_as_they_ran(planned):
         assert seconds[fast] < seconds[slow]
 
 
-# Several micro batches at stage 2 of one card, whose gradients went through buckets then: they are added to their sums as they come now.
-BUCKETS = (5, 16, 28, 36, 37)
-
-
 @pytest.mark.parametrize("part, median", [(range(26), 0.04), (range(26, 38), 0.055), (range(38, 44), 0.045)])
 def test_steps_take_about_as_long(planned, part, median):
     """Every other row, over all files, is in the fit of the host's and the card's constants (docs/results/plan_accuracy.md)."""
     rows = [planned[i] for i in part if i not in BUCKETS]
     errors = [abs(said["step_time_s"] / row["step_time_s"]["median"] - 1) for row, said in rows]
     assert statistics.median(errors) <= median
+
+
+def test_without_fused_kernels_products_are_as_fast_and_the_rest_is_counted():
+    """Fused kernels' share of the large product for all, and operators' bytes: OLMoE was planned 47 % too fast, Pythia with its own kernels 17 % too slow."""
+    rows = [json.loads(line) for file in (ROWS, LATER, FAMILIES) for line in file.read_text().splitlines()]
+    rows = [
+        r
+        for r in rows
+        if r["settings"].get("use_liger_kernel") is False or (r["settings"]["ds_config"] == "zero2" and r in rows[-4:])
+    ]
+    assert len(rows) == 4
+    for row in rows:
+        said = predicted(row, 140 * GIB)
+        assert "hf kernels" in said["config"]
+        error = said["step_time_s"] / row["step_time_s"]["median"] - 1
+        assert abs(error) <= (0.1 if "olmoe" in row["model"] else 0.03), row["label"]

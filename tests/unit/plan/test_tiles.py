@@ -123,7 +123,7 @@ def test_time_of_the_tiles_by_hand():
     rates = Rates()
     feed, down = 28 * 3 * 3072 * 8192, 28 * 3072 * 8192
     sums = 8 * 10 * feed / rates.device_bytes_s
-    again = 2 * feed * 32768 / (rates.matmul_flops * rates.liger_share)
+    again = 2 * feed * 32768 / (rates.matmul_flops * rates.products_share)
     for checkpointing, more in (("full", sums + again * down / feed), ("none", sums + again), ("selective", None)):
         whole, tiled = (step_time(base(checkpointing=checkpointing, mlp_tile_tokens=n), rates) for n in (0, 4096))
         if more is not None:  # a recompute of the block runs all of the part but its last product; in tiles it ends before them

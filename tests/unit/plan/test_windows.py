@@ -73,3 +73,12 @@ def test_only_a_dense_mask_is_counted_as_one():
 )
 def test_which_attention_a_run_takes(asked, packing, device, how):
     assert attention_of(asked, packing, device) == how
+
+
+def test_packed_attention_keeps_no_product_of_queries_keys_and_values():
+    """Phi-3 mini on an H200, windows of 2,047: 48.28 GiB with 1 x 4,096 tokens and 30.35 with 4 x recomputed, planned 49.78 and 30.54 before."""
+    config, t, d, heads = shapes.config_dict("phi-3-mini"), 4096, 3072, 32
+    windowed = block_bytes(geometry(config, "varlen"), t, "liger", 0, t).attention
+    assert windowed == 4 * 2 * t * d + 4 * t * heads  # queries, keys, values, output, statistics
+    whole = block_bytes(geometry({**config, "sliding_window": None}, "varlen"), t, "liger", 0, t).attention
+    assert whole - windowed == 2 * 2 * t * d

@@ -232,11 +232,35 @@ def test_an_empty_path_is_not_the_folder_that_one_stands_in(base):
 def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out" / "smollm2").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "out" / "smollm2" / name).touch()
     said = refusal([*base, "--model_name_or_path", "out/smolm2", "--tokenizer_name_or_path", "path/to/tokenizer"])
     assert "model_name_or_path: there is no folder out/smolm2; did you mean out/smollm2?" in said
     assert "tokenizer_name_or_path: there is no folder path/to/tokenizer" in said
     for name in ("out/smollm2", "owner/name", "gpt2"):
         assert parse([*base, "--model_name_or_path", name]).model_name_or_path == name
+
+
+def test_a_folder_without_a_model_or_tokenizer_is_named_before_anything_is_loaded(base, tmp_path):
+    """Transformers said of an empty folder that sentencepiece or tiktoken must be installed."""
+    base = base[: base.index("--tokenizer_name_or_path")] + base[base.index("--tokenizer_name_or_path") + 2 :]
+    model = tmp_path / "model"
+    model.mkdir()
+    wanted = [*base, "--model_name_or_path", str(model)]
+    assert f"model_name_or_path: {model} holds no config.json: a Hugging Face model folder is needed; it is empty" in refusal(
+        wanted
+    )
+    (tmp_path / "COMMIT").touch()
+    assert f"bigtrain export {tmp_path} MODEL_DIR" in refusal([*base, "--model_name_or_path", str(tmp_path)])
+    (tmp_path / "COMMIT").unlink()
+    (model / "config.json").touch()
+    (model / "model.safetensors").touch()
+    assert f"the folder of a run: did you mean {model}?" in refusal([*base, "--model_name_or_path", str(tmp_path)])
+    said = refusal(wanted)
+    assert f"{model} holds no tokenizer (such as tokenizer.json); it holds config.json, model.safetensors. Copy" in said
+    assert f"tokenizer_name_or_path: {model} holds no tokenizer" in refusal([*wanted, "--tokenizer_name_or_path", str(model)])
+    (model / "vocab.txt").touch()
+    assert parse(wanted).model_name_or_path == str(model)
 
 
 def test_going_on_and_starting_over_is_a_contradiction(base):
@@ -392,13 +416,20 @@ def test_run_file_faults(base, tmp_path):
 def test_the_help_can_be_read():
     """Each flag had its spellings with hyphens beside those with underscores, and "(default: None)" behind its default."""
     said = " ".join(make_parser().format_help().split())
-    assert "None" not in said and "--seq-len" not in said and "--max_seq_length, --cutoff_len VALUE" in said
+    assert "None" not in said and "--seq-len" not in said and "--max_seq_length, --cutoff_len N" in said
     assert said.startswith("usage: launch/train.py --ds_config FILE|auto --model_name_or_path")
+    assert "--bf16 [true|false]" in said and "--learning_rate, --lr X" in said
+    places = [
+        said.index(words) for words in ("needed by every run: --model_name_or_path", "optimizer and learning rate: --optim")
+    ]
+    assert places == sorted(places) and len(make_parser()._optionals._group_actions) == 1  # every flag has its group
     assert "(default: 3.0)" in said and "(default: tensorboard)" in said and said.count("(default: isolated)") == 1
 
 
 def test_what_is_missing_is_named_once():
     with pytest.raises(UsageError, match=r"required: --model_name_or_path, --train_data, --output_dir, --ds_config$"):
+        parse(["--seed", "1"])
+    with pytest.raises(UsageError, match=r"^nothing to train was given. usage: launch/train.py --ds_config FILE"):
         parse([])
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from bigtrain.checkpoint import cli
 from bigtrain.errors import UsageError, WeightsError
+from bigtrain.weights.header import encode_header
 from bigtrain.weights.inspect import inspect_folder
 from tests.unit.weights.damage import SHAPES, pristine, write
 
@@ -49,3 +50,14 @@ def test_no_torch_is_imported(tmp_path):
         f"inspect_folder({write(pristine(), tmp_path)!r}, 2); assert not {{'torch', 'numpy'}} & set(sys.modules), 'heavy'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_ten_tensors_are_listed_unless_all_are_asked_for(tmp_path, capsys):
+    """Sixty lines drove what the folder holds off the screen."""
+    head, _ = encode_header([(f"w{i:02}.weight", "BF16", (1,)) for i in range(12)], {})
+    folder = write({"model.safetensors": head + bytes(24)}, tmp_path)
+    assert run(folder) == 0
+    said = capsys.readouterr().out
+    assert "w09.weight" in said and "w10.weight" not in said and "2 more" in said
+    assert run(folder, "--all") == 0
+    assert "w11.weight" in capsys.readouterr().out
