@@ -92,7 +92,7 @@ def rows_of(out):
 
 
 ROW = """step epoch loss lr grad_norm tokens target_tokens step_time_s tokens_per_s mfu gpu_allocated_bytes gpu_reserved_bytes
-gpu_used_bytes host_rss_bytes host_pss_bytes host_memory_used host_memory_warning skipped""".split()  # noqa: SIM905
+gpu_used_bytes gpu_alloc_retries host_rss_bytes host_pss_bytes host_memory_used host_memory_warning skipped""".split()  # noqa: SIM905
 
 
 def check_output_folder(out, steps):
