@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-WARMUP_STEPS = 3  # in which caches fill and kernels are built
+from bigtrain.diagnostics.metrics import WARMUP_STEPS
+
 STEPS_IN_A_ROW = 2
 
 

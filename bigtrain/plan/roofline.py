@@ -140,7 +140,7 @@ def active_elems(plan: PlanInput, *, of_blocks: bool = False) -> int:
 
 
 def model_flops_per_token(plan: PlanInput) -> float:
-    """6 N + 6 L s d: forward and backward of the matrices, causal attention counted at half."""
+    """6 N + 6 L s d: forward and backward of the matrices, causal attention counted at half; of a sliding window what it sees."""
     g = plan.geometry
     return 6 * active_elems(plan) + 6 * g.attended(plan.seq_len) * g.query
 
