@@ -56,22 +56,40 @@ def test_a_rank_ends_with_its_launcher_and_with_nothing_else(phase, name, said, 
 
 
 LEFT = """
-import os, sys, time
-starter = os.getpid()
+import ctypes, os, sys, time
+libc = ctypes.CDLL(None)
+libc.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: who adopts orphans is this process, not whatever the machine has for it
+libc.prctl(15, sys.argv[1].encode())  # PR_SET_NAME
+adopter = os.getpid()
+starter = os.fork()
+if starter:
+    os.waitpid(starter, 0)
+    os.wait()
+    os._exit(0)
 if os.fork():
     os._exit(0)
-while os.getppid() == starter:
+while os.getppid() != adopter:
     time.sleep(0.01)
 sys.argv[1:] = ["meets", "nohup"]
 """
 
 
-@pytest.mark.parametrize("launched", [{"TORCHELASTIC_RUN_ID": "none"}, {"CROSS_RANK": "0", "LOCAL_SIZE": "2"}, {}])
-def test_a_rank_whose_launcher_is_gone_before_it_looks_leaves_at_once(launched):
+@pytest.mark.parametrize(
+    ("launched", "adopter", "leaves"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none"}, "systemd", True),
+        ({"CROSS_RANK": "0", "LOCAL_SIZE": "2"}, "systemd", True),
+        ({}, "systemd", False),
+        ({"TORCHELASTIC_RUN_ID": "none"}, "python3", False),  # it may have started the rank itself
+        ({"TORCHELASTIC_RUN_ID": "none"}, "bash", False),
+    ],
+)
+def test_a_rank_whose_launcher_is_gone_before_it_looks_leaves_at_once(launched, adopter, leaves):
     done = subprocess.run(
-        [sys.executable, "-c", LEFT + RANK], cwd=ROOT, env={"PYTHONPATH": python_path(), **launched}, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", LEFT + RANK, adopter], cwd=ROOT, env={"PYTHONPATH": python_path(), **launched}, capture_output=True, text=True,
+        timeout=60, start_new_session=True,
     )  # fmt: skip
-    assert done.stdout == ("" if launched else "ready\nsaved, stopped by None\n")
+    assert done.stdout == ("" if leaves else "ready\nsaved, stopped by None\n"), done.stderr
 
 
 @pytest.mark.parametrize(
