@@ -181,7 +181,7 @@ def checkpoints(ctx: Context) -> Iterator[Problem]:
 def activation_checkpointing(ctx: Context) -> Iterator[Problem]:
     """DeepSpeed's block does nothing to a Hugging Face model."""
     block = ctx.get("activation_checkpointing")
-    if not isinstance(block, Mapping) or (ctx.model and not ctx.model.is_huggingface):
+    if not isinstance(block, Mapping):
         return
     yield Problem("activation_checkpointing", block, "note",
                   "DeepSpeed alone does nothing with it for a Hugging Face model; bigtrain takes the block as a wish "

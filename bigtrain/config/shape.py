@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -17,8 +15,6 @@ class ModelShape:
     Attributes:
         hidden_size: width of the residual stream; None for models that have no such number.
         largest_parameter_elems: elements of the largest single parameter; None when unknown.
-        num_experts: routed experts in a block; 0 when dense.
-        is_huggingface: comes from a Hugging Face config, so that it can switch on its own activation checkpointing.
         model_type: the config's `model_type`, for messages.
         block_class, block_elems: class of the repeated block, and elements of the largest; empty and 0 when unknown.
         other_blocks: classes of blocks of other families.
@@ -26,8 +22,6 @@ class ModelShape:
 
     hidden_size: int | None = None
     largest_parameter_elems: int | None = None
-    num_experts: int = 0
-    is_huggingface: bool = True
     model_type: str = ""
     block_class: str = ""
     block_elems: int = 0
@@ -46,11 +40,9 @@ class ModelShape:
         data = _as_dict(config)
         text = _sub_config(data)
         hidden = _hidden_size(data) or _hidden_size(text)
-        experts = max((_count(d, name) for d in (data, text) for name in _EXPERTS), default=0)
         return cls(
             hidden_size=hidden,
             largest_parameter_elems=_largest_parameter(data, text, hidden),
-            num_experts=experts if experts > 1 else 0,
             model_type=str(data.get("model_type") or ""),
         )
 

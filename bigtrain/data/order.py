@@ -68,10 +68,6 @@ class SampleOrder:
         if self.n_rows < 1:
             raise DataError(f"the data set has {self.n_rows} rows: there is nothing to order or to train on")
 
-    def epoch(self, position: int) -> int:
-        """The epoch, from 0, that `position` lies in."""
-        return position // self.n_rows
-
     def row(self, position: int) -> int:
         """Index (0 ... n_rows - 1) of the row at `position` (0, 1, ... without end)."""
         if position < 0:

@@ -10,6 +10,7 @@ import difflib
 import logging
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from bigtrain.errors import UsageError
@@ -46,13 +47,11 @@ class Optimizer:
         other_state: what is kept for parameters that the optimizer treats differently, if any.
         fp32_below_elems: a partition with fewer elements keeps both moments in fp32 instead (0: never).
         master_bytes: bytes an element that DeepSpeed keeps as a separate master copy (4 for fp32, 0 if none exists).
-        offload: True if it is right with `offload_optimizer`.
         own_offload: with `offload_optimizer` it keeps its state in host memory itself, and DeepSpeed is not told: weights and
             gradients stay where they are, no fp32 master or gradient exists on the host.
         stages: ZeRO stages at which it is right.
         config: ds_config keys that DeepSpeed needs to accept and to run it rightly.
         hook: dotted path of a function called with the DeepSpeed engine after `initialize`, or None.
-        note: one line for `--help` and for the run's summary.
     """
 
     build: str
@@ -60,12 +59,10 @@ class Optimizer:
     other_state: tuple[StateTensor, ...] = ()
     fp32_below_elems: int = 0
     master_bytes: int = 4
-    offload: bool = True
     own_offload: bool = False
     stages: tuple[int, ...] = (0, 1, 2, 3)
     config: dict[str, Any] = field(default_factory=dict)
     hook: str | None = None
-    note: str = ""
 
 
 _ADAM_FP32 = (
@@ -89,67 +86,46 @@ _BF16_MASTER = {
     "zero_allow_untested_optimizer": True,
     "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
 }
+_split = partial(
+    Optimizer, master_bytes=0, own_offload=True, stages=(1, 2, 3), config=_BF16_MASTER, hook="bigtrain.optim.split.attach"
+)
 
 OPTIMIZERS: dict[str, Optimizer] = {
+    # AdamW: torch's fused kernel on a GPU, DeepSpeed's CPU Adam when offloaded, plain torch elsewhere
     "adamw": Optimizer(
         build="bigtrain.optim.build.adamw",
         state=_ADAM_FP32,
         config={"zero_force_ds_cpu_optimizer": False},
         hook="bigtrain.optim.chunks.attach",
-        note="AdamW: torch's fused kernel on a GPU, DeepSpeed's CPU Adam when offloaded, plain torch elsewhere",
     ),
+    # torch.optim.AdamW without fused kernels, also when offloaded: the reference, slow on a CPU
     "adamw_torch": Optimizer(
         build="bigtrain.optim.build.adamw_torch",
         state=_ADAM_FP32,
         config={"zero_force_ds_cpu_optimizer": False},
         hook="bigtrain.optim.chunks.attach",
-        note="torch.optim.AdamW without fused kernels, also when offloaded: the reference, slow on a CPU",
     ),
+    # bitsandbytes AdamW with block-wise 8-bit moments; DeepSpeed's fp32 master stays
     "adamw_8bit": Optimizer(
         build="bigtrain.optim.build.adamw_8bit",
         state=_ADAM_8BIT,
         fp32_below_elems=MIN_8BIT_ELEMS,
         config=_CLIENT,
         hook="bigtrain.optim.chunks.attach",
-        note="bitsandbytes AdamW with block-wise 8-bit moments; DeepSpeed's fp32 master stays",
     ),
-    "adamw_split": Optimizer(
-        build="bigtrain.optim.build.adamw_split",
-        state=(_LOW, *_ADAM_FP32),
-        master_bytes=0,
-        own_offload=True,
-        stages=(1, 2, 3),
-        config=_BF16_MASTER,
-        hook="bigtrain.optim.split.attach",
-        note="AdamW with the fp32 master kept as bf16 weight + 16 bits: equals adamw bit for bit, 4 bytes a parameter less",
-    ),
-    "adamw_split_bf16": Optimizer(
-        build="bigtrain.optim.build.adamw_split_bf16",
-        state=(_LOW, *_ADAM_BF16),
-        master_bytes=0,
-        own_offload=True,
-        stages=(1, 2, 3),
-        config=_BF16_MASTER,
-        hook="bigtrain.optim.split.attach",
-        note="adamw_split with bf16 moments, rounded by chance so that small changes are not lost",
-    ),
-    "adamw_split_8bit": Optimizer(
-        build="bigtrain.optim.build.adamw_split_8bit",
-        state=(_LOW, *_ADAM_8BIT),
-        master_bytes=0,
-        own_offload=True,
-        stages=(1, 2, 3),
-        config=_BF16_MASTER,
-        hook="bigtrain.optim.split.attach",
-        note="adamw_split with block-wise 8-bit moments: 8 bytes a parameter with weight and gradient",
-    ),
+    # AdamW with the fp32 master kept as bf16 weight + 16 bits: equals adamw bit for bit, 4 bytes a parameter less
+    "adamw_split": _split(build="bigtrain.optim.build.adamw_split", state=(_LOW, *_ADAM_FP32)),
+    # adamw_split with bf16 moments, rounded by chance so that small changes are not lost
+    "adamw_split_bf16": _split(build="bigtrain.optim.build.adamw_split_bf16", state=(_LOW, *_ADAM_BF16)),
+    # adamw_split with block-wise 8-bit moments: 8 bytes a parameter with weight and gradient
+    "adamw_split_8bit": _split(build="bigtrain.optim.build.adamw_split_8bit", state=(_LOW, *_ADAM_8BIT)),
+    # Muon for hidden matrices, AdamW for embeddings, the head, biases and norms
     "muon": Optimizer(
         build="bigtrain.optim.build.muon",
         state=(StateTensor(name="momentum_buffer", dtype="float32", bytes_per_elem=4),),
         other_state=_ADAM_FP32,
         config=_CLIENT,
         hook="bigtrain.optim.orthogonal.attach",
-        note="Muon for hidden matrices, AdamW for embeddings, the head, biases and norms",
     ),
 }
 
@@ -189,15 +165,12 @@ def engine_config_patch(
         grad_accum_dtype: `data_types.grad_accum_dtype` of the config, if it has one.
 
     Raises:
-        UsageError: if the optimizer would be wrong at this stage or under offload.
+        UsageError: if the optimizer would be wrong at this stage.
     """
     row = OPTIMIZERS[canonical_name(name)]
     if stage is not None and stage not in row.stages:
         listed = ", ".join(map(str, row.stages))
         raise UsageError(f"optimizer {name!r} works at ZeRO stages {listed}, not {stage}: choose one of them or adamw.")
-    if offload and not row.offload:
-        able = ", ".join(n for n, r in OPTIMIZERS.items() if r.offload)
-        raise UsageError(f"optimizer {name!r} cannot run with offload_optimizer: remove that block, or choose one of {able}.")
     patch = copy.deepcopy(row.config)
     zero = patch["zero_optimization"] = {"offload_optimizer": {"device": "none"}} if offload and row.own_offload else {}
     if row.master_bytes == 0 and stage == 1 and grad_accum_dtype in ("fp32", "float32"):

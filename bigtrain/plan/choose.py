@@ -125,7 +125,7 @@ def _families(base: PlanInput, optimizers: tuple[str, ...], recompute: bool | No
     for optimizer in optimizers:
         layout = LAYOUTS[optimizer]
         for place in _placements(base.world_size):
-            if place["stage"] not in layout.stages or (place["offload_optimizer"] and not layout.offload):
+            if place["stage"] not in layout.stages:
                 continue
             if layout.own_offload and place["offload_param"] and base.device == "cuda":
                 continue

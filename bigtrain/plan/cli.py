@@ -334,7 +334,7 @@ def _print_choice(args: argparse.Namespace, choice: Choice, rates: Rates, assume
         print(json.dumps({**said, **({"measured": measured} if measured else {})}, indent=2))
     else:
         print(assumed_text(assumed), end="")
-        print(choice_text(choice, rates))
+        print(choice_text(choice))
         if best is not None and plan is not None:
             print(f"\n{measured_text(measured)}chosen: {best.describe()}\n")
             print(plan_text(plan, gpu, host, rates, args.formulas))

@@ -105,9 +105,6 @@ class PlanInput:
         if stage not in layout.stages:
             able = ", ".join(map(str, layout.stages))
             raise UsageError(f"optimizer {self.optimizer} works at ZeRO stages {able}, not at stage {stage}")
-        if self.settings.offload_optimizer and not layout.offload:
-            able = ", ".join(name for name, other in LAYOUTS.items() if other.offload)
-            raise UsageError(f"optimizer {self.optimizer} cannot step on the host: remove offload_optimizer or use {able}")
         if self.settings.offload_gradients and self.device == "cuda" and not self.alone:
             raise UsageError(
                 f"offload_gradients {self.settings.offload_gradients:g} needs one rank, stage 2, offload_optimizer with an adamw_split "

@@ -103,7 +103,7 @@ def assumed_text(assumed: Mapping[str, tuple[Any, str]]) -> str:
     return f"assumed, as launch/train.py does: {said}\n\n" if said else ""
 
 
-def choice_text(choice: Choice, rates: Rates | None = None) -> str:
+def choice_text(choice: Choice) -> str:
     """The ladder: what fits, fastest first; what was rejected and why; the chosen plan or what would help."""
     lines = [f"global batch {choice.global_batch} sequences; the {len(choice.fitting)} fastest that fit; {len(choice.rejected)} that "
              f"might be faster do not; {choice.slower} are slower"]  # fmt: skip

@@ -24,10 +24,10 @@ class StateLayout:
         moments: of a parameter under Adam; `matrix_moments` of a matrix under Muon (one momentum).
         step_grad: of the gradient handed to the update (4: cast to fp32 first; 2: as it comes).
         source: where the numbers come from.
-        offload: it works with offload_optimizer. stages: ZeRO stages at which it is right.
+        stages: ZeRO stages at which it is right.
         flat_step: DeepSpeed lays the gradients of a group out flat for the step; otherwise they are taken as they are, a chunk at a
             time (bigtrain/zero/flat.py hand_over_gradients).
-        own_offload: it then keeps its state in host memory itself and streams it through the GPU; DeepSpeed is not told, so
+        own_offload: with offload_optimizer it keeps its state in host memory itself and streams it through the GPU; DeepSpeed is not told, so
              that weights and gradients are placed as without offload (bigtrain/optim/stream.py).
     """
 
@@ -36,7 +36,6 @@ class StateLayout:
     matrix_moments: float
     step_grad: float
     source: str
-    offload: bool = True
     stages: tuple[int, ...] = (0, 1, 2, 3)
     flat_step: bool = True
     own_offload: bool = False
@@ -57,10 +56,10 @@ LAYOUTS: dict[str, StateLayout] = {
         4, EIGHT_BIT_MOMENTS, EIGHT_BIT_MOMENTS, 4, "fp32 master; bitsandbytes 8-bit m, v", flat_step=False
     ),
     "muon": StateLayout(4, 8, 4, 4, "fp32 master; momentum for matrices of blocks, Adam for the rest"),
-    "adamw_split": StateLayout(2, 8, 8, 2, "bf16 weight + 16 missing bits; fp32 m, v", True, (1, 2, 3), False, True),
-    "adamw_split_bf16": StateLayout(2, 4, 4, 2, "bf16 weight + 16 missing bits; bf16 m, v", True, (1, 2, 3), False, True),
+    "adamw_split": StateLayout(2, 8, 8, 2, "bf16 weight + 16 missing bits; fp32 m, v", (1, 2, 3), False, True),
+    "adamw_split_bf16": StateLayout(2, 4, 4, 2, "bf16 weight + 16 missing bits; bf16 m, v", (1, 2, 3), False, True),
     "adamw_split_8bit": StateLayout(
-        2, EIGHT_BIT_MOMENTS, EIGHT_BIT_MOMENTS, 2, "bf16 weight + 16 missing bits; 8-bit m, v", True, (1, 2, 3), False, True
+        2, EIGHT_BIT_MOMENTS, EIGHT_BIT_MOMENTS, 2, "bf16 weight + 16 missing bits; 8-bit m, v", (1, 2, 3), False, True
     ),
     "adamw_bf16": StateLayout(2, 4, 4, 2, "DeepSpeed bf16_master_weights_and_grads + bf16_optimizer_states"),
     "sgd": StateLayout(4, 0, 0, 4, "fp32 master only"),

@@ -46,7 +46,7 @@ def runs(optimizer: str, worlds=(1, 2, 3, 4)) -> list[Run]:
     """All that this optimizer allows."""
     row = OPTIMIZERS[optimizer]
     every = itertools.product(worlds, row.stages, (False, True))
-    return [Run(w, s, o) for w, s, o in every if not o or (row.offload and s > 0)]
+    return [Run(w, s, o) for w, s, o in every if not o or s > 0]
 
 
 def save(root: str, optimizer: str, stage: int, offload: bool) -> None:

@@ -28,22 +28,6 @@ def test_hidden_size(config, hidden):
     assert ModelShape.from_config(config).hidden_size == hidden
 
 
-@pytest.mark.parametrize(
-    ("config", "experts"),
-    [
-        ({"hidden_size": 8, "num_local_experts": 8}, 8),
-        ({"hidden_size": 8, "n_routed_experts": 64}, 64),
-        ({"text_config": {"hidden_size": 8, "num_experts": 128}}, 128),
-        ({"hidden_size": 8, "moe_num_experts": [16, 32]}, 32),
-        ({"hidden_size": 8, "num_experts": 1}, 0),
-        ({"hidden_size": 8}, 0),
-    ],
-)
-def test_experts(config, experts):
-    shape = ModelShape.from_config(config)
-    assert shape.num_experts == experts
-
-
 def test_largest_parameter():
     shape = ModelShape.from_config({"hidden_size": 64, "vocab_size": 1000, "intermediate_size": 128})
     assert shape.largest_parameter_elems == 64_000

@@ -61,4 +61,4 @@ def test_a_real_config_object():
     from transformers import LlamaConfig
 
     shape = ModelShape.from_config(LlamaConfig(hidden_size=96, vocab_size=500))
-    assert (shape.hidden_size, shape.model_type, shape.num_experts) == (96, "llama", 0)
+    assert (shape.hidden_size, shape.model_type) == (96, "llama")
