@@ -1,4 +1,4 @@
-"""`bigtrain verify`, `inspect` and `export`: of checkpoints here, of other folders by `bigtrain.weights`. Torch-free till export."""
+"""`bigtrain verify`, `inspect` and `export`, of checkpoints and of folders of weights. Torch-free until export runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from bigtrain.checkpoint import reshard, store
 from bigtrain.checkpoint.verify import verify
 from bigtrain.errors import UsageError
 from bigtrain.partition import owned_range
-from bigtrain.weights import cli as weights_cli
+from bigtrain.weights.inspect import inspect_folder, report
 
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # What is said of the run's state, and under which name: its `tokens` are those that count in the loss (`Engine.tokens`).
 _COUNTERS = {
     **{name: name for name in ("global_step", "updates", "data_position", "seed", "schedule", "skipped", "user")},
@@ -26,14 +27,38 @@ def add_parsers(subparsers: Any) -> None:
     parser = subparsers.add_parser("verify", help="read a checkpoint whole and check every byte against its hash")
     parser.add_argument("checkpoint", type=Path, help="a checkpoint folder, or a folder of checkpoints (the newest is meant)")
     parser.set_defaults(run=run_verify)
-    inspect = subparsers.add_parser("inspect", help="what is in a checkpoint or in a folder of weights")
-    weights_cli.add_inspect_arguments(inspect)
-    inspect.set_defaults(run=run_inspect)
-    export = subparsers.add_parser(
+    parser = subparsers.add_parser("inspect", help="what is in a checkpoint or in a folder of weights")
+    parser.add_argument(
+        "path", metavar="DIR", help="a checkpoint, or a folder with model.safetensors or shards and their index"
+    )
+    parser.add_argument("--world_size", type=int, metavar="N", help="show which bytes each of N ranks would read at ZeRO-3")
+    parser.add_argument("--all", action="store_true", help="list every tensor, not the first 10")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+    parser.set_defaults(run=run_inspect)
+    parser = subparsers.add_parser(
         "export", help="the weights of a checkpoint, bigtrain's or DeepSpeed's, as a Hugging Face folder"
     )
-    weights_cli.add_export_arguments(export)
-    export.set_defaults(run=run_export)
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of checkpoints (the newest is meant)")
+    parser.add_argument("out", metavar="OUT", help="folder to make")
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        type=lambda word: _SHORT.get(word, word),
+        choices=["bfloat16", "float16", "float32"],
+        help="type of the weights (default: bfloat16)",
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", help="folder with the model's config.json and tokenizer, where the checkpoint has none"
+    )
+    parser.add_argument("--tag", help="which checkpoint of the folder")
+    parser.add_argument("--max_shard_gb", type=_positive, default=5.0, metavar="GB", help="largest file, in 1e9 bytes")
+    parser.set_defaults(run=run_export)
+
+
+def _positive(word: str) -> float:
+    if not 1e-9 <= float(word) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{word}: write a positive number")
+    return float(word)
 
 
 def run_verify(args: argparse.Namespace) -> int:
@@ -57,28 +82,33 @@ def run_inspect(args: argparse.Namespace) -> int:
     """Print what is in a folder, whichever kind it is."""
     path = Path(args.path)
     _refuse_missing(path)
-    if not is_checkpoint(path):
-        return weights_cli.run_inspect(args)
     if args.world_size is not None and args.world_size < 1:
         raise UsageError(f"--world_size {args.world_size}: at least 1 rank.")
-    found = facts(path, args.world_size)
-    sys.stdout.write((json.dumps(found, indent=2) if args.json else describe(found, None if args.all else 10)) + "\n")
+    own = is_checkpoint(path)
+    found = facts(path, args.world_size) if own else inspect_folder(args.path, args.world_size)
+    text = json.dumps(found, indent=2) if args.json else (describe if own else report)(found, None if args.all else 10)
+    sys.stdout.write(text + "\n")
     return 0
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Write a Hugging Face folder from a checkpoint."""
+    """Write a Hugging Face folder from a checkpoint, bigtrain's or DeepSpeed's; alone, or on several ranks under torchrun."""
     path = Path(args.checkpoint)
     _refuse_missing(path)
     tagged = path if args.tag is None else store.named(path, args.tag)
+    how = {"dtype": args.dtype, "model_dir": args.model, "max_shard_bytes": int(args.max_shard_gb * 1e9)}
     if not is_checkpoint(tagged) and (tagged.exists() or not is_checkpoint(path)):
-        return weights_cli.run_export(args)
-    from bigtrain.checkpoint.export import export_checkpoint
+        from bigtrain.weights.deepspeed_export import export_deepspeed
 
-    report = export_checkpoint(
-        tagged, args.out, dtype=args.dtype, model_dir=args.model, max_shard_bytes=int(args.max_shard_gb * 1e9)
+        done = export_deepspeed(args.checkpoint, args.out, tag=args.tag, **how)
+    else:
+        from bigtrain.checkpoint.export import export_checkpoint
+
+        done = export_checkpoint(tagged, args.out, **how)
+    sys.stdout.write(
+        f"{done.path}: {done.tensors} tensors, {done.bytes / 1e9:.3f} GB in {len(done.files)} file{'s' * (len(done.files) != 1)}, "
+        f"{done.seconds:.1f} s\n"
     )
-    weights_cli.tell(report)
     return 0
 
 

@@ -19,11 +19,12 @@ from bigtrain import ranks
 from bigtrain.checkpoint import live, reshard, rng
 from bigtrain.checkpoint.manifest import SavedSlice
 from bigtrain.checkpoint.reshard import Index, Read
-from bigtrain.checkpoint.slices import DTYPE_NAMES, LocalSlice
+from bigtrain.checkpoint.slices import LocalSlice
 from bigtrain.errors import CheckpointError
 from bigtrain.optim import OPTIMIZERS
 from bigtrain.weights.deepspeed_folder import DeepSpeedFolder, open_deepspeed
 from bigtrain.weights.deepspeed_universal import is_universal, open_universal
+from bigtrain.weights.dtypes import NAMES
 from bigtrain.weights.slots import Piece, without_wrappers
 from bigtrain.zero.flat import refresh_weights
 
@@ -145,7 +146,7 @@ def _check_names(source: DeepSpeedFolder, module: torch.nn.Module) -> None:
 def _index(source: DeepSpeedFolder, engine: Engine) -> tuple[Index, list[torch.Tensor]]:
     """The folder's tensors as saved slices; `offset` is the place in the list, not in a file, and moments have this run's dtype."""
     module, row = engine.module, OPTIMIZERS[engine.settings.optimizer]
-    moments = {t.name: DTYPE_NAMES[getattr(torch, t.dtype)] for t in (*row.state, *row.other_state)}
+    moments = {t.name: NAMES[getattr(torch, t.dtype)] for t in (*row.state, *row.other_state)}
     names = {without_wrappers(name): name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     trained = {name for held in source.moments.values() for name in held}
     found: list[tuple[int, SavedSlice]] = []
@@ -153,7 +154,7 @@ def _index(source: DeepSpeedFolder, engine: Engine) -> tuple[Index, list[torch.T
 
     def add(kind: str, name: str, pieces: list[Piece]) -> None:
         for piece in pieces:
-            dtype = moments.get(kind) or DTYPE_NAMES[piece.flat.dtype]
+            dtype = moments.get(kind) or NAMES[piece.flat.dtype]
             own = names.get(without_wrappers(name), name)
             stop = piece.start + piece.flat.numel()
             found.append((0, SavedSlice(param=own, kind=kind, dtype=dtype, shape=source.shapes[name], start=piece.start,

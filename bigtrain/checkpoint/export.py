@@ -9,10 +9,10 @@ import torch
 
 from bigtrain import ranks
 from bigtrain.checkpoint import files, reshard, store
-from bigtrain.checkpoint.slices import DTYPES
 from bigtrain.checkpoint.verify import verify_slice
 from bigtrain.errors import CheckpointError
 from bigtrain.weights.deepspeed_export import export_weights
+from bigtrain.weights.dtypes import TORCH
 from bigtrain.weights.export import ExportReport
 from bigtrain.weights.slots import Piece
 
@@ -28,10 +28,6 @@ class StoredWeights:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
-
-    def whole(self, name: str) -> torch.Tensor:
-        """One weight, put together."""
-        return torch.cat([piece.flat for piece in self.pieces[name]]).view(self.shapes[name])
 
 
 def export_checkpoint(
@@ -78,7 +74,7 @@ def _weights_in(opened: store.Opened) -> StoredWeights:
                 continue
             found.shapes[param] = held[0][1].shape
             found.pieces[param] = [
-                Piece(s.start, maps[rank][s.offset : s.offset + s.nbytes].view(DTYPES[s.dtype])) for rank, s in held
+                Piece(s.start, maps[rank][s.offset : s.offset + s.nbytes].view(TORCH[s.dtype])) for rank, s in held
             ]
     _check(opened)
     return found

@@ -15,11 +15,12 @@ import torch
 from bigtrain import ranks, zero
 from bigtrain.checkpoint.blocks import MOMENTS, SCALES, Reblock, in_place, reblock
 from bigtrain.checkpoint.reshard import Index, Wanted, plan_reads
-from bigtrain.checkpoint.slices import DTYPE_NAMES, DTYPES, LocalSlice
+from bigtrain.checkpoint.slices import LocalSlice
 from bigtrain.errors import CheckpointError
 from bigtrain.guards import listing
 from bigtrain.optim import OPTIMIZERS
 from bigtrain.optim.split import first_codes
+from bigtrain.weights.dtypes import NAMES, TORCH
 from bigtrain.zero.flat import partition_layouts
 
 READING_RANKS = 4  # up to so many CPU ranks, each reads all masters
@@ -284,7 +285,7 @@ def _make_state(flat: Flat, index: Index, leave: Collection[str]) -> None:
             continue
         first = saved[0][1]
         shape = flat.shape if param in held else first.shape
-        made = flat.state[kind] = torch.zeros(shape, dtype=DTYPES[first.dtype], device=flat.tensor.device)
+        made = flat.state[kind] = torch.zeros(shape, dtype=TORCH[first.dtype], device=flat.tensor.device)
         if made.dtype == torch.uint8:  # the padding is not in the checkpoint, and would be the smallest value with code 0
             first_codes({kind: made})
 
@@ -358,14 +359,14 @@ def _is_scalar_tensor(value: Any) -> bool:
 
 def _scalar(value: Any) -> tuple[str, float | int]:
     if torch.is_tensor(value):
-        return DTYPE_NAMES[value.dtype], value.item()
+        return NAMES[value.dtype], value.item()
     return type(value).__name__, value
 
 
 def _unscalar(type_name: str, value: float | int, device: torch.device) -> Any:
     """torch's fused optimizers keep their step count beside the parameter, the others on the CPU."""
-    if type_name in DTYPES:
-        return torch.tensor(value, dtype=DTYPES[type_name], device=device)
+    if type_name in TORCH:
+        return torch.tensor(value, dtype=TORCH[type_name], device=device)
     return int(value) if type_name == "int" else float(value)
 
 

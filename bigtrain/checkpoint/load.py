@@ -15,10 +15,11 @@ from bigtrain.checkpoint import files, reshard
 from bigtrain.checkpoint.datafile import BLOCK_BYTES, PAGE_BYTES, DataSource, aligned_buffer, take_hashed
 from bigtrain.checkpoint.manifest import SavedSlice
 from bigtrain.checkpoint.reshard import Index, Read
-from bigtrain.checkpoint.slices import DTYPES, LocalSlice, raw
+from bigtrain.checkpoint.slices import LocalSlice, raw
 from bigtrain.checkpoint.snapshot import page_locked, threads_on
 from bigtrain.checkpoint.store import Opened
 from bigtrain.errors import CheckpointError
+from bigtrain.weights.dtypes import TORCH
 
 GAP_BYTES = 4096  # chunks no farther apart than this are read in one request
 
@@ -47,7 +48,7 @@ class _Part:
     @property
     def direct(self) -> bool:
         """True if its bytes are those of the target, all of them."""
-        same = self.target.dtype == DTYPES[self.saved.dtype] and self.target.nbytes == self.size
+        same = self.target.dtype == TORCH[self.saved.dtype] and self.target.nbytes == self.size
         return same and not self.target.is_cuda
 
     def check(self, found: str, path: Path) -> None:
@@ -104,7 +105,7 @@ def readers(waits: bool) -> int:
 
 def _check_dtypes(reads: Sequence[Read], slices: Sequence[LocalSlice]) -> None:
     for read in reads:
-        have, want = DTYPES[read.saved.dtype], slices[read.wanted].tensor.dtype
+        have, want = TORCH[read.saved.dtype], slices[read.wanted].tensor.dtype
         if have != want and not slices[read.wanted].rounded:
             raise CheckpointError(
                 f"{read.saved.kind} of {read.saved.param} is {have} in the checkpoint and {want} in this run. "
@@ -172,7 +173,7 @@ def _copy_elements(part: _Part, content: memoryview) -> None:
     end = part.skip_bytes + part.target.numel() * part.saved.item_bytes
     wanted = torch.frombuffer(content, dtype=torch.uint8)[part.skip_bytes : end]
     aligned = wanted if wanted.data_ptr() % part.saved.item_bytes == 0 else wanted.clone()
-    part.target.copy_(aligned.view(DTYPES[part.saved.dtype]))
+    part.target.copy_(aligned.view(TORCH[part.saved.dtype]))
 
 
 class _Sources(contextlib.AbstractContextManager["_Sources"]):

@@ -15,9 +15,10 @@ from bigtrain import ranks
 from bigtrain.checkpoint import files, snapshot
 from bigtrain.checkpoint.datafile import PAGE_BYTES
 from bigtrain.checkpoint.manifest import CHUNK_BYTES, RankManifest, SavedSlice
-from bigtrain.checkpoint.slices import DTYPE_NAMES, LocalSlice, raw
+from bigtrain.checkpoint.slices import LocalSlice, raw
 from bigtrain.checkpoint.snapshot import Copy, HostMemory
 from bigtrain.errors import CheckpointError
+from bigtrain.weights.dtypes import NAMES
 
 UNIT_BYTES = 4 * CHUNK_BYTES  # 16 MiB: the most that an update waits for the writer to let go of
 LIVE, BUSY, COPIED, DONE = range(4)
@@ -147,7 +148,7 @@ def plan(
 ) -> Job:
     """Lay the slices out in one safetensors file and cut them into units."""
     for s in mine:
-        if s.tensor.dtype not in DTYPE_NAMES:
+        if s.tensor.dtype not in NAMES:
             raise CheckpointError(f"{s.kind} {s.param} is {s.tensor.dtype}, which a checkpoint cannot hold")
     header, offsets, total = _lay_out(mine)
     saved, units = [], []
@@ -156,7 +157,7 @@ def plan(
             SavedSlice(
                 param=s.param,
                 kind=s.kind,
-                dtype=DTYPE_NAMES[s.tensor.dtype],
+                dtype=NAMES[s.tensor.dtype],
                 shape=s.shape,
                 start=s.start,
                 stop=s.stop,
@@ -203,7 +204,7 @@ def _lay_out(mine: list[LocalSlice]) -> tuple[bytes, list[int], int]:
             entries[f"pad/{position}"] = {"dtype": "U8", "shape": [begin - position], "data_offsets": [position, begin]}
         end = begin + s.tensor.nbytes
         entries[f"{s.kind}/{s.param}/{s.start}"] = {
-            "dtype": DTYPE_NAMES[s.tensor.dtype], "shape": [s.tensor.numel()], "data_offsets": [begin, end],
+            "dtype": NAMES[s.tensor.dtype], "shape": [s.tensor.numel()], "data_offsets": [begin, end],
         }  # fmt: skip
         relative.append(begin)
         position = end

@@ -7,13 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from bigtrain.checkpoint.reshard import Wanted
-
-DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.uint16: "U16",
-    torch.uint32: "U32", torch.uint64: "U64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
-}  # fmt: skip
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+from bigtrain.partition import owned_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +53,7 @@ def share_of(slices: list[LocalSlice], rank: int, world: int) -> list[LocalSlice
     kept = []
     for s in slices:
         if s.replicated:
-            size = -(-s.tensor.numel() // world)
-            s = s.cut(min(rank * size, s.tensor.numel()), min((rank + 1) * size, s.tensor.numel()))
+            s = s.cut(*owned_range(s.tensor.numel(), rank, world))
         if s.tensor.numel():
             kept.append(s)
     return kept

@@ -12,8 +12,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from bigtrain import guards, zero
 from bigtrain.checkpoint.live import persistent_buffers
-from bigtrain.checkpoint.slices import DTYPE_NAMES
 from bigtrain.errors import ModelError, UsageError
+from bigtrain.weights.dtypes import NAMES
 from bigtrain.zero import flat
 
 
@@ -64,7 +64,7 @@ def refuse_other_kinds(model: torch.nn.Module, stage: int, world_size: int) -> N
             dtype that no checkpoint holds.
     """
     for name, buffer in persistent_buffers(model):
-        if buffer.dtype not in DTYPE_NAMES:
+        if buffer.dtype not in NAMES:
             raise ModelError(
                 f"buffer {name} is {_name(buffer.dtype)}, which a checkpoint cannot hold: give it another dtype, or leave it out of what is "
                 "saved (register_buffer(..., persistent=False))",

@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from bigtrain import ranks
 from bigtrain.errors import ModelError
+from bigtrain.partition import owned_range, partition_size
 from bigtrain.plan.constants import WINDOW_BYTES
 
 _SAMPLE_ELEMS = 4096
@@ -355,10 +356,8 @@ def _own_slice(data: Tensor, rank: int, world: int, device: torch.device) -> Ten
     """This rank's flat slice of `ceil(numel / world)` elements, padding set to zero (DeepSpeed leaves it unset)."""
     if world == 1 and data.device == device:
         return data.reshape(-1)
-    size = -(-data.numel() // world)
-    shard = torch.empty(size, dtype=data.dtype, device=device)
-    start = min(rank * size, data.numel())
-    stop = min(start + size, data.numel())
+    shard = torch.empty(partition_size(data.numel(), world), dtype=data.dtype, device=device)
+    start, stop = owned_range(data.numel(), rank, world)
     shard[: stop - start].copy_(data.reshape(-1)[start:stop])
     shard[stop - start :].zero_()
     return shard

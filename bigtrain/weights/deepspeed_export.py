@@ -28,9 +28,6 @@ class WeightSource(Protocol):
     tied: dict[str, str]
     pieces: dict[str, list[Piece]]
 
-    def whole(self, name: str) -> torch.Tensor:
-        """One weight, put together."""
-
 
 def export_deepspeed(
     checkpoint: str | Path,
@@ -166,7 +163,14 @@ def _write(layout: Layout, temporary: str, folder: WeightSource, held: dict[str,
     for number, (shard, part, begin) in enumerate(shuffled):
         if number % ranks.world_size() == ranks.rank() and part.conversion is not None:
             dtype = layout.dtypes[part.name]
-            made = part.conversion.run({name: folder.whole(held[name]).to(dtype) for name in part.sources})
+            made = part.conversion.run({name: _whole(folder, held[name]).to(dtype) for name in part.sources})
             written += writer.run([WriteOp(f"{temporary}/{shard.name}", begin, made[part.made].reshape(-1), dtype)])
     writer.close()
     return written
+
+
+def _whole(folder: WeightSource, name: str) -> torch.Tensor:
+    """All values of one weight in the type in which they are stored."""
+    pieces = folder.pieces[name]
+    flat = torch.cat([piece.flat for piece in pieces]) if len(pieces) > 1 else pieces[0].flat
+    return flat.view(folder.shapes[name])

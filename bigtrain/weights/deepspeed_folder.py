@@ -147,12 +147,6 @@ class DeepSpeedFolder:
     steps: int = 0
     counters: dict[str, int] = field(default_factory=dict)
 
-    def whole(self, name: str) -> torch.Tensor:
-        """All values of one weight in the type in which they are stored."""
-        pieces = self.pieces[name]
-        flat = torch.cat([piece.flat for piece in pieces]) if len(pieces) > 1 else pieces[0].flat
-        return flat.view(self.shapes[name])
-
 
 def _latest(path: str) -> str | None:
     file = os.path.join(path, "latest")

@@ -46,7 +46,7 @@ def test_bad_input_is_refused(tmp_path):
 
 def test_no_torch_is_imported(tmp_path):
     code = (
-        "import sys; from bigtrain.weights import cli; from bigtrain.weights.inspect import inspect_folder; "
+        "import sys; from bigtrain.checkpoint import cli; from bigtrain.weights.inspect import inspect_folder; "
         f"inspect_folder({write(pristine(), tmp_path)!r}, 2); assert not {{'torch', 'numpy'}} & set(sys.modules), 'heavy'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
