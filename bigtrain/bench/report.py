@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 _COLUMNS = (
     "cell", "label", "runner", "model", "num_gpus", "card", "code", "status", "error", "steps_done", "wall_s",
-    "tokens_per_step", "tokens_per_s_per_gpu", "model_tflops", "mfu", "first_step_s", "warmup_steps_left_out",
+    "tokens_per_step", "tokens_per_s_per_gpu", "model_tflops", "mfu", "first_step_s", "untimed_steps",
     "gpu_allocated_bytes", "gpu_reserved_bytes", "gpu_used_bytes", "host_rss_bytes", "host_pss_bytes", "host_node_pss_bytes",
     "first_loss", "last_loss", "predicted_at", "started", "ended",
 )  # fmt: skip

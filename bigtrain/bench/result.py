@@ -80,7 +80,7 @@ def timing(rows: Sequence[Mapping[str, Any]], warmup: int) -> dict[str, Any]:
     return {
         "step_time_s": quartiles([row["step_time_s"] for row in measured]),
         "first_step_s": rows[0]["step_time_s"],
-        "warmup_steps_left_out": warmup,
+        "untimed_steps": warmup,
         "first_loss": rows[0]["loss"],
         "last_loss": rows[-1]["loss"],
         "skipped_steps": sum(bool(row.get("skipped")) for row in rows),

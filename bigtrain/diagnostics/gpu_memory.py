@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bigtrain.diagnostics.metrics import WARMUP_STEPS
+from bigtrain.diagnostics.metrics import UNTIMED_STEPS
 
 STEPS_IN_A_ROW = 2
 
@@ -41,7 +41,7 @@ class Thrash:
     def words(self, step: int, retries: int) -> str | None:
         """What to tell after a step in which the fullest rank's allocator asked again `retries` times; None mostly."""
         self._steps += 1
-        self._in_a_row = self._in_a_row + 1 if retries and self._steps > WARMUP_STEPS else 0
+        self._in_a_row = self._in_a_row + 1 if retries and self._steps > UNTIMED_STEPS else 0
         if self._told or self._in_a_row < STEPS_IN_A_ROW:
             return None
         self._told = True

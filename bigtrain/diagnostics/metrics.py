@@ -34,7 +34,7 @@ from bigtrain.plan.room import room
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-WARMUP_STEPS = 3
+UNTIMED_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,8 +239,8 @@ def _read_pss_bytes() -> int:
 
 
 def steady(values: Sequence[T]) -> Sequence[T]:
-    """The values without the warm-up: the first WARMUP_STEPS, or a third of them in a very short run."""
-    return values[min(WARMUP_STEPS, len(values) // 3) :]
+    """The values without the first UNTIMED_STEPS, which are slower; of a very short run, without the first third."""
+    return values[min(UNTIMED_STEPS, len(values) // 3) :]
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
@@ -255,7 +255,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], pauses_s: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """Final numbers of a run from its metrics rows; speeds without warm-up, as median with spread.
+    """Final numbers of a run from its metrics rows; speeds without the first steps, as median with spread.
 
     Args:
         rows: rows of metrics.jsonl, in order.
@@ -271,7 +271,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], pauses_s: Mapping[str, float] |
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "skipped_steps": sum(bool(r.get("skipped")) for r in rows),
-        "warmup_steps_left_out": len(rows) - len(measured),
+        "untimed_steps": len(rows) - len(measured),
         "step_time_s": spread(r["step_time_s"] for r in measured),
         "tokens_per_s": spread(r["tokens_per_s"] for r in measured),
         "train_time_s": sum(r["step_time_s"] for r in rows),

@@ -47,12 +47,12 @@ def row(step, seconds):
     return {"step": step, "loss": 7.0 - step, "step_time_s": seconds, "tokens": 100}
 
 
-def test_B71_warm_up_is_left_out_and_stated():
+def test_B71_the_first_steps_are_not_timed_and_that_is_said():
     """First step 2 s, others 50 ms: median and quartiles are those of the steady steps, and the row says what was left out."""
     rows = [row(1, 2.0), *(row(s, 0.05) for s in range(2, 9))]
     found = result.timing(rows, 3)
     assert found["step_time_s"] == {"median": 0.05, "q1": 0.05, "q3": 0.05, "n": 5}
-    assert found["warmup_steps_left_out"] == 3 and found["first_step_s"] == 2.0
+    assert found["untimed_steps"] == 3 and found["first_step_s"] == 2.0
     assert (found["first_loss"], found["last_loss"]) == (6.0, -1.0)
     assert result.timing(rows[:3], 3) == {}
 

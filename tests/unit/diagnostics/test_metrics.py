@@ -33,9 +33,9 @@ def row(step, step_time_s=0.05, loss=2.0, **more):
     }  # fmt: skip
 
 
-def test_B71_warm_up_is_left_out_and_said():
+def test_B71_the_first_steps_are_not_timed_and_that_is_said():
     summary = summarise([row(1, 2.0), row(2, 1.0), *(row(s) for s in range(3, 21))])
-    assert summary["warmup_steps_left_out"] == 3
+    assert summary["untimed_steps"] == 3
     assert summary["step_time_s"] == {"median": 0.05, "p10": 0.05, "p90": 0.05}
     assert summary["tokens_per_s"]["median"] == pytest.approx(2000)
     assert summary["train_time_s"] == pytest.approx(2 + 1 + 18 * 0.05)  # the total keeps every second
