@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bigtrain.models.replay import checkpointed
-from bigtrain.plan.pinned import pieces
+from bigtrain.plan.constants import pieces
 
 
 class HostInputs:

@@ -19,6 +19,7 @@ from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, 
 from bigtrain.plan.families import contradicting_sizes, position_limit
 from bigtrain.plan.family_kept import attention_of, liger_for
 from bigtrain.plan.family_others import VISION_LANGUAGE
+from bigtrain.plan.impossible import refuse_wrong_types
 from bigtrain.plan.inputs import Checkpointing, PlanInput, plan_input
 from bigtrain.plan.leaf_choice import LeafBlocks, LeafChoice, as_said, choose_leafs, leafed
 from bigtrain.plan.longest import longest
@@ -27,7 +28,6 @@ from bigtrain.plan.predict import Plan, predict
 from bigtrain.plan.roofline import Rates, rates_from, speed_numbers, step_time, stored_rates
 from bigtrain.plan.settled import buffers_are_open, settled
 from bigtrain.plan.show import assumed_text, choice_text, measured_text, plan_text
-from bigtrain.plan.sizes import refuse_wrong_types
 from bigtrain.plan.spilled import AUTO, asked_share
 from bigtrain.plan.states import LAYOUTS, layout_name
 

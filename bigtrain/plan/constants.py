@@ -55,6 +55,9 @@ CHUNK_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}
 SCALED_AT_A_TIME = 1 << 22
 # On CPUs freed blocks below this go back to malloc's heap, larger ones to the system (zero/startup.py `map_blocks` sets glibc's threshold).
 MALLOC_MMAP_BYTES = 512 * 1024
+# Page-locked memory comes in powers of two (torch's CachingHostAllocator): of a block that is kept in pieces (models/hostinputs.py) no
+# more than this part is rounding, or so many bytes.
+_WASTE, _LITTLE = 1 / 32, 2**16
 # Whole fp32 parameters that a build at stage 3 holds at once (models/window.py).
 WINDOW_BYTES = 512 * _MIB
 
@@ -92,3 +95,23 @@ def nccl_bytes(world_size: int) -> int:
         return NCCL_SINGLE_BYTES
     further = max(0, min(world_size, NCCL_RANKS_THAT_GROW_IT) - NCCL_MEASURED_RANKS)
     return NCCL_SEVERAL_BYTES + further * NCCL_PER_FURTHER_RANK_BYTES
+
+
+def pinned_bytes(size: float) -> int:
+    """What a pinned block of `size` bytes takes: the next power of two."""
+    return 1 << (max(1, int(size)) - 1).bit_length()
+
+
+def pieces(size: int) -> list[int]:
+    """Bytes of the pieces in which to keep a block of so many bytes: a block of 2.4e9 would take 4.3e9, its pieces take 2.4e9.
+
+    Powers of two, the largest first, and a rest that may be rounded up. A block that is a power of two, or a little less, is one piece.
+    """
+    found: list[int] = []
+    rest, spare = size, max(_LITTLE, int(size * _WASTE))
+    while rest > 0:
+        whole = pinned_bytes(rest)
+        piece = rest if whole - rest <= spare else whole // 2
+        found.append(piece)
+        rest -= piece
+    return found

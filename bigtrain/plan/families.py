@@ -22,8 +22,8 @@ from bigtrain.plan.family_others import (
     values,
     vision_language,
 )
+from bigtrain.plan.impossible import refuse_wrong_types
 from bigtrain.plan.parameters import Parameter, Values, not_counted
-from bigtrain.plan.sizes import refuse_wrong_types
 
 T = TypeVar("T")
 _TIED_BY_DEFAULT = {"gemma3": True}

@@ -9,8 +9,8 @@ from typing import Any
 from bigtrain.plan.family_decoders import is_sparse
 from bigtrain.plan.family_kept import RMS, Attention, Keeps, are_counted, keeps, windows
 from bigtrain.plan.family_others import ROBERTA, T5, VISION_LANGUAGE, text_values, values
+from bigtrain.plan.impossible import refuse_impossible
 from bigtrain.plan.parameters import Values
-from bigtrain.plan.sizes import refuse_impossible
 
 _LAYER_NORM = {
     "gpt2", "gptj", "gpt_neox", "opt", "falcon", "bloom", "bert", *ROBERTA, "vit", "phi", "starcoder2", "stablelm",

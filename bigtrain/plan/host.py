@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from bigtrain.partition import partition_size
 from bigtrain.plan import streamed
-from bigtrain.plan.constants import READ_BUFFER_BYTES, SAVE_BUFFER_BYTES, process_bytes, process_start_bytes
-from bigtrain.plan.flat import flat_group, heaviest_rank, slice_elems, split_groups, sub_groups
+from bigtrain.plan.constants import (
+    READ_BUFFER_BYTES,
+    SAVE_BUFFER_BYTES,
+    pieces,
+    pinned_bytes,
+    process_bytes,
+    process_start_bytes,
+)
+from bigtrain.plan.groups import flat_group, heaviest_rank, split_groups, sub_groups
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.pinned import pieces, pinned_bytes
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
 
@@ -91,7 +98,7 @@ class _SlicedHost(_Host):
     def __init__(self, plan: PlanInput):
         super().__init__(plan)
         world = plan.world_size
-        self.local = [slice_elems(p.elems, world) for p in self.items]
+        self.local = [partition_size(p.elems, world) for p in self.items]
         self.subs = sub_groups(self.items, self.groups, world, self.zero.sub_group_elems)
         self.on_host = self.subs
         if self.zero.ratio < 1:
@@ -181,7 +188,7 @@ def _simulate(plan: PlanInput) -> _Host:
     if isinstance(host, _FlatHost | _SlicedHost):
         host.initialise()
     elif zero.stage == 3 and plan.device == "cuda":
-        local = sum(slice_elems(p.elems, plan.world_size) for p in plan.parameters.items)
+        local = sum(partition_size(p.elems, plan.world_size) for p in plan.parameters.items)
         tape.touch(2 * local, "host copies in passing")
     if plan.leaving:
         tape.touch(4 * plan.trained_elems, "host copies in passing")  # the weights and their flat copy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bigtrain.plan.flat import slice_elems
+from bigtrain.partition import partition_size
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.predict import Plan, quick
@@ -91,8 +91,8 @@ def state_bytes(plan: PlanInput) -> tuple[int, int]:
     """(GPU, host) bytes of weights and optimizer states of one rank: less than this is impossible."""
     zero, layout = plan.settings, LAYOUTS[plan.optimizer]
     total = plan.parameters.elems
-    owned = slice_elems(plan.trained_elems, plan.world_size)
-    weights = 2 * (slice_elems(total, plan.world_size) if zero.stage == 3 else total)
+    owned = partition_size(plan.trained_elems, plan.world_size)
+    weights = 2 * (partition_size(total, plan.world_size) if zero.stage == 3 else total)
     kept = layout.remainder + min(layout.moments, layout.matrix_moments)
     share = zero.ratio if plan.deepspeed_settings.offload_optimizer or plan.streams else 0.0
     gpu = (0 if zero.offload_param else weights) + (kept + (2 if zero.stage >= 2 else 0)) * owned * (1 - share)

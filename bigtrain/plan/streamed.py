@@ -6,8 +6,8 @@ import math
 from collections import deque
 from collections.abc import Hashable, Sequence
 
+from bigtrain.partition import partition_size
 from bigtrain.plan.constants import GATHER_ELEMS, GRADIENT_AREAS, STATE_CHUNK_BYTES
-from bigtrain.plan.flat import slice_elems
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
@@ -105,12 +105,12 @@ class Update:
 
 def host_bytes(plan: PlanInput) -> float:
     """Page-locked memory of one rank, of exactly the size of its state; what stays on the GPU has its place there too."""
-    return bytes_per_elem(plan) * slice_elems(plan.trained_elems, plan.world_size)
+    return bytes_per_elem(plan) * partition_size(plan.trained_elems, plan.world_size)
 
 
 def chunks(plan: PlanInput) -> int:
     """Of one rank's state, without what stays on the GPU."""
-    return math.ceil(plan.settings.ratio * slice_elems(plan.trained_elems, plan.world_size) / chunk_elems(plan))
+    return math.ceil(plan.settings.ratio * partition_size(plan.trained_elems, plan.world_size) / chunk_elems(plan))
 
 
 def buffers_used(plan: PlanInput) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bigtrain.plan.constants import CPU_CHUNK_ELEMS, GATHER_ELEMS, GRADIENTS_IN_FLIGHT_BYTES
-from bigtrain.plan.flat import FlatGroup, flat_group, heaviest_rank, split_groups
 from bigtrain.plan.gathered import Visit
+from bigtrain.plan.groups import FlatGroup, flat_group, heaviest_rank, split_groups
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS, StateLayout
 from bigtrain.plan.streamed import Update

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from bigtrain.partition import partition_size
 from bigtrain.plan.constants import WINDOW_BYTES
-from bigtrain.plan.flat import slice_elems, split_groups, sub_groups
 from bigtrain.plan.gathered import Gathered, Recording, Visit
+from bigtrain.plan.groups import split_groups, sub_groups
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.leafs import leafs_of_plan
 from bigtrain.plan.states import LAYOUTS
@@ -59,7 +60,7 @@ class SlicedSharding:
     def _slices(self) -> tuple[list[int], list[int]]:
         """Elements of each parameter, and of each sub-group, on one rank."""
         groups = split_groups(self.items, self.plan.decay_groups, self.plan.trains)
-        local = [slice_elems(p.elems, self.world) for p in self.items]
+        local = [partition_size(p.elems, self.world) for p in self.items]
         return local, sub_groups(self.items, groups, self.world, self.zero.sub_group_elems)
 
     def learn(self, visits: list[Visit], recomputed: frozenset[str]) -> None:
@@ -260,7 +261,7 @@ class SlicedSharding:
     def step(self, first: bool) -> None:
         self.tape.phase("norm")
         if not self.zero.offload_optimizer:
-            largest = slice_elems(self.plan.largest_trained_elems, self.world)
+            largest = partition_size(self.plan.largest_trained_elems, self.world)
             self.tape.touch(8 * largest, "gradient norm in fp64")
         self.tape.phase("optimizer step")
         if self.streamed is not None:

@@ -5,8 +5,12 @@
     export_model(model, "out", dtype=torch.bfloat16)     # each rank writes exactly its own bytes
     export_adapter(peft_model, "adapter")                # LoRA, in full shape
 
-`header` and `folder` say where bytes lie (torch-free), `mapping` and `runs` which bytes make which parameter, `slots` which
-elements this rank owns, `plan` checks everything before a byte is read, `read` and `write` move bytes.
+Where bytes lie     header, folder (safetensors, torch-free), pickles (.bin), inspect (for people)
+What they make      mapping and runs (which bytes make which tensor), slots (which elements this rank owns), dtypes
+Loading             load; plan (all checks, before a byte is read), read (moves bytes), share (each GPU reads a part), verify, guard
+Export              export; layout (names, shapes, shards), write (moves bytes), partial (until it has its name), companions (config, tokenizer),
+                    adapters (LoRA)
+DeepSpeed's folders deepspeed_folder, deepspeed_universal (read), deepspeed_export (as a Hugging Face folder)
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from bigtrain.bench.prediction import Machine, planned
 from bigtrain.cli import main
 from bigtrain.plan import attention_of, choose, plan_input, predict, step_time
 from bigtrain.plan.choose import search_settings
-from bigtrain.plan.pinned import pieces, pinned_bytes
+from bigtrain.plan.constants import pieces, pinned_bytes
 from bigtrain.plan.settled import LONG_TOKENS, policies, settled
 from bigtrain.plan.zero_settings import ZeroSettings
 from bigtrain.run.auto import flags

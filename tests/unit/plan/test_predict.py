@@ -7,10 +7,11 @@ import pytest
 
 from bigtrain import shapes
 from bigtrain.errors import UsageError
+from bigtrain.partition import partition_size
 from bigtrain.plan import PlanInput, ZeroSettings, plan_input, predict, settings_from_config
-from bigtrain.plan.flat import flat_group, heaviest_rank, slice_elems, split_groups, sub_groups
+from bigtrain.plan.constants import pieces, pinned_bytes
+from bigtrain.plan.groups import flat_group, heaviest_rank, split_groups, sub_groups
 from bigtrain.plan.parameters import Parameter
-from bigtrain.plan.pinned import pieces, pinned_bytes
 from bigtrain.plan.rows import ROWS
 from bigtrain.plan.states import LAYOUTS
 
@@ -90,7 +91,7 @@ def test_heaviest_rank_touches_most(world):
 @pytest.mark.parametrize("world", range(1, 9))
 def test_slices_and_sub_groups_conserve_elements(world):
     items = [Parameter(f"p{i}", (n,)) for i, n in enumerate([50, 3, 3, 8, 1, 1, 40])]
-    local = [slice_elems(p.elems, world) for p in items]
+    local = [partition_size(p.elems, world) for p in items]
     assert all(n * world - p.elems in range(world) for n, p in zip(local, items))
     for limit in range(1, 60):
         subs = sub_groups(items, [(0, 1, 2), (3, 4, 5, 6)], world, limit)

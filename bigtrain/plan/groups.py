@@ -1,8 +1,6 @@
-"""Who owns which elements: the flat groups of ZeRO-1/2 and the per-parameter slices of ZeRO-3, as counts.
+"""The optimizer's groups, as counts of elements: laid out flat at ZeRO-1/2, cut into sub-groups at ZeRO-3.
 
-ZeRO-1/2 (DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py): each group is laid out flat, padded to a multiple of
-2 x ranks (`nccl_start_alignment_factor` = 2) and cut into equal partitions. ZeRO-3 (partition_parameters.py): every
-parameter is cut into ceil(n / ranks); groups are cut into sub-groups of at least `sub_group_size` local elements.
+Who owns which elements of them: `bigtrain.partition`. A sub-group has at least `sub_group_size` local elements.
 """
 
 from __future__ import annotations
@@ -10,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bigtrain.partition import group_partition_size, partition_size
 from bigtrain.plan.parameters import Parameter
-
-ALIGNMENT_FACTOR = 2
 
 
 @dataclass(frozen=True)
@@ -56,9 +53,8 @@ def flat_group(items: Sequence[Parameter], members: tuple[int, ...], world: int)
     for i in members:
         offsets.append(total)
         total += items[i].elems
-    unit = ALIGNMENT_FACTOR * world
-    padded = -(-total // unit) * unit
-    return FlatGroup(members, tuple(offsets), padded, padded // world)
+    size = group_partition_size([total], world)
+    return FlatGroup(members, tuple(offsets), size * world, size)
 
 
 def heaviest_rank(items: Sequence[Parameter], groups: Sequence[FlatGroup], world: int) -> int:
@@ -71,16 +67,11 @@ def heaviest_rank(items: Sequence[Parameter], groups: Sequence[FlatGroup], world
     return max(range(world), key=load.__getitem__)
 
 
-def slice_elems(elems: int, world: int) -> int:
-    """ZeRO-3: elements of one parameter on every rank, padding included."""
-    return -(-elems // world)
-
-
 def sub_groups(items: Sequence[Parameter], groups: Sequence[tuple[int, ...]], world: int, limit: int) -> list[int]:
     """ZeRO-3: local elements of every sub-group, in order (stage3.py `_create_fp16_sub_groups`)."""
     sizes: list[int] = []
     for members in groups:
-        local = [slice_elems(items[i].elems, world) for i in members]
+        local = [partition_size(items[i].elems, world) for i in members]
         if limit >= sum(local):
             sizes.append(sum(local))
             continue
