@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from bigtrain.errors import ModelError
 from bigtrain.memory import heap
 from bigtrain.models.batchnorm import keep_statistics_in_fp32
 from bigtrain.models.checkpointing import disable_cache
-from bigtrain.models.frozen import freeze, load_checkpoint
+from bigtrain.models.frozen import freeze
 from bigtrain.models.info import BuildInfo, tied_groups
 from bigtrain.models.pretrained import initialise_missing, load_weights, staging_for
 from bigtrain.models.seeding import seeded
@@ -55,7 +55,6 @@ def build_model(
     dtype: torch.dtype = torch.bfloat16,
     init_device: str | torch.device | None = None,
     freeze: Sequence[str] = (),
-    frozen_checkpoints: Mapping[str, str | Path] | None = None,
     attn_implementation: str | None = "sdpa",
     resize_vocab_to: int | None = None,
     trust_remote_code: bool = False,
@@ -74,8 +73,8 @@ def build_model(
         seed: sets torch's, numpy's and Python's generators for the build; the caller's state is restored afterwards.
         dtype: of floating parameters. Buffers keep the constructor's dtype and value.
         init_device: where values are drawn; None: this rank's own CUDA device, or the CPU.
-        freeze: module or parameter names that do not train (see `bigtrain.models.frozen.freeze`).
-        frozen_checkpoints: module name -> checkpoint file; loaded, and frozen like `freeze`.
+        freeze: module or parameter names that do not train (see `bigtrain.models.frozen.freeze`). A part with a checkpoint of its own:
+            `frozen_module` in the callable.
         attn_implementation: for transformers models.
         resize_vocab_to: new number of token embeddings (transformers' resize_token_embeddings).
         trust_remote_code: allow a folder's own Python code to run.
@@ -104,19 +103,16 @@ def build_model(
         )
     if verify_load and not recipe.directory:
         raise ModelError(f"verify_load: {recipe.label} has no weight files; its values are drawn from the seed.")
-    checkpoints = dict(frozen_checkpoints or {})
     target = _target(config, stage, seed, dtype, init_device, keep_in_fp32)
     if recipe.directory:
         allowed = (_patterns(allow_missing), _patterns(allow_unexpected))
-        model, info = _build_pretrained(recipe, target, checkpoints, resize_vocab_to, allowed, verify_load)
+        model, info = _build_pretrained(recipe, target, resize_vocab_to, allowed, verify_load)
     else:
-        model, info = _build_fresh(recipe, target, checkpoints, resize_vocab_to)
+        model, info = _build_fresh(recipe, target, resize_vocab_to)
     info.source, info.dtype, info.ds_config, info.keep_in_fp32 = recipe.label, dtype, config, tuple(keep_in_fp32)
-    _settle(model, info, target, [*freeze, *checkpoints])
+    _settle(model, info, target, freeze)
     # What was drawn in fp32 is gone, the heap that held it is not. Where every value came from files, nothing was drawn.
-    heap.give_back(
-        garbage=recipe.directory is None or bool(info.initialised) or bool(checkpoints) or resize_vocab_to is not None
-    )
+    heap.give_back(garbage=recipe.directory is None or bool(info.initialised) or resize_vocab_to is not None)
     return model
 
 
@@ -192,16 +188,12 @@ def _construct(recipe: Source, target: _Target) -> torch.nn.Module:
     return model
 
 
-def _build_fresh(
-    recipe: Source, target: _Target, checkpoints: Mapping[str, str | Path], vocab: int | None
-) -> tuple[torch.nn.Module, BuildInfo]:
+def _build_fresh(recipe: Source, target: _Target, vocab: int | None) -> tuple[torch.nn.Module, BuildInfo]:
     window = target.window() if target.shard_device is not None else None
     with seeded(target.seed), window or ranks.together(f"building {recipe.label}"):
         model = _construct(recipe, target)
         if vocab is not None:
             _resize(model, vocab)
-        for prefix, path in checkpoints.items():
-            load_checkpoint(_submodule(model, prefix), path)
     _close(model, target, window)
     info = _info(target)
     info.peak_whole_bytes = window.peak_bytes if window else 0
@@ -211,7 +203,6 @@ def _build_fresh(
 def _build_pretrained(
     recipe: Source,
     target: _Target,
-    checkpoints: Mapping[str, str | Path],
     vocab: int | None,
     allowed: tuple[tuple[str, ...], tuple[str, ...]],
     verify: bool,
@@ -225,23 +216,19 @@ def _build_pretrained(
             shard(model, window, target.partitioner, target.rule)
         else:
             _allocate(model, window, target)
-    elsewhere = _names_below(model, checkpoints)
-    missing, rounded = load_weights(model, recipe.directory, (*allowed[0], *elsewhere), allowed[1], verify)
+    missing, rounded = load_weights(model, recipe.directory, *allowed, verify)
     info = _info(target)
-    info.initialised = tuple(name for name in missing if name not in elsewhere)
+    info.initialised = tuple(missing)
     info.finer_files = recipe.directory if rounded else None
     parameters = dict(model.named_parameters(remove_duplicate=False))
     fresh = [parameters[name] for name in missing if name in parameters]
-    separate = [p for prefix in checkpoints for p in _submodule(model, prefix).parameters()]
     resized = _embeddings(model) if vocab is not None else []
-    if fresh or separate or resized:
+    if fresh or resized:
         dtype = torch.get_default_dtype()
-        with seeded(target.seed), _opened(model, target, drop=[*fresh, *separate], keep=resized, dtype=dtype):
+        with seeded(target.seed), _opened(model, target, drop=fresh, keep=resized, dtype=dtype):
             initialise_missing(model, fresh)
             if vocab is not None:
                 _resize(model, vocab)
-            for prefix, path in checkpoints.items():
-                load_checkpoint(_submodule(model, prefix), path)
     return model, info
 
 
@@ -296,24 +283,6 @@ def _opened(
     with window:
         yield
     _close(model, target, window)
-
-
-def _submodule(model: torch.nn.Module, name: str) -> torch.nn.Module:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        inner = [n for n, _ in model.named_modules() if n.endswith("." + name)]
-        if len(inner) == 1:
-            return model.get_submodule(inner[0])
-        raise ModelError(
-            f"frozen_checkpoints: there is no module {name!r}; candidates: {', '.join(inner) or 'none'}.", [name]
-        ) from None
-
-
-def _names_below(model: torch.nn.Module, modules: Iterable[str]) -> set[str]:
-    """Names of the tensors that come from checkpoints of their own."""
-    tensors = {id(t) for name in modules for t in _submodule(model, name).state_dict(keep_vars=True).values()}
-    return {name for name, t in model.state_dict(keep_vars=True).items() if id(t) in tensors}
 
 
 def _resize(model: torch.nn.Module, vocab: int) -> None:
