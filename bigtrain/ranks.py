@@ -101,14 +101,14 @@ def all_gather_object(value: T, what: str = "an exchange of values") -> list[T]:
     return out
 
 
-def broadcast_object(value: T, src: int = 0, what: str = "an exchange of values") -> T:
-    """Rank `src`'s value on every rank; `what` it is for, where a rank waits in vain."""
+def broadcast_object(value: T, what: str = "an exchange of values") -> T:
+    """Rank 0's value on every rank; `what` it is for, where a rank waits in vain."""
     group = control_group()
     if group is None:
         return value
     box = [value]
     with HERE.together(what):
-        dist.broadcast_object_list(box, src=src, group=group, device=torch.device("cpu"))
+        dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     return box[0]
 
 

@@ -46,7 +46,6 @@ class AdamW8bit(torch.optim.Optimizer):
         betas: decay rates of the moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay.
-        max_chunk_elems: most elements handed to one kernel call, a multiple of 256.
         compiled: update on the host by the compiled kernel, which must be `cpu_kernel.ready()`.
 
     Raises:
@@ -61,7 +60,6 @@ class AdamW8bit(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        max_chunk_elems: int = MAX_CHUNK_ELEMS,
         compiled: bool = False,
     ):
         if bnb is None:
@@ -72,10 +70,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 "bitsandbytes' GlobalOptimManager holds per-parameter overrides (override_config, register_module_override); "
                 "under ZeRO partitions they would be lost. Remove them, or use optimizer adamw for 32-bit states everywhere."
             )
-        if max_chunk_elems % BLOCK_ELEMS:
-            raise ValueError(f"max_chunk_elems is {max_chunk_elems}, which is no multiple of {BLOCK_ELEMS}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.max_chunk_elems = max_chunk_elems
         self.compiled = compiled
         self._maps: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -90,7 +85,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         grad = param.grad.contiguous().view(-1)  # type: ignore[union-attr]
         update = self.begin(param, group)
-        size = self.max_chunk_elems
+        size = MAX_CHUNK_ELEMS
         if param.device.type == "cpu" and not self.compiled:  # temporaries of fp32, which should stay in the caches
             size = min(size, chunk_elems("cpu"))
         for start in range(0, grad.numel(), size):

@@ -116,7 +116,6 @@ def load_masters(
     directory: str | Path,
     *,
     master_of: MasterOf = zero.master_of,
-    progress: bool = True,
 ) -> int:
     """Fill the fp32 master copies of an engine's parameters straight from a folder; all ranks call it.
 
@@ -129,7 +128,6 @@ def load_masters(
         model: the engine's module.
         directory: the folder that `load_into` read.
         master_of: parameter -> (first element, flat fp32 master) of this rank, or None; by default DeepSpeed's.
-        progress: show a bar on rank 0.
 
     Returns:
         The number of parameters whose master this rank filled (in part).
@@ -144,7 +142,7 @@ def load_masters(
     masters = {id(slot): pieces for slot, _ in plan.filled if (pieces := _master_pieces(slot, master_of))}
     plan.filled = [(slot, part) for slot, part in plan.filled if id(slot) in masters]
     plan.twins = []
-    _read_all(plan, folder, progress and ranks.is_main(), None, lambda slot: masters[id(slot)])
+    _read_all(plan, folder, ranks.is_main(), None, lambda slot: masters[id(slot)])
     return len(plan.filled)
 
 

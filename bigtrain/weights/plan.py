@@ -121,8 +121,8 @@ def _refuse_mixed_half(folder: Folder) -> None:
         name = by_dtype[few][0]
         raise WeightsError(
             f"{folder.path}: {len(by_dtype[many])} tensors are {many} and {len(by_dtype[few])} are {few}, first {name}. One "
-            "read as the other is garbage, so this is taken for a damaged header. If the checkpoint is meant to mix them, "
-            "pass allow_mixed_half=True.",
+            "read as the other is garbage, so this is taken for a damaged header. If the checkpoint is meant to mix them, save it again "
+            "in one type, or load it with bigtrain.weights.load_into(..., allow_mixed_half=True).",
             file=folder.tensors[name].file,
             tensor=name,
         )

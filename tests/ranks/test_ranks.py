@@ -29,7 +29,7 @@ def _sums():
     return (
         ranks.sum_across(ranks.rank() + 1),
         ranks.max_across(float(ranks.rank())),
-        ranks.broadcast_object(ranks.rank(), src=1),
+        ranks.broadcast_object(ranks.rank() + 1),
     )
 
 

@@ -341,7 +341,7 @@ def masters(folder, stage, offload):
         return [name for name, value in full.items() if not torch.equal(value, exact[name].reshape(-1))]
 
     before = len(wrong())
-    return before, load_masters(engine.module, folder, progress=False), wrong()
+    return before, load_masters(engine.module, folder), wrong()
 
 
 def masters_each(folder, cases):
