@@ -196,7 +196,7 @@ def settle(
     _own_offload_only(name, zero)
     if offload_gradients != 0.0:
         _gradients_can_leave(offload_gradients, name, private, world_size, offload)
-    _add_what_the_optimizer_needs(private, name, stage, offload)
+    _add_what_the_optimizer_needs(private, name, stage, bf16, offload)
     steps = _or(run.total_steps, scheduled.get("total_num_steps"))
     if steps is None and scheduler != "constant":
         scheduler = _constant(scheduler, run.lr_scheduler_type, notes)
@@ -279,10 +279,10 @@ def _on_host(block: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _add_what_the_optimizer_needs(private: dict[str, Any], name: str, stage: int, offload: bool) -> None:
+def _add_what_the_optimizer_needs(private: dict[str, Any], name: str, stage: int, bf16: bool, offload: bool) -> None:
     """Merge the keys that DeepSpeed must find for this optimizer into `private`."""
     summed_in = (private.get("data_types") or {}).get("grad_accum_dtype")
-    patch = optim.engine_config_patch(name, stage=stage, offload=offload, grad_accum_dtype=summed_in)
+    patch = optim.engine_config_patch(name, stage=stage, offload=offload, grad_accum_dtype=summed_in, bf16=bf16)
     for key, value in patch.items():
         private[key] = {**(private.get(key) or {}), **value} if isinstance(value, dict) else value
 

@@ -49,6 +49,16 @@ def test_values_that_would_be_read_as_others_are_refused(given, said):
     assert settle(base(), warmup_steps=2.0, total_steps=10).warmup_steps == 2
 
 
+@pytest.mark.parametrize("config", [{"bf16": {"enabled": False}}, {}, {"data_types": {"grad_accum_dtype": "fp32"}}])
+@pytest.mark.parametrize("name", ["adamw_split", "adamw_split_bf16", "adamw_split_8bit"])
+def test_an_optimizer_that_trains_in_bf16_alone_is_refused_in_a_config_that_says_fp32(config, name):
+    config["zero_optimization"] = {"stage": 2}
+    with pytest.raises(UsageError, match=r"keeps 16 bits beside each bf16 weight .*write bf16.enabled true, or take adamw"):
+        settle(config, optim=name)
+    assert not settle(config, optim="adamw").bf16
+    assert settle({**config, "bf16": {"enabled": True}}, optim=name).bf16
+
+
 @pytest.mark.parametrize(
     ("config", "given", "said"),
     [
