@@ -5,12 +5,13 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from bigtrain import ranks, zero
 from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError
 from bigtrain.models import build_model
 from bigtrain.optim import schedules
 from tests.ranks.test_engine_loops import BOUND, MICRO, _apart, _engine, _module, _one_by_one, _plain, _x
-from tests.ranks.tiny import config
+from tests.ranks.tiny import TinyLM, config, rows, whole_weights
 
 
 def _shaped(stage):
@@ -286,3 +287,28 @@ def _one_folder(stage, folder):
 def test_one_engine_does_not_replace_what_another_saved(rank_pool, tmp_path, stage):
     for said in rank_pool(2).run(_one_folder, stage, str(tmp_path)):
         assert "another Engine of this process" in said[0] and "checkpoint-1" in said[0] and said[1] == "saved"
+
+
+def _gathers_after_an_evaluation():
+    cfg = config(3, stage3_max_reuse_distance=500, stage3_prefetch_bucket_size=300)
+    torch.manual_seed(0)
+    engine = Engine(TinyLM(), ds_config=cfg, learning_rate=1e-3, hang_s=None)
+    for step in range(4):
+        engine.train_step([rows(step)[engine.rank]])
+    before = {name: zero.partition_of(p)[2].clone() for name, p in engine.module.named_parameters()}
+    engine.evaluate([rows(9)[engine.rank]])
+    in_flight = [name for name, p in engine.module.named_parameters() if p.ds_status.name == "INFLIGHT"]
+    gathered = whole_weights(engine.module)
+    wrong = []
+    for name, part in before.items():
+        whole = torch.cat([torch.as_tensor(other) for other in ranks.all_gather_object(part.float().tolist())])
+        wrong += [name] if not torch.equal(whole[: gathered[name].numel()], gathered[name].reshape(-1)) else []
+    loss = engine.train_step([rows(5)[engine.rank]]).loss
+    engine.close()
+    return in_flight, wrong, loss
+
+
+def test_weights_that_an_evaluation_was_fetching_can_be_gathered(rank_pool):
+    """What it fetched ahead, for a backward that did not come, is still on its way."""
+    for in_flight, wrong, _ in rank_pool(2).run(_gathers_after_an_evaluation):
+        assert in_flight and not wrong
