@@ -14,6 +14,7 @@ from typing import Any
 from bigtrain import optim
 from bigtrain.config import ModelShape, Resolved, RunValues, left_open, load, refuse_undone, resolve
 from bigtrain.config.batch import ACCUMULATION, GLOBAL, MICRO, BatchError, Given, solve_batch
+from bigtrain.config.rules_training import dtype_name
 from bigtrain.config.run import DEFAULTS
 from bigtrain.errors import ConfigError, UsageError
 from bigtrain.plan.constants import STATE_BUFFERS
@@ -150,6 +151,8 @@ def read(
     for section in SETTLED_HERE:
         if config.get(section):
             settled[section] = {name: value for name, value in config[section].items() if value != "auto"}
+    if summed_in := dtype_name((settled.get("data_types") or {}).get("grad_accum_dtype")):  # one of its four spellings
+        settled["data_types"]["grad_accum_dtype"] = summed_in
     return settled, warnings
 
 
