@@ -52,8 +52,8 @@ def accumulation_dtype(work: Work) -> None:
     if work.ctx.stage in (2, 3) and work.run.accumulation == 1 and not special:
         work.set(path, "bf16", "default", "one micro step: nothing to sum, so the same bits for less memory")
     elif not work.open(path):
-        short = dtype_name(work.get(path))
-        work.say(path, work.get(path), "file", f"micro steps add up in {short}")
+        short = dtype_name(work.get(path))  # of four spellings the one that everybody else looks for
+        work.set(path, short, "file", f"micro steps add up in {short}")
     elif work.ctx.stage == 0:
         work.drop(path, "default", "not possible at stage 0")
         work.say(path, "bf16", "default", "stage 0 adds up micro steps in bf16; stage 1 does it in fp32")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from bigtrain import defaults
 from bigtrain.config.problems import Problem
 from bigtrain.config.rules import Context, Z
+from bigtrain.config.rules_training import dtype_name
 
 
 def stage(ctx: Context) -> Iterator[Problem]:
@@ -67,11 +68,15 @@ def _offload_stage(ctx: Context) -> Iterator[Problem]:
                       "write stage 3, or remove it")  # fmt: skip
 
 
+def _splits(ctx: Context) -> bool:
+    """The optimizer keeps its masters and its offloaded state itself (optim/table.py, own_offload), at any stage."""
+    return str(getattr(ctx.run, "optim", None) or "").startswith("adamw_split")
+
+
 def _partial(ctx: Context) -> Iterator[Problem]:
     path = f"{Z}.offload_optimizer"
     ratio = ctx.number(f"{path}.ratio")
-    own = str(getattr(ctx.run, "optim", None) or "").startswith("adamw_split")  # optim/table.py, own_offload: at any stage
-    if ratio is not None and ratio < 1 and ctx.stage != 3 and not own:
+    if ratio is not None and ratio < 1 and ctx.stage != 3 and not _splits(ctx):
         yield Problem(f"{path}.ratio", ratio, "error", "partial offload works at stage 3 only",
                       "write 1.0, or stage 3, or use optimizer adamw_split or adamw_split_8bit")  # fmt: skip
     if ctx.on(f"{path}.super_offload") and ctx.stage != 3:
@@ -84,14 +89,15 @@ def _partial(ctx: Context) -> Iterator[Problem]:
 
 def reduction(ctx: Context) -> Iterator[Problem]:
     """How gradients are reduced (stage_1_and_2.py:340-352, stage3.py:390-396, config.py:_do_error_check)."""
-    scattered = ctx.stage in (2, 3) and ctx.get(f"{Z}.reduce_scatter", True) is True
+    sums = dtype_name(ctx.get("data_types.grad_accum_dtype")) or "fp32"
+    as_2 = ctx.stage == 1 and _splits(ctx) and sums == "fp32"  # optim/table.py, engine_config_patch
+    scattered = (ctx.stage in (2, 3) or as_2) and ctx.get(f"{Z}.reduce_scatter", True) is True
+    why = "not possible with reduce_scatter at stage 2" + (", as which this optimizer runs stage 1" if as_2 else " or 3")
     factor = ctx.number("gradient_predivide_factor")
     if scattered and factor not in (None, 1):
-        yield Problem("gradient_predivide_factor", factor, "error", "not possible with reduce_scatter at stage 2 or 3",
-                      f"write 1.0, or {Z}.reduce_scatter false")  # fmt: skip
+        yield Problem("gradient_predivide_factor", factor, "error", why, f"write 1.0, or {Z}.reduce_scatter false")
     if scattered and ctx.on("prescale_gradients"):
-        yield Problem("prescale_gradients", True, "error", "not possible with reduce_scatter at stage 2 or 3",
-                      f"write false, or {Z}.reduce_scatter false")  # fmt: skip
+        yield Problem("prescale_gradients", True, "error", why, f"write false, or {Z}.reduce_scatter false")
     if str(ctx.get("gradient_allreduce_op", "mean")).lower() == "sum":
         blocker = "stage 3" if ctx.stage == 3 else "ZenFlow" if ctx.get(f"{Z}.zenflow") else ""
         severity = "error" if blocker else "warning"
@@ -117,7 +123,7 @@ def _gradient_norm(ctx: Context) -> Iterator[Problem]:
                       "write true, or gradient_clipping 0")  # fmt: skip
     elif ctx.offload("offload_optimizer") != "none":
         yield Problem(path, False, "error", "not possible with optimizer offload", "write true")
-    elif ctx.stage == 1 and ctx.bf16 and ctx.get("data_types.grad_accum_dtype") == "fp32":
+    elif ctx.stage == 1 and ctx.bf16 and dtype_name(ctx.get("data_types.grad_accum_dtype")) == "fp32":
         yield Problem(path, False, "error", "not possible at stage 1 with bf16 and fp32 accumulation", "write true")
 
 

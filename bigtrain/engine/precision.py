@@ -145,12 +145,14 @@ def refuse_kept(patterns: Sequence[str], stage: int, bf16: bool) -> None:
 
 def to_bf16(model: torch.nn.Module, keep: set[str]) -> None:
     """Cast floating parameters to bf16 but for `keep`; modules that own kept ones compute in fp32 and return bf16."""
+    kept = set()
     for name, param in model.named_parameters():
         if param.is_floating_point():
             param.data = param.data.to(torch.float32 if name in keep else torch.bfloat16)
-    owners = {name.rpartition(".")[0] for name in keep}
-    for name, module in model.named_modules():
-        if name in owners:
+        if name in keep:
+            kept.add(id(param))
+    for module in model.modules():  # not by name: a tied weight has one, and several modules that compute with it
+        if any(id(param) in kept for param in module.parameters(recurse=False)):
             _compute_in_fp32(module)
 
 
@@ -159,7 +161,9 @@ def _compute_in_fp32(module: torch.nn.Module) -> None:
         return tuple(a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
 
     def leave(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
-        return output.to(torch.bfloat16) if isinstance(output, torch.Tensor) and output.is_floating_point() else output
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.dim() == 0:
+            return output  # without dimensions: the loss, from a head that computes it in chunks
+        return output.to(torch.bfloat16)
 
     for param in module.parameters(recurse=False):
         param.data = param.data.float()

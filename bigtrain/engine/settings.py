@@ -14,6 +14,7 @@ from typing import Any
 from bigtrain import optim
 from bigtrain.config import ModelShape, Resolved, RunValues, left_open, load, refuse_undone, resolve
 from bigtrain.config.batch import ACCUMULATION, GLOBAL, MICRO, BatchError, Given, solve_batch
+from bigtrain.config.rules_training import dtype_name
 from bigtrain.config.run import DEFAULTS
 from bigtrain.errors import ConfigError, UsageError
 from bigtrain.plan.constants import STATE_BUFFERS
@@ -150,6 +151,8 @@ def read(
     for section in SETTLED_HERE:
         if config.get(section):
             settled[section] = {name: value for name, value in config[section].items() if value != "auto"}
+    if summed_in := dtype_name((settled.get("data_types") or {}).get("grad_accum_dtype")):  # one of its four spellings
+        settled["data_types"]["grad_accum_dtype"] = summed_in
     return settled, warnings
 
 
@@ -196,7 +199,7 @@ def settle(
     _own_offload_only(name, zero)
     if offload_gradients != 0.0:
         _gradients_can_leave(offload_gradients, name, private, world_size, offload)
-    _add_what_the_optimizer_needs(private, name, stage, offload)
+    _add_what_the_optimizer_needs(private, name, stage, bf16, offload)
     steps = _or(run.total_steps, scheduled.get("total_num_steps"))
     if steps is None and scheduler != "constant":
         scheduler = _constant(scheduler, run.lr_scheduler_type, notes)
@@ -279,10 +282,10 @@ def _on_host(block: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _add_what_the_optimizer_needs(private: dict[str, Any], name: str, stage: int, offload: bool) -> None:
+def _add_what_the_optimizer_needs(private: dict[str, Any], name: str, stage: int, bf16: bool, offload: bool) -> None:
     """Merge the keys that DeepSpeed must find for this optimizer into `private`."""
     summed_in = (private.get("data_types") or {}).get("grad_accum_dtype")
-    patch = optim.engine_config_patch(name, stage=stage, offload=offload, grad_accum_dtype=summed_in)
+    patch = optim.engine_config_patch(name, stage=stage, offload=offload, grad_accum_dtype=summed_in, bf16=bf16)
     for key, value in patch.items():
         private[key] = {**(private.get(key) or {}), **value} if isinstance(value, dict) else value
 

@@ -154,7 +154,7 @@ def canonical_name(name: str) -> str:
 
 
 def engine_config_patch(
-    name: str, *, stage: int | None = None, offload: bool = False, grad_accum_dtype: str | None = None
+    name: str, *, stage: int | None = None, offload: bool = False, grad_accum_dtype: str | None = None, bf16: bool = True
 ) -> dict[str, Any]:
     """The ds_config keys that optimizer `name` needs, as a nested dict to merge over the run's config.
 
@@ -163,14 +163,20 @@ def engine_config_patch(
         stage: ZeRO stage, checked against the row when given.
         offload: True if the config offloads the optimizer.
         grad_accum_dtype: `data_types.grad_accum_dtype` of the config, if it has one.
+        bf16: False if the config trains in fp32.
 
     Raises:
-        UsageError: if the optimizer would be wrong at this stage.
+        UsageError: if the optimizer would be wrong at this stage or in fp32.
     """
     row = OPTIMIZERS[canonical_name(name)]
     if stage is not None and stage not in row.stages:
         listed = ", ".join(map(str, row.stages))
         raise UsageError(f"optimizer {name!r} works at ZeRO stages {listed}, not {stage}: choose one of them or adamw.")
+    if not bf16 and row.master_bytes == 0:
+        raise UsageError(
+            f"optimizer {name!r} keeps 16 bits beside each bf16 weight in the place of an fp32 master, and bf16.enabled is not true in "
+            "the ds_config: write bf16.enabled true, or take adamw, which trains in fp32 as well."
+        )
     patch = copy.deepcopy(row.config)
     zero = patch["zero_optimization"] = {"offload_optimizer": {"device": "none"}} if offload and row.own_offload else {}
     if row.master_bytes == 0 and stage == 1 and grad_accum_dtype in ("fp32", "float32"):

@@ -156,7 +156,7 @@ def settings_from_config(config: Mapping[str, Any], hidden: int) -> ZeroSettings
         reduce_bucket_elems=size("reduce_bucket_size", ZeroSettings.reduce_bucket_elems),
         overlap_comm=(stage == 3) if overlap in (None, "auto") else bool(overlap),
         reduce_scatter=bool(zero.get("reduce_scatter", True)),
-        grad_bytes=4 if grad in ("fp32", "float32") else 2,
+        grad_bytes=4 if grad in ("fp32", "float32", "float", "torch.float32") else 2,
         prefetch_elems=size("stage3_prefetch_bucket_size", ZeroSettings.prefetch_elems),
         persistence_elems=size("stage3_param_persistence_threshold", ZeroSettings.persistence_elems),
         max_live_elems=size("stage3_max_live_parameters", ZeroSettings.max_live_elems),

@@ -5,6 +5,8 @@ Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__
                        ops.op_builder.CPUAdamBuilder, git_version_info.installed_ops, runtime.zero.linear.LinearFunctionForZeroStage3, .zero3_linear_wrap;
                        runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer, runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3,
                        runtime.bf16_optimizer.BF16_Optimizer, utils.set_z3_leaf_modules, utils.logger, utils.nvtx.enable_nvtx;
+                       runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator._clean_inflight_param_registry (of the
+                       stage 3 optimizer's parameter_offload.get_param_coordinator());
                        runtime.engine.DeepSpeedEngine._broadcast_model (leaves out what has `ds_optim_param`), runtime.compiler
    for checkpoints:    runtime.fp16.loss_scaler.LossScaler, utils.tensor_fragment.fragment_address, runtime.zero.config.ZeroStageEnum
    building:           zero.Init._convert_to_deepspeed_param, ._partition, ._enable_mem_efficient_linear, .local_device,
@@ -147,13 +149,23 @@ def before_reading(finish: Callable[[], None]) -> None:
     _before_reading.append(weakref.WeakMethod(finish))
 
 
+_fetchers: list[Any] = []  # of ZeRO-3 in every engine: each waits for what was fetched ahead, and lets go of it
+
+
+def _call_living(methods: list[Any]) -> None:
+    methods[:] = [ref for ref in methods if ref() is not None]
+    for ref in methods:
+        ref()()
+
+
 @contextlib.contextmanager
 def gathered(params: Sequence[torch.nn.Parameter], modifier_rank: int | None = None) -> Iterator[None]:
     """Hold `params` whole inside the block; with `modifier_rank`, that rank's changes are written back to every rank."""
-    _before_reading[:] = [ref for ref in _before_reading if ref() is not None]
-    for ref in _before_reading:
-        ref()()
+    _call_living(_before_reading)
     owned = [p for p in params if is_partitioned(p)]
+    if any(p.ds_status == ZeroParamStatus.INFLIGHT for p in owned):  # type: ignore[attr-defined]
+        # An evaluation fetches ahead for a backward that does not come. GatheredParameters would neither wait for these nor let them go.
+        _call_living(_fetchers)
     with deepspeed.zero.GatheredParameters(owned, modifier_rank=modifier_rank, enabled=bool(owned)):
         yield
         for param in owned if modifier_rank is not None else ():
@@ -219,6 +231,9 @@ def initialize(
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=params, config=config)
     finally:
         accelerator.__dict__.pop("available_memory", None)
+    if optimizer_kind(engine.optimizer) == "zero3":
+        fetcher = engine.optimizer.parameter_offload.get_param_coordinator()
+        _fetchers.append(weakref.WeakMethod(fetcher._clean_inflight_param_registry))
     return engine
 
 

@@ -1,16 +1,20 @@
 """Loops that torch takes and an engine once failed at, or passed over in silence: now right, or told by name."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from bigtrain import ranks, zero
 from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError
 from bigtrain.models import build_model
 from bigtrain.optim import schedules
+from tests.ranks import families
 from tests.ranks.test_engine_loops import BOUND, MICRO, _apart, _engine, _module, _one_by_one, _plain, _x
-from tests.ranks.tiny import config
+from tests.ranks.tiny import TinyLM, config, rows, whole_weights
 
 
 def _shaped(stage):
@@ -286,3 +290,54 @@ def _one_folder(stage, folder):
 def test_one_engine_does_not_replace_what_another_saved(rank_pool, tmp_path, stage):
     for said in rank_pool(2).run(_one_folder, stage, str(tmp_path)):
         assert "another Engine of this process" in said[0] and "checkpoint-1" in said[0] and said[1] == "saved"
+
+
+def _gathers_after_an_evaluation():
+    cfg = config(3, stage3_max_reuse_distance=500, stage3_prefetch_bucket_size=300)
+    torch.manual_seed(0)
+    engine = Engine(TinyLM(), ds_config=cfg, learning_rate=1e-3, hang_s=None)
+    for step in range(4):
+        engine.train_step([rows(step)[engine.rank]])
+    before = {name: zero.partition_of(p)[2].clone() for name, p in engine.module.named_parameters()}
+    engine.evaluate([rows(9)[engine.rank]])
+    in_flight = [name for name, p in engine.module.named_parameters() if p.ds_status.name == "INFLIGHT"]
+    gathered = whole_weights(engine.module)
+    wrong = []
+    for name, part in before.items():
+        whole = torch.cat([torch.as_tensor(other) for other in ranks.all_gather_object(part.float().tolist())])
+        wrong += [name] if not torch.equal(whole[: gathered[name].numel()], gathered[name].reshape(-1)) else []
+    loss = engine.train_step([rows(5)[engine.rank]]).loss
+    engine.close()
+    return in_flight, wrong, loss
+
+
+def test_weights_that_an_evaluation_was_fetching_can_be_gathered(rank_pool):
+    """What it fetched ahead, for a backward that did not come, is still on its way."""
+    for in_flight, wrong, _ in rank_pool(2).run(_gathers_after_an_evaluation):
+        assert in_flight and not wrong
+
+
+def _a_kept_head(tied, chunked):
+    """Loss of the first step, and of plain torch in fp32 with the same weights as bf16 holds them but for the kept one."""
+    from bigtrain.kernels.attach import use_chunked_loss
+
+    model = families.make("llama" if tied else "llama_untied", dtype=torch.float32)
+    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    plain = copy.deepcopy(model)
+    for other, p in plain.named_parameters():
+        p.data = p.data if other == name else p.data.bfloat16().float()
+    ids = torch.randint(3, 120, (2, 9), generator=torch.Generator().manual_seed(3))
+    if chunked:
+        use_chunked_loss(model)
+    engine = Engine(model, ds_config=config(0), keep_in_fp32=[name], learning_rate=1e-3, hang_s=None)
+    loss = engine.train_step([{"input_ids": ids, "labels": ids}]).loss
+    kept = engine.summary()["dtypes"]["keep_in_fp32"]
+    engine.close()
+    return loss, float(plain(input_ids=ids, labels=ids).loss), kept == [name]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_that_stays_in_fp32_may_be_tied_and_make_the_loss(rank_pool, tied, chunked):
+    ((loss, plain, alone),) = rank_pool(1).run(_a_kept_head, tied, chunked)
+    assert alone and loss == pytest.approx(plain, rel=2e-3)  # bf16 activations

@@ -192,6 +192,19 @@ def test_an_optimizer_that_offloads_its_own_state_may_keep_a_part_at_any_stage(o
     assert about == []
 
 
+@pytest.mark.parametrize("more", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2.0}])
+def test_gradients_are_not_divided_before_where_stage_1_is_run_as_stage_2(more):
+    (name,) = more
+
+    def told(optimizer, zero=(), **data_types):
+        config = {**BASE, **more, "data_types": data_types, "zero_optimization": {"stage": 1, **dict(zero)}}
+        return [p.why for p in find(lint(config, world_size=2, run=RunValues(optim=optimizer)), name, "error")]
+
+    as_2 = ["not possible with reduce_scatter at stage 2, as which this optimizer runs stage 1"]
+    assert told("adamw_split") == told("adamw_split_8bit", grad_accum_dtype="fp32") == as_2
+    assert told("adamw") == told("adamw_split", grad_accum_dtype="bf16") == told("adamw_split", {"reduce_scatter": False}) == []
+
+
 @pytest.mark.parametrize("writer", [{"type": "python"}, {"type": "fast", "decoupled": True}])
 def test_B33_a_writer_whose_files_cannot_be_read_back_is_refused(writer):
     (problem,) = find(lint({**BASE, "checkpoint": {"writer": writer}}), "checkpoint.writer", "error")

@@ -7,6 +7,7 @@ import pytest
 from bigtrain.config import RunValues, resolve
 from bigtrain.engine import settings
 from bigtrain.errors import ConfigError, UsageError
+from bigtrain.plan import settings_from_config
 
 
 def settle(config, world=2, scheduler_kwargs=None, offload_gradients=0.0, **given):
@@ -47,6 +48,29 @@ def test_values_that_would_be_read_as_others_are_refused(given, said):
     with pytest.raises(UsageError, match=said):
         settle(base(), **given)
     assert settle(base(), warmup_steps=2.0, total_steps=10).warmup_steps == 2
+
+
+@pytest.mark.parametrize("spelling", ["fp32", "float32", "float", "torch.float32"])
+def test_each_spelling_of_the_type_of_sums_is_understood(spelling):
+    """In some of them DeepSpeed's class with an fp32 master came up at stage 1, and a traceback; the plan counted bf16 sums."""
+    config = base(stage=1, data_types={"grad_accum_dtype": spelling}, gradient_accumulation_steps=2)
+    given = RunValues(optim="adamw_split", micro_batch=1, total_steps=5)
+    for said in (config, resolve(config, run=given, world_size=2, device="cpu")):
+        private, _ = settings.read(said, given, world_size=2, device="cpu")
+        settled = settings.settle(private, given, world_size=2)
+        assert settled.config["data_types"] == {"grad_accum_dtype": "fp32"}
+        assert settled.config["zero_optimization"]["stage"] == 2
+    assert settings_from_config(config, 64).grad_bytes == 4
+
+
+@pytest.mark.parametrize("config", [{"bf16": {"enabled": False}}, {}, {"data_types": {"grad_accum_dtype": "fp32"}}])
+@pytest.mark.parametrize("name", ["adamw_split", "adamw_split_bf16", "adamw_split_8bit"])
+def test_an_optimizer_that_trains_in_bf16_alone_is_refused_in_a_config_that_says_fp32(config, name):
+    config["zero_optimization"] = {"stage": 2}
+    with pytest.raises(UsageError, match=r"keeps 16 bits beside each bf16 weight .*write bf16.enabled true, or take adamw"):
+        settle(config, optim=name)
+    assert not settle(config, optim="adamw").bf16
+    assert settle({**config, "bf16": {"enabled": True}}, optim=name).bf16
 
 
 @pytest.mark.parametrize(

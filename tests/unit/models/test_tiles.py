@@ -39,6 +39,15 @@ class Block(nn.Module):
         return x + self.feed(self.norm(x))
 
 
+class AddsInPlace(Block):
+    """As Falcon's, GPT-J's and other blocks whose two halves run beside each other."""
+
+    def forward(self, x):
+        out = self.feed(self.norm(x))
+        out += x
+        return out
+
+
 class Largest(TorchDispatchMode):
     """Elements of the largest tensor that any operator made."""
 
@@ -185,6 +194,20 @@ def test_compiled_and_in_tiles_do_not_go_together():
     tile_mlp(made[1], 4)
     with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp runs in tiles"):
         compile_blocks(made[1])
+
+
+@pytest.mark.parametrize("policy", [None, "full"])
+def test_what_comes_out_of_tiles_can_be_added_to_in_place(policy):
+    torch.manual_seed(0)
+    model = nn.Sequential(AddsInPlace(), AddsInPlace())
+    whole, x = copy.deepcopy(model), torch.randn(2, 9, 16)
+    tile_mlp(model, 4, classes=[Feed])
+    if policy is not None:
+        enable_activation_checkpointing(model, [AddsInPlace], policy=policy)
+    for one in (model, whole):
+        one(x).square().sum().backward()
+    for mine, theirs in zip(model.parameters(), whole.parameters()):
+        torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 def test_a_model_without_values_tells_as_well():
