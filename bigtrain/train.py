@@ -56,6 +56,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     from bigtrain.diagnostics.metrics import flops_formula
     from bigtrain.engine import Engine, steps
     from bigtrain.hosts import placement, rollcall
+    from bigtrain.models import hub
     from bigtrain.run import capacity, preflight, restart, sameness
     from bigtrain.run import job as jobs
     from bigtrain.run.runfolder import RunFolder
@@ -67,6 +68,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         ranks.control_group()
     ranks.agree(args.as_dict(), "the arguments")
     watch.begin(args.hang_limit, args.output_dir)
+    hub.look_for(args.model_name_or_path, args.tokenizer_name_or_path)
     sameness.refuse_different(args, config)
     args = restart.after_restart(args)
     if not args.no_preflight:
@@ -74,13 +76,11 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     places = check_places()
     capacity.cap_gpu_memory(args.gpu_memory_cap)
     folder = RunFolder(args.output_dir, second=args.copy_checkpoints_to)
-    reads = args.model_name_or_path, args.tokenizer_name_or_path, args.train_data, args.eval_data
     ranks.main_decides(
-        lambda: folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir, reads=reads),
+        lambda: folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir, reads=args.reads),
         "checking output_dir",
     )
-    resume = ranks.main_decides(lambda: folder.resume_point(args.resume_from_checkpoint), "looking for a checkpoint")
-    reached = ranks.main_decides(lambda: folder.reached(resume), "reading where the data stood")
+    resume, reached = ranks.main_decides(lambda: folder.start_point(args.resume_from_checkpoint), "looking for a checkpoint")
     asked = args
     if asked.ds_config == jobs.AUTO:
         args, config = capacity.choose(args)

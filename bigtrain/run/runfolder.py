@@ -155,6 +155,11 @@ class RunFolder:
         """(step, folder) of every committed checkpoint, oldest first."""
         return [(step, store.folder_for(self.root, step)) for step in store.steps(self.root)]
 
+    def start_point(self, asked: str | None) -> tuple[Path | None, tuple[int, int]]:
+        """(`resume_point`, where it stands: `reached`)."""
+        resume = self.resume_point(asked)
+        return resume, self.reached(resume)
+
     def resume_point(self, asked: str | None) -> Path | None:
         """The checkpoint folder to start from; None to start at step 0.
 
