@@ -289,7 +289,7 @@ class Run:
 
         self.engine.checkpoints.failure()  # of a save in flight: it has been said, and must not hide what ended the run
         if self.main and not self.ended:
-            with contextlib.suppress(OSError):  # a full disk may be what ended the run
+            with contextlib.suppress(BigtrainError):  # a full disk may be what ended the run
                 self.folder.update_run(
                     outcome=f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", ended=now()
                 )
@@ -304,13 +304,16 @@ class Run:
         self.folder.update_run(summary=summary, outcome=outcome, ended=now())
         self.ended = True
         if rows:
-            page = write_report(self.folder.root)
+            try:
+                page = f"report: {write_report(self.folder.root)}"
+            except OSError as error:  # the run itself is done
+                page = f"no report: {error}; when there is room: python -m bigtrain.diagnostics.report {self.folder.root}"
             ends = [f"  {name}: {value}" for name, value in flatten(summary)]
             if (evaluated := read_rows(self.folder.root / "eval.jsonl"))[-1:]:
                 ends.append(f"  last_eval_loss: {evaluated[-1]['eval_loss']:.4g}")
             if outcome == "finished" and not self.args.no_export:
                 ends.append(f"model: {self.folder.root / 'model'}")
-            logger.info("%s\nreport: %s", "\n".join(ends), page)
+            logger.info("%s\n%s", "\n".join(ends), page)
         return summary
 
     def _track(self, numbers: Mapping[str, Any], step: int) -> None:
