@@ -56,6 +56,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     from bigtrain.diagnostics.metrics import flops_formula
     from bigtrain.engine import Engine, steps
     from bigtrain.hosts import placement, rollcall
+    from bigtrain.models import hub
     from bigtrain.run import capacity, preflight, restart, sameness
     from bigtrain.run import job as jobs
     from bigtrain.run.runfolder import RunFolder
@@ -67,6 +68,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         ranks.control_group()
     ranks.agree(args.as_dict(), "the arguments")
     watch.begin(args.hang_limit, args.output_dir)
+    hub.look_for(args.model_name_or_path, args.tokenizer_name_or_path)
     sameness.refuse_different(args, config)
     args = restart.after_restart(args)
     if not args.no_preflight:
@@ -74,13 +76,11 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     places = check_places()
     capacity.cap_gpu_memory(args.gpu_memory_cap)
     folder = RunFolder(args.output_dir, second=args.copy_checkpoints_to)
-    reads = args.model_name_or_path, args.tokenizer_name_or_path, args.train_data, args.eval_data
     ranks.main_decides(
-        lambda: folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir, reads=reads),
+        lambda: folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir, reads=args.reads),
         "checking output_dir",
     )
-    resume = ranks.main_decides(lambda: folder.resume_point(args.resume_from_checkpoint), "looking for a checkpoint")
-    reached = ranks.main_decides(lambda: folder.reached(resume), "reading where the data stood")
+    resume, reached = ranks.main_decides(lambda: folder.start_point(args.resume_from_checkpoint), "looking for a checkpoint")
     asked = args
     if asked.ds_config == jobs.AUTO:
         args, config = capacity.choose(args)
@@ -289,7 +289,7 @@ class Run:
 
         self.engine.checkpoints.failure()  # of a save in flight: it has been said, and must not hide what ended the run
         if self.main and not self.ended:
-            with contextlib.suppress(OSError):  # a full disk may be what ended the run
+            with contextlib.suppress(BigtrainError):  # a full disk may be what ended the run
                 self.folder.update_run(
                     outcome=f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", ended=now()
                 )
@@ -304,13 +304,16 @@ class Run:
         self.folder.update_run(summary=summary, outcome=outcome, ended=now())
         self.ended = True
         if rows:
-            page = write_report(self.folder.root)
+            try:
+                page = f"report: {write_report(self.folder.root)}"
+            except OSError as error:  # the run itself is done
+                page = f"no report: {error}; when there is room: python -m bigtrain.diagnostics.report {self.folder.root}"
             ends = [f"  {name}: {value}" for name, value in flatten(summary)]
             if (evaluated := read_rows(self.folder.root / "eval.jsonl"))[-1:]:
                 ends.append(f"  last_eval_loss: {evaluated[-1]['eval_loss']:.4g}")
             if outcome == "finished" and not self.args.no_export:
                 ends.append(f"model: {self.folder.root / 'model'}")
-            logger.info("%s\nreport: %s", "\n".join(ends), page)
+            logger.info("%s\n%s", "\n".join(ends), page)
         return summary
 
     def _track(self, numbers: Mapping[str, Any], step: int) -> None:

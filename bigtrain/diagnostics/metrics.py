@@ -114,6 +114,9 @@ class RowLog:
 
     Attributes:
         last_step: of the newest row that was there already; -1 if there is none.
+
+    Raises:
+        BigtrainError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path, *, keep_to_step: int | None = None):
@@ -121,9 +124,14 @@ class RowLog:
         kept = [] if keep_to_step is None else [r for r in read_rows(self.path) if r["step"] <= keep_to_step]
         self.last_step = int(kept[-1]["step"]) if kept else -1
         fresh = self.path.with_name(self.path.name + ".new")
-        fresh.write_text("".join(_line(row) for row in kept), encoding="utf-8")
-        os.replace(fresh, self.path)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (held open for the run)
+        try:
+            fresh.write_text("".join(_line(row) for row in kept), encoding="utf-8")
+            os.replace(fresh, self.path)
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (held open for the run)
+        except OSError as error:
+            raise BigtrainError(
+                f"{self.path} cannot be written: {error.strerror}. Make room on that disk and start again"
+            ) from error
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row and hand it to the operating system.

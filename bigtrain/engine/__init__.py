@@ -27,10 +27,11 @@ from bigtrain.engine import agreement, evaluation, settings, steps
 from bigtrain.engine.accumulation import Accumulation
 from bigtrain.engine.assembly import assemble
 from bigtrain.engine.branches import Comparison
-from bigtrain.engine.bypass import Origin, refuse_unfit
+from bigtrain.engine.bypass import Origin, make_fit
 from bigtrain.engine.misuse import NotCopied
 from bigtrain.engine.precision import keep_parameters_in_fp32, summary
 from bigtrain.engine.steps import Batch, EvalResult, StepResult
+from bigtrain.hosts import launcher
 from bigtrain.meeting import Point, meet, naming_the_lost
 from bigtrain.optim.schedules import GroupRates
 from bigtrain.whereabouts import HERE
@@ -103,7 +104,7 @@ class Engine(NotCopied):
     ):
         zero.init_distributed()
         with ranks.together("reading the engine's settings"):
-            refuse_unfit(model)
+            make_fit(model)
             beta1, beta2 = settings.pair_of(betas)
             run = RunValues(
                 optim=optimizer, learning_rate=learning_rate, adam_beta1=beta1, adam_beta2=beta2, adam_epsilon=eps,
@@ -121,6 +122,7 @@ class Engine(NotCopied):
             factor = self.settings.schedule()
             keep = keep_parameters_in_fp32(model, keep_in_fp32, self.settings.stage, self.settings.bf16)
         ranks.agree(agreement.digest((self.settings, hang_s)), "the engine's settings")
+        launcher.watch()
         watch.begin(hang_s)
         for note in [*notes, *self.settings.notes] if ranks.is_main() else ():
             log.warning(note)
@@ -194,8 +196,7 @@ class Engine(NotCopied):
         if why := self._since.no_backward() or self._origin.questionable(loss, self._since.planned):
             self._origin.refuse(why)
         loss = loss.reshape(())
-        # DeepSpeed takes the mean over ranks; what is wanted is the sum.
-        scaled = loss.float() * (weight * self.world_size)
+        scaled = loss.float() * (weight * self.world_size)  # DeepSpeed takes the mean over ranks; what is wanted is the sum
         if self._reduction.during_backward and not self._uniform:
             scaled.register_hook(self._agree_on_parameters)
         self._reduction.begin_backward(self._since.at_last, self._since.planned == 1)

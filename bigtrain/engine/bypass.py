@@ -23,13 +23,14 @@ from bigtrain.engine import steps
 from bigtrain.engine.misuse import Misuse, refuse_wrapped
 from bigtrain.errors import BypassError, UsageError
 from bigtrain.meeting import announce_failure
+from bigtrain.models.compiled import without_wrappers
 
 _OUTPUT = "bigtrain_output"  # in the metadata of autograd's nodes
 _taken: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules of engines that were not closed
 
 
-def refuse_unfit(module: Any) -> None:
-    """Check that this is a module, not wrapped, that no engine trains already.
+def make_fit(module: Any) -> None:
+    """Check that this is a module, not wrapped, that no engine trains already; its parts in `torch.compile(part)` get plain names.
 
     Raises:
         UsageError: saying what to hand in.
@@ -41,6 +42,7 @@ def refuse_unfit(module: Any) -> None:
             f"this {type(module).__name__} (or a part of it) belongs to an Engine that was not closed, and whose hooks are on its parameters. Call "
             "engine.close() on that one first."
         )
+    without_wrappers(module)
 
 
 def _noted(node: Any) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def refuse_wrapped(model: Any) -> None:
         raise UsageError(
             "the model's parameters are DTensors (fully_shard): hand in plain ones; sharding comes from the ds_config."
         )
-    if "OptimizedModule" in kinds:
+    if type(model).__name__ == "OptimizedModule":
         raise UsageError(
             "torch.compile(model) names every weight `_orig_mod.*`, in checkpoints and exports too: hand in the model itself, and compile "
             "its blocks with bigtrain.models.compile_blocks(model), at stages 0 to 2."
@@ -74,8 +74,7 @@ def refuse_compiled(model: torch.nn.Module, stage: int) -> None:
 
 def _is_compiled(module: torch.nn.Module) -> bool:
     """By torch's `compile()` or `torch.compile(...)`, or `bigtrain.models.compile_blocks`."""
-    wrapped = type(module).__name__ == "OptimizedModule"
-    return wrapped or any(getattr(module, name, None) is not None for name in ("_compiled_call_impl", "_bigtrain_compiled"))
+    return any(getattr(module, name, None) is not None for name in ("_compiled_call_impl", "_bigtrain_compiled"))
 
 
 _OWN_SCHEDULE = "the engine builds and steps them itself (optimizer=, lr_scheduler=, warmup_steps=, total_steps=); the rate now is engine.lr"

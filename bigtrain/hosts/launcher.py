@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from bigtrain.stopping import StopSignal
@@ -24,17 +25,34 @@ _MODULES = {"torch.distributed.run", "torch.distributed.launch", "deepspeed.laun
 _SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish"}  # variables of a launch may be left in one
 
 
-def watch(stop: StopSignal) -> None:
-    """From now on the end of a launcher asks this rank to stop. A rank without one outlives whatever started it, as under nohup."""
+_watched_by: list[int] = []  # processes: a fork inherits the list, and no thread
+
+
+def watch(stop: StopSignal | None = None) -> None:
+    """From now on the end of a launcher asks this rank to stop. A rank without one outlives whatever started it, as under nohup.
+
+    Args:
+        stop: whom to ask. None: the end of a launcher is the SIGTERM that it sends its ranks when it is told to end, unless it is watched
+            already.
+    """
+    if stop is None and os.getpid() in _watched_by:
+        return
+    _watched_by.append(os.getpid())
+    ask = _terminate if stop is None else stop.ask
     try:
         above = launchers()
         left = not above and _was_left()
     except ImportError:  # psutil: the run will say so itself
         return
     if left:
-        stop.ask("the end of the launcher, which started this rank and is gone,")
+        ask("the end of the launcher, which started this rank and is gone,")
     if above:
-        threading.Thread(target=_stop_without, args=(above, stop), daemon=True, name="bigtrain-launcher").start()
+        threading.Thread(target=_stop_without, args=(above, ask), daemon=True, name="bigtrain-launcher").start()
+
+
+def _terminate(why: str) -> None:
+    logger.warning("SIGTERM for %s", why.rstrip(","))
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def launchers() -> list[psutil.Process]:
@@ -71,7 +89,7 @@ def is_launcher(words: Sequence[str]) -> bool:
     return first in _PROGRAMS | _MODULES
 
 
-def _stop_without(above: Sequence[psutil.Process], stop: StopSignal) -> None:
+def _stop_without(above: Sequence[psutil.Process], ask: Callable[[str], None]) -> None:
     told: set[int] = set()
     while not (gone := [process for process in above if _state(process) in _ENDED]):
         stopped = {process.pid for process in above if _state(process) == "stopped"}
@@ -82,7 +100,7 @@ def _stop_without(above: Sequence[psutil.Process], stop: StopSignal) -> None:
             )  # fmt: skip
         told = stopped
         time.sleep(LOOK_S)
-    stop.ask(f"the end of the launcher (process {gone[0].pid})")
+    ask(f"the end of the launcher (process {gone[0].pid})")
 
 
 def _state(process: psutil.Process) -> str:

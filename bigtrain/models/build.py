@@ -21,6 +21,7 @@ from bigtrain.errors import ModelError
 from bigtrain.memory import heap
 from bigtrain.models.batchnorm import keep_statistics_in_fp32
 from bigtrain.models.checkpointing import disable_cache
+from bigtrain.models.compiled import without_wrappers
 from bigtrain.models.frozen import freeze
 from bigtrain.models.info import BuildInfo, tied_groups
 from bigtrain.models.pretrained import initialise_missing, load_weights, staging_for
@@ -185,6 +186,7 @@ def _construct(recipe: Source, target: _Target) -> torch.nn.Module:
         model = recipe.construct()
     if not isinstance(model, torch.nn.Module):
         raise ModelError(f"{recipe.label} returned a {type(model).__name__}, not an nn.Module.")
+    without_wrappers(model)
     return model
 
 

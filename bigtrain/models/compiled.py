@@ -69,6 +69,38 @@ def is_compiled(block: torch.nn.Module) -> bool:
     return "_bigtrain_compiled" in block.__dict__
 
 
+def without_wrappers(model: torch.nn.Module) -> None:
+    """Let the parts of a model that are in `torch.compile(part)` have their own names, without `_orig_mod.`: compiled is then what they compute.
+
+    Raises:
+        ModelError: a hook is on such a wrapper, which is left out.
+    """
+    parts: list[tuple[torch.nn.Module, str, Any]] = [
+        (m, name, part) for m in model.modules() for name, part in m._modules.items()
+    ]
+    for parent, name, wrapper in parts:
+        if type(wrapper).__name__ == "OptimizedModule":
+            if any(hooks for key, hooks in wrapper.__dict__.items() if key.endswith("_hooks")):
+                raise ModelError(
+                    f"a hook is on torch.compile(...) of {name}: register it on the module inside, before compiling"
+                )
+            parent._modules[name] = wrapper._orig_mod
+            _compile_inside(wrapper._orig_mod, wrapper.dynamo_ctx)  # with its own mode, backend and options
+
+
+def _compile_inside(part: Any, compiler: Callable[..., Any]) -> None:
+    if is_compiled(part):  # at several places in the model
+        return
+    own = part.__dict__.get("forward")  # put on the instance: a method of it, or a function that knows it
+    bound = own is not None and getattr(own, "__self__", None) is not part
+    part._bigtrain_compiled = compiler(own if bound else getattr(own, "__func__", type(part).forward))
+    part.forward = types.MethodType(_bound if bound else _plain, part)
+
+
+def _bound(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self._bigtrain_compiled(*args, **kwargs)
+
+
 def _blocks(model: torch.nn.Module) -> list[tuple[str, Any]]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 

@@ -16,6 +16,7 @@ import torch
 
 from bigtrain import ranks, shapes
 from bigtrain.errors import ModelError
+from bigtrain.models import hub
 
 logger = logging.getLogger(__name__)
 
@@ -140,10 +141,9 @@ def fetched(source: Any) -> Any:
     Raises:
         ModelError: on all ranks, if the hub does not give it.
     """
-    if not isinstance(source, str) or source.startswith((shapes.PREFIX, ".", "/", "~")) or source.count("/") != 1:
+    if not hub.may_be_id(source) or not all(ranks.all_gather_object(not Path(source).is_dir())):
         return source
-    if not all(ranks.all_gather_object(not Path(source).is_dir())):
-        return source
+    hub.look_for(source)
     from huggingface_hub import snapshot_download
 
     try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+
+from bigtrain.errors import BypassError
 
 
 def who_waits(module: torch.nn.Module) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
@@ -52,25 +54,41 @@ def _that_compute(modules: Iterable[torch.nn.Module]) -> Iterable[torch.nn.Modul
             yield module
 
 
+def _refuse(_: torch.Tensor) -> NoReturn:
+    raise BypassError(
+        "a block of the model was used without a call of it (its parts or its weights were), for the first time since its weights are updated beside "
+        "forward: what was read may be as before the last update. Call the block itself, call it around in the first forward already, or start "
+        "again from a checkpoint: the model waits for such blocks if its first forward shows them."
+    )
+
+
 def watch_bypassed(module: torch.nn.Module, positions: Mapping[torch.nn.Module, int]) -> Callable[[], int]:
     """Up to which position the model has to wait before its forward begins: that of blocks which it uses without calling them.
 
     A forward that calls a block's parts from outside (`layer.mlp(layer.norm(x))`) passes the block's hook by. The first forward, before
     any update, shows which blocks are not called; from then on the model waits for them, as for those that one forward leaves out.
+    A block that is passed by later for the first time may have been read before its update. Left out, as by layer dropout, it gets no
+    gradient; if it gets one, it was read.
 
     Args:
         module: the model.
         positions: what its modules wait for when they are called.
+
+    Raises:
+        BypassError: later, in backward.
     """
     of = {block: positions[block] for blocks in _outermost_lists(module) for block in blocks if block in positions}
     left: dict[torch.nn.Module, int] = {}
-    found = [-1]
+    found, begun = [-1], [False]
+    guards: list[Any] = []
 
     # Functions, not methods: a deep copy of the model must not copy what they know.
     @torch.compiler.disable
     def begin(which: torch.nn.Module, *_: Any) -> None:
         if which is module:
             left.update(of)
+            while guards:
+                guards.pop().remove()
 
     @torch.compiler.disable
     def called(block: torch.nn.Module, *_: Any) -> None:
@@ -79,7 +97,9 @@ def watch_bypassed(module: torch.nn.Module, positions: Mapping[torch.nn.Module, 
     @torch.compiler.disable
     def end(which: torch.nn.Module, *_: Any) -> None:
         if which is module:
-            found[0] = max(found[0], *left.values(), -1)
+            late = [block for block, position in left.items() if begun[0] and position > found[0]]
+            guards.extend(p.register_hook(_refuse) for block in late for p in block.parameters() if p.requires_grad)
+            found[0], begun[0] = max(found[0], *left.values(), -1), True
             left.clear()
 
     module.register_forward_pre_hook(begin)

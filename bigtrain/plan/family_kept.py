@@ -145,6 +145,7 @@ _ACTIVATION_BY_DEFAULT = {**dict.fromkeys(("gpt2", "gptj", "phi"), "gelu_new"), 
 # With use_parallel_residual: one input for two norms, one norm.
 _PARALLEL = {"gpt_neox": 6, "stablelm": 4}
 # The class's sliding window; which blocks have it is in layer_types, where there is such a list.
+_FROM_LAYER = {"qwen2", "qwen3"}  # with use_sliding_window, from max_window_layers on
 _WINDOWS = {
     **dict.fromkeys(("mistral", "ministral", "gemma3_text", "cohere2", "olmo3", "exaone4"), 4096),
     **dict.fromkeys(("phi3", "mixtral", "starcoder2"), 0),
@@ -239,6 +240,8 @@ def windows(kind: str, c: Values, layers: int) -> tuple[int, ...]:
         return ()
     if types:
         return (size,) * list(types).count("sliding_attention")
+    if kind in _FROM_LAYER:
+        return (size,) * max(0, layers - int(c.get("max_window_layers", 28)))
     pattern = c.get("sliding_window_pattern", _WHOLE_EVERY.get(kind, 0))
     every = pattern if isinstance(pattern, int) else len(pattern or "")  # EXAONE's is a word, LLLG
     return (size,) * (layers - layers // every if every else layers)
@@ -246,6 +249,8 @@ def windows(kind: str, c: Values, layers: int) -> tuple[int, ...]:
 
 def _window(kind: str, c: Values) -> int:
     types = c.get("layer_types")
+    if kind in _FROM_LAYER:  # their classes drop the size without the flag, whatever layer_types says
+        return int(c.get("sliding_window", 4096) or 0) if c.flag("use_sliding_window") else 0
     if "sliding_attention" not in types if types else kind not in _WINDOWS:
         return 0
     return int(c.get("sliding_window", _WINDOWS.get(kind, 0)) or 0)

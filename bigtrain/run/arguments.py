@@ -195,6 +195,11 @@ class TrainArguments:
         return tuple(t for t in self.report_to if t != "none")
 
     @property
+    def reads(self) -> tuple[str | None, ...]:
+        """Files, folders and ids of the hub that the run reads."""
+        return self.model_name_or_path, self.tokenizer_name_or_path, self.train_data, self.eval_data
+
+    @property
     def hang_limit(self) -> Any:
         """`hang_s` in the words of `bigtrain.watch`: seconds, "learned", or None for no watch."""
         return "learned" if self.hang_s is None else self.hang_s or None

@@ -27,7 +27,7 @@ def report(error: Exception) -> int:
     elif ours.exit_code != StoppedError.exit_code and (os.environ.get("LOCAL_RANK") == "0" or _first_left(int(rank), ours)):
         # The first rank of another host: under torchrun and Slurm its output is all that is seen there.
         print(f"[rank {rank}] {type(ours).__name__}: {ours}", file=sys.stderr)
-    elif _has_met() and not isinstance(ours, RanksDisagreeError | StoppedError):
+    elif _has_met() and not isinstance(ours, RanksDisagreeError | StoppedError) and not _said_by_rank_0(ours):
         print(f"[rank {rank}] {type(ours).__name__}: {str(ours).splitlines()[0]}", file=sys.stderr)
     sys.stderr.flush()
     return ours.exit_code
@@ -48,6 +48,13 @@ def _first_left(rank: int, error: Exception) -> bool:
 
     lost = watch.lost() or getattr(error, "by_rank", {})  # before there is a watch, the error may know
     return all("without a word" in str(lost.get(before, "")) for before in range(rank))
+
+
+def _said_by_rank_0(error: Exception) -> bool:
+    """What is wrong with the arguments or the data is wrong on every rank."""
+    from bigtrain import watch
+
+    return watch.fails_alike(0, error)
 
 
 def tell_hosts(error: Exception) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.checkpoint import store
-from bigtrain.errors import UsageError
+from bigtrain.errors import BigtrainError, UsageError
 
 OWN_FILES = ("run.json", "metrics.jsonl", "eval.jsonl", "ds_config.resolved.json", "report.html", "report.png")
 OWN_FOLDERS = ("hang", "model", "runs")
@@ -155,6 +155,11 @@ class RunFolder:
         """(step, folder) of every committed checkpoint, oldest first."""
         return [(step, store.folder_for(self.root, step)) for step in store.steps(self.root)]
 
+    def start_point(self, asked: str | None) -> tuple[Path | None, tuple[int, int]]:
+        """(`resume_point`, where it stands: `reached`)."""
+        resume = self.resume_point(asked)
+        return resume, self.reached(resume)
+
     def resume_point(self, asked: str | None) -> Path | None:
         """The checkpoint folder to start from; None to start at step 0.
 
@@ -224,11 +229,23 @@ class RunFolder:
         return run
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
-        """Write a JSON file in one piece: readers see the old one or the new one."""
-        self.root.mkdir(parents=True, exist_ok=True)  # somebody may have removed it meanwhile, with what was in it
+        """Write a JSON file in one piece: readers see the old one or the new one.
+
+        Raises:
+            BigtrainError: the system does not take it, with a full disk for instance.
+        """
         draft = self.root / f".{name}.new"
-        draft.write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
-        os.replace(draft, self.root / name)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)  # somebody may have removed it meanwhile, with what was in it
+            draft.write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
+            os.replace(draft, self.root / name)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise BigtrainError(
+                f"{self.root / name} cannot be written: {error.strerror}. Make room on that disk, or see who may write there and whether it is "
+                "still mounted, and start again"
+            ) from error
 
     def update_run(self, **values: Any) -> None:
         """Set keys of run.json."""

@@ -6,6 +6,7 @@ together; ranks of other hosts hear of it by the watch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -122,7 +123,8 @@ class Explained:
             print(self.host_text(use), file=sys.stderr, flush=True)
             watch.failed(DoesNotFitError(f"host memory nearly full, {use.describe()}"))  # for ranks of other hosts
             if self.folder is not None and os.environ.get("RANK", "0") == "0":
-                self.folder.update_run(outcome=f"stopped: host memory nearly full, {use.describe()}")
+                with contextlib.suppress(BigtrainError):
+                    self.folder.update_run(outcome=f"stopped: host memory nearly full, {use.describe()}")
         time.sleep(max(0.0, until - time.monotonic()))
         os._exit(DoesNotFitError.exit_code)
 

@@ -371,11 +371,23 @@ def end() -> None:
 def failed(error: BaseException) -> None:
     """Tell the other ranks that this one is about to end, and why."""
     if _current is not None and _current[0].watching:
-        lines = str(error).strip().splitlines() or [""]
-        # A data worker's error holds its whole traceback, with the message last.
-        line = lines[-1] if any("Traceback" in text for text in lines) else lines[0]
         _current[0].over = True
-        _current[0].say({"ended": "failed", "why": f"{type(error).__name__}: {line[:500]}", "step": HERE.step})
+        _current[0].say({"ended": "failed", "why": _why(error), "step": HERE.step})
+
+
+def _why(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    # A data worker's error holds its whole traceback, with the message last.
+    line = lines[-1] if any("Traceback" in text for text in lines) else lines[0]
+    return f"{type(error).__name__}: {line[:500]}"
+
+
+def fails_alike(rank: int, error: BaseException, wait_s: float = 1.0) -> bool:
+    """Whether `rank` fails with the same error as this rank; waits up to `wait_s` to hear of its end. False without a watch."""
+    end_s = time.monotonic() + wait_s
+    while _current is not None and rank not in (found := _current[0].lost()) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return _current is not None and found.get(rank) == f"failed: {_why(error)}"
 
 
 def lost(wait_s: float = 0.0) -> dict[int, str] | None:

@@ -125,3 +125,91 @@ def test_tokens_are_generated_and_other_compiled_functions_are_left_alone(rank_p
     for ((tokens, loss), (ours, our_loss)), others in rank_pool(1).run(_generated, caches):
         assert ours == tokens and our_loss == pytest.approx(loss, rel=1e-6)  # torch's decompositions round in another order
         assert others == list(range(1, 20))
+
+
+class _Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.fc(x))
+
+
+class _Net(torch.nn.Module):
+    """The last block is used twice, and the head's forward is a function of its own instance."""
+
+    def __init__(self, compiles):
+        super().__init__()
+        torch.manual_seed(0)
+        made = [_Block(), _Block()]
+        head = torch.nn.Linear(8, 1)
+        head.forward = lambda x: torch.nn.functional.linear(x, head.weight, head.bias)
+        if compiles:
+            made = [torch.compile(block, backend="aot_eager", dynamic=False) for block in made]
+            head = torch.compile(head, backend="aot_eager")
+        self.blocks, self.head = torch.nn.ModuleList([*made, made[1]]), head
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        return (torch.nn.functional.mse_loss(self.head(x), y),)
+
+
+def _own_layers(stage, compiles, folder, start=None, built=False):
+    """A loss after two steps, names, and whether torch compiled anything and a copy has weights of its own."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    ds_config = config(stage, bf16=False, micro=4)
+    model = build_model(_Net, ds_config=ds_config, dtype=torch.float32, compiles=compiles) if built else _Net(compiles)
+    engine = Engine(model, ds_config=ds_config, learning_rate=1e-2, total_steps=10)
+    if start is not None:
+        engine.load_checkpoint(start)
+    g = torch.Generator().manual_seed(engine.rank)
+    for _ in range(2):
+        loss = engine(torch.randn(4, 8, generator=g), torch.randn(4, 1, generator=g))[0]
+        engine.backward(loss)
+        engine.step()
+    engine.save_checkpoint(folder)
+    engine.checkpoints.wait()
+    names = sorted(name for name, _ in engine.module.named_parameters())
+    x = torch.randn(4, 8, generator=g)
+    block = copy.deepcopy(engine.module.blocks[0])
+    with torch.no_grad():
+        block.fc.weight.zero_()
+        block.fc.bias.zero_()
+        own = torch.equal(block(x), x)
+    engine.close()
+    return float(loss.detach()), names, torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, own
+
+
+NAMES = ["blocks.0.fc.bias", "blocks.0.fc.weight", "blocks.1.fc.bias", "blocks.1.fc.weight", "head.bias", "head.weight"]
+
+
+@pytest.mark.parametrize(("stage", "built"), [(0, True), (2, False)])
+def test_layers_that_a_script_compiles_keep_their_names(rank_pool, tmp_path, stage, built):
+    run = rank_pool(2).run
+    compiled, plain = (str(tmp_path / name) for name in ("compiled", "plain"))
+    first = run(_own_layers, stage, True, compiled, None, built), run(_own_layers, stage, False, plain)
+    second = (
+        run(_own_layers, stage, False, str(tmp_path / "a"), compiled),
+        run(_own_layers, stage, True, str(tmp_path / "b"), plain),
+    )
+    for with_it, without in (first, second[::-1]):
+        for (ours, names, is_compiled, own), (loss, plain_names, is_not, _) in zip(with_it, without):
+            assert ours == pytest.approx(loss, rel=1e-6) and names == plain_names == NAMES
+            assert is_compiled and not is_not and own
+
+
+def _hooked():
+    model = _Net(True)
+    model.blocks[0].register_forward_hook(lambda *_: None)
+    try:
+        Engine(model, ds_config=config(2), learning_rate=1e-2)
+        return "nothing"
+    except ModelError as error:
+        return str(error)
+
+
+def test_a_hook_that_would_be_lost_is_refused(rank_pool):
+    assert "a hook is on torch.compile(...) of 0" in rank_pool(1).run(_hooked)[0]

@@ -9,11 +9,12 @@ import torch
 
 from bigtrain import zero
 from bigtrain.engine import Engine
+from bigtrain.errors import BypassError
 from bigtrain.models import build_model
 from bigtrain.optim.lanes import COMPUTE, DOWN, GATHER, UP, UPDATE
 from bigtrain.optim.stream import Stream
 from bigtrain.zero import flat
-from tests.ranks.tiny import TinyLM, config, rows
+from tests.ranks.tiny import Block, TinyLM, config, rows
 
 SAMPLES = 6
 
@@ -66,10 +67,10 @@ class Late:
             self._reach(thing)
 
 
-def _engine(stage, optimizer, late, seed=1):
+def _engine(stage, optimizer, late, seed=1, kind=TinyLM):
     cfg = config(stage, bf16=True, micro=1, accumulation=1)
     cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    model = build_model(lambda: TinyLM(width=34), ds_config=cfg, seed=seed)
+    model = build_model(lambda: kind(width=34), ds_config=cfg, seed=seed)
     engine = Engine(model, ds_config=cfg, optimizer=optimizer, learning_rate=1e-2, max_grad_norm=0.5, hang_s=None)
     if late:
         ds = engine.deepspeed
@@ -222,6 +223,48 @@ def test_forward_of_several_ranks_begins_while_each_updates_its_part(rank_pool):
     seen, total = found[0]
     assert found[1] == found[0]
     assert seen == sorted(seen) and 0 < seen[0] < total and seen[-1] == total
+
+
+class Around(TinyLM):
+    """Its first block is called, passed by (`around`), or left out."""
+
+    how = "called"
+
+    def forward(self, input_ids, labels=None):
+        first, last = self.blocks
+        x = self.embed(input_ids) * self.scale.to(self.embed.weight.dtype)
+        if self.how != "left":
+            x = first(x) if self.how == "called" else Block.forward(first, x)
+        logits = self.head(self.norm(last(x))).float()
+        return {
+            "loss": torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        }
+
+
+def _passed_by(late, story):
+    engine = _engine(2, "adamw_split", late, kind=Around)
+    seen = []
+    try:
+        for number, how in enumerate(story):
+            engine._ds.module.how = how  # `engine.module` waits for the update
+            seen.append(engine.train_step(rows(number, SAMPLES)[engine.rank :: engine.world_size]).loss)
+    except BypassError as error:
+        seen.append("Call the block itself" in str(error))
+    engine.close()
+    return seen
+
+
+def _both_passed_by(*story):
+    return _passed_by(None, story), _passed_by(Late(), story)
+
+
+def test_a_block_that_is_passed_by_is_read_after_its_update_or_refused(rank_pool):
+    run = rank_pool(1).run
+    for story in (("around",) * 3, ("called", "left", "called", "left"), ("around", "called", "around")):
+        ((plain, late),) = run(_both_passed_by, *story)
+        assert plain == late and len(plain) == len(story)
+    ((plain, late),) = run(_both_passed_by, "called", "around")
+    assert len(plain) == 2 and late == [plain[0], True]  # before, late[1] was the loss of weights that miss an update
 
 
 def _gathers():

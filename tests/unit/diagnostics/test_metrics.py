@@ -213,6 +213,13 @@ def test_a_full_disk_is_told_with_the_file_and_closing_says_nothing_more(tmp_pat
     log.close()
 
 
+def test_a_disk_that_is_full_before_the_first_row_is_told(tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "m.jsonl.new").symlink_to("/dev/full")
+    with pytest.raises(BigtrainError, match=r"m\.jsonl cannot be written: No space left on device"):
+        RowLog(tmp_path / "m.jsonl", keep_to_step=1)
+
+
 @pytest.mark.parametrize("how", ["removed", "moved"])
 def test_rows_go_on_where_the_folder_was_taken_away(tmp_path, how, caplog):
     out = tmp_path / "out"

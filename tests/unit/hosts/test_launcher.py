@@ -55,6 +55,48 @@ def test_a_rank_ends_with_its_launcher_and_with_nothing_else(phase, name, said, 
     assert told.splitlines()[-1] == said.format(pid=process.pid)
 
 
+SCRIPT = """
+import signal, sys, time
+asked = []
+if sys.argv[1] == "engine":
+    import torch
+    from bigtrain.engine import Engine
+    Engine(torch.nn.Linear(2, 1), ds_config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}, learning_rate=1e-2)
+else:
+    from bigtrain.hosts import launcher
+    launcher.watch()
+if sys.argv[1] == "saves":
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+print("ready", flush=True)
+end = time.monotonic() + (60 if sys.argv[2] == "torchrun" else 2)
+while time.monotonic() < end and not asked:
+    time.sleep(0.02)
+print("saved", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "said"),
+    [
+        ("engine", "torchrun", ["SIGTERM for the end of the launcher (process {pid})"]),
+        ("saves", "torchrun", ["SIGTERM for the end of the launcher (process {pid})", "saved"]),
+        ("nothing", "start.py", ["saved"]),
+    ],
+)
+def test_a_script_of_ones_own_ends_with_its_launcher_and_with_nothing_else(what, name, said, tmp_path):
+    (tmp_path / name).write_text(LAUNCHER)
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / name), SCRIPT, what, name], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    before = iter(process.stdout.readline, "ready\n")
+    assert "" not in before  # it would have ended
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    told = process.stdout.read().splitlines()  # until the rank has ended
+    assert [line for line in told if "SIGTERM" in line or line == "saved"] == [line.format(pid=process.pid) for line in said]
+
+
 LEFT = """
 import ctypes, os, sys, time
 libc = ctypes.CDLL(None)

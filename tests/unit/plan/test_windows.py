@@ -23,6 +23,19 @@ def test_windows_are_those_of_the_config_that_transformers_makes(kind):
     assert windows_of(made.to_dict()) == expected
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "more", [{}, {"max_window_layers": 4}, {"max_window_layers": 40}, {"sliding_window": None, "max_window_layers": 4}]
+)
+@pytest.mark.parametrize("used", [True, False])
+def test_windows_from_a_layer_on_where_the_config_uses_them(kind, more, used):
+    given = {**CAUSAL[kind], "num_hidden_layers": 31, "use_sliding_window": used, **more}
+    made = AutoConfig.for_model(**given)
+    expected = (made.sliding_window,) * made.layer_types.count("sliding_attention")
+    assert geometry(given).windows == expected == windows_of(made.to_dict())
+    assert bool(expected) == (used and more.get("max_window_layers") != 40 and "sliding_window" not in more)
+
+
 def test_families_without_one_have_none():
     for kind in ("llama", "qwen2", "gpt_neox", "mixtral"):
         assert geometry(CAUSAL[kind]).windows == ()

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 from types import SimpleNamespace
 
 import pytest
 
-from bigtrain.errors import UsageError
+from bigtrain.errors import BigtrainError, UsageError
 from bigtrain.run.runfolder import RunFolder, this_process
 from bigtrain.versions import versions
 
@@ -138,6 +140,24 @@ def test_run_json_is_updated_key_by_key(folder, tmp_path):
     folder.update_run(b=3)
     assert json.loads((tmp_path / "run.json").read_text()) == {"a": 1, "b": 3} == folder.read_run()
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("name", ["run.json", "ds_config.resolved.json"])
+def test_a_full_disk_is_told_with_the_file_and_leaves_what_was_there(name, folder, tmp_path):
+    folder.write_json(name, {"a": 1})
+    (tmp_path / f".{name}.new").symlink_to("/dev/full")
+    with pytest.raises(BigtrainError, match=rf"{re.escape(str(tmp_path / name))} cannot be written: No space left on device"):
+        folder.write_json(name, {"a": 2})
+    assert json.loads((tmp_path / name).read_text()) == {"a": 1} and [p.name for p in tmp_path.glob(".*.new")] == []
+
+
+def test_a_folder_that_was_taken_away_and_cannot_be_made_again_is_told(tmp_path):
+    folder = RunFolder(tmp_path / "disk" / "out")
+    folder.open(resume=None)
+    shutil.rmtree(tmp_path / "disk")
+    (tmp_path / "disk").write_text("not mounted")
+    with pytest.raises(BigtrainError, match=r"run\.json cannot be written: Not a directory"):
+        folder.update_run(outcome="finished")
 
 
 def test_versions_name_what_decides_results():

@@ -68,6 +68,15 @@ def test_the_error_of_another_rank_is_known_and_a_later_farewell_does_not_hide_i
     assert watch.lost() == {1: "failed: DataError: row 3"} and "rank 1 failed: DataError: row 3" in capfd.readouterr().err
 
 
+def test_whether_another_rank_fails_alike(pair, monkeypatch):
+    watch, other, _ = pair
+    monkeypatch.setattr(watcher, "_current", (watch, None))
+    assert not watcher.fails_alike(1, ValueError("row 3"), wait_s=0.1)
+    threading.Timer(0.3, other.say, ({"ended": "failed", "why": "ValueError: row 3", "step": 0},)).start()
+    assert watcher.fails_alike(1, ValueError("row 3\nand more"), wait_s=20.0)
+    assert not watcher.fails_alike(1, ValueError("row 4")) and not watcher.fails_alike(1, KeyError("row 3"))
+
+
 def test_what_another_rank_decided_is_taken_over(pair, capfd):
     _, other, codes = pair
     other.say({"verdict": {"behind": [1], "text": "rank 1 is late", "grace_s": 0.0}})
