@@ -40,7 +40,7 @@ def joined_bytes(plan: PlanInput) -> float:
     whole = g.query + g.key + g.value
     each = (8 + (8 if liger else 0)) * g.ffn if kind in _HALVES else 0
     each += 22 * whole + 4 * (g.query + g.key) if kind in _SLICED else 4 * whole if kind in _ONE_PRODUCT else 0
-    found = plan.tokens * g.layers * each
+    found: float = plan.tokens * g.layers * each
     if liger and g.keeps.fused_experts and g.experts:
         blocks = max(0, g.layers - g.dense_layers)
         found += plan.tokens * blocks * g.experts_per_token * (_FUSED_CHOSEN * g.hidden + _FUSED_FEED * g.ffn)
