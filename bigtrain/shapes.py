@@ -2,7 +2,7 @@
 
 Plain dictionaries with the keys of a `config.json`, so that `AutoConfig.for_model(**config_dict(name))`, the planner
 and the model builder read the same thing. Sizes follow the public config files of the models that they are named after;
-`llama-tiny` and `llama-50m` are this project's own, for demonstrations and tests, and so are `llama-8.36b` and `llama-20b`.
+`llama-tiny` and `llama-50m` are this project's own, for demonstrations and tests, and so are `llama-8.36b`, `llama-20b` and `mixtral-4b`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import UsageError
+from bigtrain.shapes_families import FURTHER
 
 PREFIX = "preset:"
 
@@ -306,7 +307,10 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "gemma-3-1b": _GEMMA_3_1B,
     "phi-3-mini": _PHI_3_MINI,
     "olmoe-1b-7b": _OLMOE_1B_7B,
+    "smollm2-1.7b": _llama(2048, 8192, 24, 32, 32, vocab=49152, tied=True, positions=8192, theta=130000.0, bos=1, eos=2),
+    **FURTHER,
     "mixtral-tiny": _mixtral(128, 256, 4, 4, 2, 4, 2),
+    "mixtral-4b": _mixtral(2048, 5632, 16, 32, 8, 8, 2),
     "mixtral-8x7b": _mixtral(4096, 14336, 32, 32, 8, 8, 2),
     "mixtral-8x22b": _mixtral(6144, 16384, 56, 48, 8, 8, 2),
     "qwen2.5-vl-7b": _QWEN2_5_VL_7B,

@@ -21,6 +21,7 @@ class BlockBytes:
         first_norm, attention, second_norm: kept tensors of those parts.
         product, middle, gate: kept tensors of the feed-forward part, in the order in which backward frees them.
         routing: router logits and gathered tokens of a sparse block. chosen: one tensor of its experts' inputs, or of their results.
+        in_passing: the same where liger-kernel's experts do not keep it. shared: one feed-forward tensor of experts that all tokens use.
         forward_extra: most that is held for a moment in forward and not kept.
         forward_attention: most that attention holds in forward where nothing is kept, if it has no fused kernel.
         attention_extra: gradients inside attention's backward (dout, dq, dk, dv, fp32 accumulator, expanded dk and dv).
@@ -49,6 +50,8 @@ class BlockBytes:
     results_used: int = 0
     of_attention: tuple[int, ...] = ()
     chosen: int = 0
+    in_passing: int = 0
+    shared: int = 0
 
     @property
     def kept(self) -> int:
@@ -67,7 +70,14 @@ def norm_kept(g: Geometry, t: int, kernels: str, feeds_linear: bool = True) -> i
     output = 2 * t * g.hidden if feeds_linear else 0
     if kernels == "liger" or not g.rms:
         return 2 * t * g.hidden + 8 * t + output
-    return (4 + 2) * t * g.hidden + 4 * t + output
+    return (g.keeps.norm - 2) * t * g.hidden + 4 * t + output
+
+
+def norm_passing(g: Geometry, t: int, kernels: str) -> int:
+    """Most that the backward of one norm holds beside what it keeps and the gradient that comes: of fp32 operations, or of one kernel."""
+    if kernels == "liger" or not g.rms:
+        return 2 * t * g.hidden
+    return (14 if g.keeps.norm in (8, 10) else 8) * t * g.hidden  # 8: the norm itself is one operation, in fp32
 
 
 @dataclass(frozen=True)
@@ -193,13 +203,22 @@ def _whole_block(g: Geometry, t: int, kernels: str, block: int, seq_len: int, de
     parts = [_attention(g, t, seq_len or t, device, bias) for bias in ((k.bias, False) if cross else (k.bias,))]
     first, second = _norms(g, t, kernels, cross)
     fused = liger or not g.rms
-    middle, gate = (feed, feed) if liger and g.gated else _activation(g, t * width)
-    product = feed
+    middle, gate = (feed, feed) if liger and g.gated and not k.own_experts else _activation(g, t * width)
+    # liger-kernel's routed experts keep gate and up, and gather tokens and make the product anew in backward.
+    fused_experts = liger and not dense and k.fused_experts
+    shared = 0 if dense else 2 * t * g.shared_ffn
+    product = shared if fused_experts else feed
     if k.feed_mask:
         product += mask * t * width + (0 if g.gated or k.activation else feed)
     masks = k.masks + (1 if cross and k.masks else 0)
     kept = sum(a.kept for a in parts) + _beside_attention(g, t, seq_len or t, liger) + (t * (seq_len or t) if cross else 0)
     used, ends = _results(g, t, width, sum(a.results for a in parts), dense)
+    if fused_experts:  # nothing of them is an operator of torch's
+        used, ends = (
+            used - 4 * t * (width - g.shared_ffn),
+            ends - 2 * t * g.hidden * (g.experts_per_token - (1 if shared else 0)),
+        )
+    chosen = 0 if dense else 2 * t * g.hidden * g.experts_per_token
     found = BlockBytes(
         first_norm=first,
         attention=kept + (mask * t * d if masks else 0),
@@ -207,16 +226,18 @@ def _whole_block(g: Geometry, t: int, kernels: str, block: int, seq_len: int, de
         product=product,
         middle=middle,
         gate=gate,
-        routing=0 if dense else _routing(g, t),
-        forward_extra=max(3 * feed + 4 * t * d, (4 if fused else 14) * t * d),
+        routing=0 if dense else _routing(g, t) - (2 * chosen if fused_experts else 0),
+        forward_extra=max(3 * feed + 4 * t * d + (chosen if fused_experts else 0), (4 if fused else 14) * t * d),
         forward_attention=max(a.forward for a in parts),
         attention_extra=max(a.backward for a in parts),
-        norm_extra=(2 if fused else 12) * t * d,
+        norm_extra=norm_passing(g, t, kernels),
         feed=feed,
         stream=2 * t * d,
         results=used + ends,
         of_attention=tuple(size for a in parts for size in a.fused),
-        chosen=0 if dense else 2 * t * d * g.experts_per_token,
+        chosen=0 if fused_experts else chosen,
+        in_passing=chosen if fused_experts else 0,
+        shared=shared,
     )
     return replace(found, results_used=min(used, found.kept))
 
@@ -233,8 +254,9 @@ def _norms(g: Geometry, t: int, kernels: str, cross: bool) -> tuple[int, int]:
 def _beside_attention(g: Geometry, t: int, seq_len: int, liger: bool) -> int:
     """Norms and rotary embeddings of queries and keys, latent vectors, masks."""
     k = g.keeps
-    norm = min(2, k.qk_norm) if liger else k.qk_norm
-    return t * (norm * (g.query + g.key) + k.head * g.query // g.heads + k.token + k.mask * seq_len)
+    norm = min(2, k.qk_norm) if liger and not k.own_qk_norm else k.qk_norm
+    token = k.token // 2 if liger else k.token
+    return t * (norm * (g.query + g.key) + k.head * g.query // g.heads + token + k.mask * seq_len)
 
 
 def _activation(g: Geometry, elems: int) -> tuple[int, int]:
@@ -272,3 +294,14 @@ def fused_loss_rows(vocab: int, t: int) -> int:
     most = max(1, FUSED_LOSS_ELEMS // vocab, -(-t // FUSED_LOSS_CHUNKS))
     chunks = max(1, -(-t // most))
     return max(1, min(t, -(-t // chunks // 256) * 256))
+
+
+def embedding_backward(shape: tuple[int, ...], t: int, device: str) -> int:
+    """Bytes of an embedding's gradient, and on a GPU of sums in fp32 of the rows that get one, ten tokens at most in each.
+
+    aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu, `embedding_backward_cuda_kernel`: `grad_weight_per_segment`. 0: no matrix.
+    """
+    if len(shape) != 2:
+        return 0
+    rows, width = shape
+    return 2 * rows * width + (4 * min(t, rows + t // 10) * width if device == "cuda" else 0)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from bigtrain.plan import experts
-from bigtrain.plan.activations import BlockBytes, block_bytes, fused_loss_rows, norm_kept
+from bigtrain.plan.activations import BlockBytes, block_bytes, embedding_backward, fused_loss_rows, norm_kept, norm_passing
 from bigtrain.plan.constants import CHUNK_LOGITS, CUBLAS_WORKSPACE_BYTES, SCALED_AT_A_TIME
+from bigtrain.plan.family_kept import HALVES, NORM_LAST, TWO_TABLES
 from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.parts import parts_of
@@ -66,10 +67,6 @@ def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:
 
 # Of what attention holds in backward: with a fused kernel it is seven of the stream's size for the largest of the presets.
 _MOST_PARTS = 32
-# Families whose blocks with a sliding window turn queries by another base.
-_TWO_TABLES = {"gemma3_text", "gemma3"}
-# Families for whose gate and up, halves of one product, liger-kernel makes copies: the product stays until the last one of the block.
-_HALVES = {"phi3", "glm4"}
 # Phases of a micro step, from the first update on.
 MICRO_STEP = ("steady forward", "loss", "loss backward", "backward", "bucket flush")
 
@@ -137,7 +134,7 @@ class Run:
     def _rotary_bytes(self) -> int:
         """Cosines and sines in bf16, made once for all blocks, or for those of a sliding window and the others."""
         g, kind = self.g, self.plan.parameters.kind
-        return 0 if kind in NO_ROTARY else (2 if kind in _TWO_TABLES else 1) * 2 * 2 * self.t * g.query // g.heads
+        return 0 if kind in NO_ROTARY else (2 if kind in TWO_TABLES else 1) * 2 * 2 * self.t * g.query // g.heads
 
     def _block_forward(self, block: int, members: list[int], steady: bool) -> None:
         cost = self._cost(block)
@@ -156,13 +153,20 @@ class Run:
         Measured on an H200, Llama 3B, 16,384 tokens: 0.101e9 B beside 1.478e9 kept. A recompute (`again`) ends before its last product,
         with no more than attention's output beside it (models/replay.py), and in a block with a norm behind that with the norm's copies.
         """
-        if self.plan.kernels == "liger" and not self.of_tile and self.plan.parameters.kind in _HALVES:
+        if self.plan.kernels == "liger" and not self.of_tile and self.plan.parameters.kind in HALVES:
             return max(cost.stream, 2 * cost.feed)
+        if cost.in_passing:  # liger-kernel's experts: what the last product reads, and its results, beside their sum
+            return cost.stream + cost.in_passing + cost.feed - cost.shared
         if again and not self.of_tile and self.g.norms <= 2:
             return max(cost.stream, cost.chosen)
         if self.of_tile:
             return cost.stream + 3 * cost.feed if self.plan.kernels == "liger" else cost.forward_extra
-        return cost.stream if self.plan.kernels == "liger" else cost.forward_extra - cost.feed
+        # Of a feed-forward part all is kept; RMSNorms in fp32 have more in passing.
+        return (
+            cost.stream
+            if self.plan.kernels == "liger"
+            else cost.forward_extra - (1 if self.g.gated and self.g.rms else 3) * cost.feed
+        )
 
     def _keep_input(self, block: int) -> None:
         """What stays of a block that is recomputed."""
@@ -210,6 +214,7 @@ class Run:
         else:
             self._open_backward()
         self.shards.release("head")
+        self.tape.touch(norm_passing(self.g, self.t, self.plan.kernels), "backward, norm temporaries")
         self.tape.drop("final norm")
         for i in reversed(self.after):
             if i not in self.head:
@@ -298,7 +303,8 @@ class Run:
         self.shards.fetch("embedding", self.before, backward=False, steady=steady)
         for i in reversed(self.before):
             if self.plan.trains[i]:
-                self.tape.touch(self._embedding_backward(i), "gradients, fresh from autograd")
+                size = embedding_backward(self.plan.parameters.items[i].shape, self.t, self.plan.device)
+                self.tape.touch(size, "gradients, fresh from autograd")
             if i in self.head:
                 self.tape.drop("tied")
             if i not in self.head or self.tied:
@@ -308,33 +314,21 @@ class Run:
         self.tape.phase("bucket flush")
         self.shards.end_backward()
 
-    def _embedding_backward(self, i: int) -> int:
-        """The gradient, and on a GPU sums in fp32 of the rows that get one, ten tokens at most in each.
-
-        aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu, `embedding_backward_cuda_kernel`: `grad_weight_per_segment`.
-        """
-        one = self.plan.parameters.items[i]
-        if len(one.shape) != 2:
-            return 0
-        rows, width = one.shape
-        partial = 4 * min(self.t, rows + self.t // 10) * width if self.plan.device == "cuda" else 0
-        return 2 * one.elems + partial
-
     def _block_backward(self, block: int, steady: bool) -> None:
         tape, cost, members = self.tape, self._cost(block), self.blocks[block]
         self.shards.fetch(f"b{block}", members, backward=True, steady=steady)
-        grouped = cost.chosen and self.plan.kernels == "hf"
-        if grouped:
-            experts.before_backward(tape, cost)
+        experts.before_backward(tape, cost)
         if block in self.recomputed:
             self._bring_back(block)
             tape.drop(("results", block))  # the same bytes are among what follows
             self._keep_block(block, again=True)
             tape.touch(self._beside_kept(cost, again=True), "activations, in passing")
         feed, attention, rest = self.parts.of_block[block]
+        if self.plan.parameters.kind in NORM_LAST:
+            tape.touch(cost.norm_extra, "backward, norm temporaries")
         if self.of_tile:
             self._tiles_backward(block, feed)
-        elif grouped:
+        elif cost.chosen or cost.in_passing:
             experts.backward(tape, self.plan.parameters.items, block, cost, feed, self._grad)
         else:
             self._feed_forward_backward(block, cost, feed, self._grad)
@@ -387,7 +381,8 @@ class Run:
         tape.hold("dproduct", cost.feed, row)
         for i in last:
             grad(i)
-        tape.drop(("product", block))
+        if cost.gate or cost.middle:  # otherwise the activation's backward needs its output, the last product's input
+            tape.drop(("product", block))
         if self.plan.kernels == "liger" and cost.middle:  # gate and up become their own gradients
             tape.drop("dproduct")
         else:
@@ -395,7 +390,8 @@ class Run:
                 tape.hold("dmiddle", 2 * cost.feed, row)
                 tape.drop("dproduct", ("middle", block))
             tape.hold("dgate", cost.feed, row)
-            tape.drop("dproduct", ("gate", block))
+            tape.touch(cost.feed * self.g.keeps.derivative // 2, row)
+            tape.drop("dproduct", ("gate", block), ("product", block))
         tape.hold("dinput", 2 * cost.stream, row)
         for i in reversed(others):
             grad(i)

@@ -1,4 +1,4 @@
-"""What backward through a sparse block's experts holds, tensor by tensor.
+"""What backward through a sparse block's experts holds, tensor by tensor: of transformers' own, and of liger-kernel's.
 
 transformers/integrations/moe.py `grouped_mm_experts_forward` (5.17 and 5.24): tokens are gathered once for each of their experts, sorted
 by expert; two grouped products; each token's results are weighed, sorted back and summed up.
@@ -34,6 +34,9 @@ def backward(
         items: of the model. feed: indices of the block's feed-forward parameters, in its order.
         grad: autograd delivers the gradient of a parameter.
     """
+    if cost.in_passing:
+        _fused_backward(tape, items, block, cost, feed, grad)
+        return
     inputs, results = keys(block)
     grouped = [i for i in feed if ".experts." in items[i].name]
     # Sorted by expert again: zeros, and a copy with the gradients written into it.
@@ -60,6 +63,33 @@ def backward(
     tape.touch(2 * cost.stream, _ROW)
     tape.drop("dinputs", ("routing", block))
     tape.hold("dinput", cost.stream, _ROW)
+    for i in reversed([i for i in feed if i not in grouped]):
+        grad(i)
+    tape.drop("dinput")
+
+
+def _fused_backward(
+    tape: Tape, items: Sequence[Parameter], block: int, cost: BlockBytes, feed: Sequence[int], grad: Callable[[int], None]
+) -> None:
+    """liger_kernel/ops/fused_moe.py `LigerFusedMoEFunction.backward` (0.8.5): all of it is there until the gradients are handed out.
+
+    What it makes is let go as it returns; gate and up, which it was given, stay until then.
+    """
+    grouped = [i for i in feed if ".experts." in items[i].name]
+    both = 2 * (cost.feed - cost.shared)
+    if cost.shared:  # their gate and up become their own gradients
+        tape.touch(cost.shared + 2 * cost.stream, _ROW)
+        tape.drop(("product", block))
+    tape.hold("dboth", both, _ROW)
+    tape.hold("weighed", both // 2, _ROW)
+    tape.hold("dinputs", cost.in_passing, _ROW)
+    tape.hold("dinput", cost.stream, _ROW)
+    for i in grouped:
+        tape.hold(("of experts", "gradient", i), 2 * items[i].elems, _ROW)
+    tape.drop("dboth", "weighed", "dinputs", ("middle", block), ("gate", block), ("product", block), ("routing", block))
+    for i in grouped:
+        tape.drop(("of experts", "gradient", i))
+        grad(i)
     for i in reversed([i for i in feed if i not in grouped]):
         grad(i)
     tape.drop("dinput")

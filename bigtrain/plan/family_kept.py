@@ -23,6 +23,19 @@ LIGER_KINDS = frozenset({
     "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text",
 })  # fmt: skip
 
+# Of these, where the class of the routed experts is liger-kernel's too (transformers/swiglu.py `LigerExperts`), and where norms of queries
+# and keys or the experts stay transformers' own.
+_LIGER_EXPERTS = {"mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"}
+_OWN_QK_NORM = {"olmo2", "olmo3", "hunyuan_v1_dense"}
+_OWN_EXPERTS = {"gpt_oss"}
+
+# Families whose blocks with a sliding window turn queries by another base.
+TWO_TABLES = {"gemma3_text", "gemma3"}
+# Families for whose gate and up, halves of one product, liger-kernel makes copies: the product stays until the last one of the block.
+HALVES = {"phi3", "glm4"}
+# Families whose blocks end in a norm, which backward comes to when everything of the block is there.
+NORM_LAST = {"gemma2", "gemma3_text", "gemma3", "glm4", "olmo2", "olmo3", "flex_olmo", "exaone4"}
+
 
 def liger_for(kind: str | None) -> dict[str, Any]:
     """What `plan_input` is told where liger-kernel is asked for: as kernels/attach.py `use_liger` does, without it bigtrain's loss alone.
@@ -49,14 +62,16 @@ class Keeps:
     """Bytes of one token, for each element of a width.
 
     Attributes:
-        hidden: norms and inputs of linear layers, of the residual stream's width.
+        hidden: norms and inputs of linear layers, of the residual stream's width. norm: of one RMSNorm and its output, where it is computed
+            in fp32: its input and what it multiplies with its weight.
         query, key: of these widths, beyond queries, keys, values and attention's output.
         spared: of `query`, where liger-kernel turns queries: it leaves them in the layout that the next product reads attention's output in.
         qk_norm: norms of queries and keys, of their widths.
         head: of one head's width (rotary tables that each block makes for itself).
         token: whatever the widths of the block.
-        activation: of the feed-forward width, beyond the activation's output.
+        activation: of the feed-forward width, beyond the activation's output; its backward makes as much as `derivative` in passing.
         router: of the residual stream's width, in a sparse block.
+        fused_experts: liger-kernel has routed experts for this family. own_experts, own_qk_norm: it leaves these as they are.
         matrix: for each head and key, where attention is made of single operations; 0: it goes through sdpa.
         mask: for each key (a mask that each block makes for itself).
         window: tokens that a sliding window sees, where it is a dense mask in longer rows, here of all blocks; 0: it is none.
@@ -67,6 +82,7 @@ class Keeps:
     """
 
     hidden: int = 16
+    norm: int = 8
     query: int = 0
     key: int = 0
     spared: int = 0
@@ -74,7 +90,11 @@ class Keeps:
     head: int = 0
     token: int = 0
     activation: int = 2
+    derivative: int = 0
     router: int = 0
+    fused_experts: bool = False
+    own_experts: bool = False
+    own_qk_norm: bool = False
     matrix: int = 0
     mask: int = 0
     window: int = 0
@@ -102,21 +122,20 @@ FAMILIES: dict[str, Keeps] = {
     "ernie4_5": Keeps(head=8),
     "glm": Keeps(query=2, head=2),
     "glm4": Keeps(hidden=28, query=2, head=2),
-    "gemma": Keeps(hidden=20),
-    "gemma2": Keeps(hidden=36),
-    "gemma3_text": Keeps(hidden=36, qk_norm=8),
+    "gemma": Keeps(hidden=20, norm=10),
+    "gemma2": Keeps(hidden=36, norm=10),
+    "gemma3_text": Keeps(hidden=36, norm=10, qk_norm=8),
     "phi": Keeps(hidden=4, query=2),
     "phi3": Keeps(query=4, key=2, spared=2),
-    "olmo": Keeps(hidden=12),
-    **dict.fromkeys(("olmo2", "olmo3", "flex_olmo"), Keeps(hidden=20, qk_norm=8)),
-    "cohere": Keeps(hidden=14),
-    "cohere2": Keeps(hidden=14),
+    "olmo": Keeps(hidden=12, norm=6),
+    **dict.fromkeys(("olmo2", "olmo3", "flex_olmo"), Keeps(hidden=20, norm=10, qk_norm=8)),
+    **dict.fromkeys(("cohere", "cohere2"), Keeps(hidden=14, norm=14)),
     "stablelm": Keeps(hidden=8, query=2),
     "nemotron": Keeps(hidden=8, query=2),
     "gpt_neox": Keeps(hidden=8, query=4, key=2),
     "gptj": Keeps(hidden=4),
     "falcon": _LAYER_NORM,
-    "gpt_oss": Keeps(hidden=20, activation=8),  # its own gated activation clamps both inputs
+    "gpt_oss": Keeps(hidden=20, norm=10, activation=8),  # its own gated activation clamps both inputs
     "deepseek_v2": Keeps(query=2, router=4),
     "deepseek_v3": Keeps(query=2, router=4),
     **dict.fromkeys(("t5", "mt5"), _T5),
@@ -136,12 +155,18 @@ ACTIVATIONS = {
     **dict.fromkeys(("gelu_new", "gelu_accurate", "gelu_python_tanh"), 8),
     "gelu_fast": 14,
 }  # fmt: skip
+# torch's pow: the power below, times the exponent, times the gradient, each a tensor; one of them is the result.
+_DERIVATIVES = {"relu2": 4}
 _ACTIVATION_KEYS = {
     **dict.fromkeys(("gpt2", "gptj", "opt"), "activation_function"),
     **dict.fromkeys(("gemma2", "gemma3_text"), "hidden_activation"),
     "falcon": "activation",
 }  # fmt: skip
-_ACTIVATION_BY_DEFAULT = {**dict.fromkeys(("gpt2", "gptj", "phi"), "gelu_new"), "opt": "relu"}
+_ACTIVATION_BY_DEFAULT = {
+    **dict.fromkeys(("gpt2", "gptj", "phi"), "gelu_new"),
+    **dict.fromkeys(("nemotron", "arcee"), "relu2"),
+    "opt": "relu",
+}
 # With use_parallel_residual: one input for two norms, one norm.
 _PARALLEL = {"gpt_neox": 6, "stablelm": 4}
 # The class's sliding window; which blocks have it is in layer_types, where there is such a list.
@@ -191,7 +216,7 @@ def keeps(kind: str, c: Values, attention: Attention) -> Keeps:
     """What a block of this config keeps."""
     found = _variant(kind, c, FAMILIES.get(kind, RMS))
     if name := activation(kind, c):
-        found = replace(found, activation=ACTIVATIONS.get(name, 2))
+        found = replace(found, activation=ACTIVATIONS.get(name, 2), derivative=_DERIVATIVES.get(name, 0))
     key, default, masks = _RESIDUAL.get(kind, ("", 0.0, 0))
     attention_key, attention_default = _ATTENTION.get(kind, ("attention_dropout", 0.0))
     dropped = bool(masks and c.get(key, default))
@@ -202,6 +227,9 @@ def keeps(kind: str, c: Values, attention: Attention) -> Keeps:
     in_attention = kind != "falcon" and bool(c.get(attention_key, attention_default))
     return replace(
         found,
+        fused_experts=kind in _LIGER_EXPERTS,
+        own_experts=kind in _OWN_EXPERTS,
+        own_qk_norm=kind in _OWN_QK_NORM,
         masks=masks if dropped else 0,
         feed_mask=found.feed_mask and dropped,
         matrix=matrix,

@@ -20,7 +20,7 @@ from bigtrain.plan.leafs import leafs_of_plan
 from bigtrain.plan.parts import feed_forward, parts_of
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.streamed import leaving_s, seconds
-from bigtrain.plan.unfused import PASSES, unfused_bytes
+from bigtrain.plan.unfused import PASSES, joined_bytes, unfused_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +200,7 @@ def _passes_s(plan: PlanInput, rates: Rates) -> float:
     all_kept = sum(map(kept, plan.parameters.blocks)) if len(g.unlike) > 1 else plan.block_count * kept(0)
     part = plan.recomputed_blocks / max(1, plan.block_count) if plan.checkpointing not in ("none", "selective") else 0.0
     logits = 40 * plan.tokens * g.vocab if plan.loss_kind == "full" else PASSES * 2 * plan.tokens * g.vocab
-    more = unfused_bytes(plan) if plan.kernels == "hf" else 0
+    more = joined_bytes(plan) + (unfused_bytes(plan) if plan.kernels == "hf" else 0)
     return ((PASSES * all_kept + more) * (1 + part / 3) + logits) / rates.device_bytes_s
 
 

@@ -64,7 +64,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "gradients of one tile": ("2 n of the feed-forward part's weights", "models/tiles.py _gradients"),
     "gradients of tiles, fp32 sums": ("4 n of the feed-forward part's weights", "models/tiles.py _add"),
     "backward, attention gradients": ("2 t (q + k + v) + 4 t q + wide k, v", "flash-attn mha_bwd"),
-    "backward, norm temporaries": ("12 t d (hf) | 2 t d (fused)", "torch autograd of RMSNorm in fp32"),
+    "backward, norm temporaries": ("14 t d (hf) | 2 t d (fused)", "torch autograd of RMSNorm in fp32"),
     "backward, residual stream": ("2 t d", "torch autograd"),
     "logits, bf16": ("2 t V", f"{_HF} lm_head"),
     "logits, fp32": ("4 t V", f"{_LOSS} logits.float()"),

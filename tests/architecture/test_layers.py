@@ -13,7 +13,7 @@ PACKAGE = ROOT / "bigtrain"
 
 # The rows, lowest first. A part imports parts of lower rows only; parts of one row do not know each other.
 ROWS: list[set[str]] = [
-    {"errors"},
+    {"errors", "shapes_families"},
     {"defaults", "partition", "runfile", "shapes", "versions"},
     {"guards", "config", "plan", "whereabouts"},
     {"builds", "memory", "ranks", "stopping"},
@@ -35,6 +35,7 @@ PLAIN = (
     "defaults",
     "whereabouts",
     "shapes",
+    "shapes_families",
     "partition",
     "hosts.ports",
     "versions",

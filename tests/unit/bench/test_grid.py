@@ -92,7 +92,7 @@ def test_labels_say_only_what_differs():
     assert labels(expand(LEAST)) == ["zero2"]
 
 
-@pytest.mark.parametrize("name", ["cpu_smoke", "memory_vs_throughput", "plan_8b", "long_sequence"])
+@pytest.mark.parametrize("name", ["cpu_smoke", "memory_vs_throughput", "plan_8b", "long_sequence", "plan_held_out_2"])
 def test_shipped_grids_are_readable(name):
     assert all(isinstance(cell, Cell) for cell in read_grid(f"launch/grids/{name}.yaml"))
 

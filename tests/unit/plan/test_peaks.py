@@ -1,0 +1,105 @@
+"""The most that forward and backward of real models hold at once on a CPU, tensor by tensor, beside what the plan's tape holds."""
+
+import weakref
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from bigtrain.kernels.attach import use_chunked_loss
+from bigtrain.models import enable_activation_checkpointing
+from bigtrain.models.checkpointing import disable_cache
+from bigtrain.plan import plan_input
+from bigtrain.plan.device import Run
+from bigtrain.plan.tape import Tape
+from tests.unit.plan.test_activations import NO_DROPOUT, sized
+
+ROWS, LENGTH, LAYERS = 2, 320, 3
+POSITIONS = {"max_position_embeddings": 512, "n_positions": 512}
+# One of each order of operations.
+FAMILIES = (
+    "llama", "llama-tied-biased", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "phi", "olmo", "olmo2", "exaone4",
+    "granite", "cohere", "starcoder2", "stablelm", "smollm3", "glm", "glm4", "nemotron", "arcee", "gpt2", "gpt_neox", "gptj", "opt",
+    "falcon-40b-like", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe",
+)  # fmt: skip
+
+
+class _Held(TorchDispatchMode):
+    """Bytes of all storages that operators made and that are still there. most: by phase."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.held, self.phase, self.most = 0, "forward", {}
+        self._known = {x.untyped_storage()._cdata: None for x in (*model.parameters(), *model.buffers())}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_iter(out):
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self._known:
+                self._born(x.untyped_storage())
+        self.most[self.phase] = max(self.most.get(self.phase, 0), self.held)
+        return out
+
+    def _born(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+
+        def gone(_):
+            self.held -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.held += size
+
+
+class _Taken:
+    """A stage of ZeRO that takes each gradient as it comes, and lets it go."""
+
+    def __init__(self, plan, tape):
+        self.plan, self.tape = plan, tape
+
+    def grad(self, i):
+        self.tape.touch(2 * self.plan.parameters.items[i].elems, "gradient")
+
+    def __getattr__(self, name):
+        return lambda *args, **how: None
+
+
+def config_of(name):
+    config = {**sized(name, LAYERS, **NO_DROPOUT), "embd_pdrop": 0.0, **POSITIONS}
+    return {key: value for key, value in config.items() if key != "mlp_only_layers"}
+
+
+def counted(config, recomputes):
+    """(most held in forward, in backward); gradients of weights go as soon as they are there."""
+    hf = transformers.AutoConfig.for_model(**config)
+    model = transformers.AutoModelForCausalLM.from_config(hf, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+    (enable_activation_checkpointing if recomputes else disable_cache)(model)
+    use_chunked_loss(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    ids = torch.randint(3, 100, (ROWS, LENGTH))
+    with _Held(model) as held:
+        loss = model(input_ids=ids, labels=ids).loss
+        held.phase = "backward"
+        loss.backward()
+    return held.most["forward"], held.most["backward"]
+
+
+def planned(config, recomputes):
+    plan = plan_input(
+        config, micro_batch=ROWS, seq_len=LENGTH, device="cpu", kernels="hf", chunks_loss=True,
+        checkpointing="full" if recomputes else "none",
+    )  # fmt: skip
+    tape = Tape(unit=1)
+    Run(plan, tape, _Taken(plan, tape)).micro_steps(steady=True)
+    most = tape.ledger().by_phase
+    return max(most["steady forward"], most["loss"]), max(most["loss backward"], most["backward"])
+
+
+@pytest.mark.parametrize("recomputes", (False, True), ids=("keeps", "recomputes"))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_plan_holds_what_a_real_step_holds(name, recomputes):
+    config = config_of(name)
+    assert max(planned(config, recomputes)) == pytest.approx(max(counted(config, recomputes)), rel=0.03)
