@@ -111,16 +111,17 @@ def _run(module: torch.nn.Module, part: torch.Tensor, dimensions: int) -> torch.
 
 
 def _in_tiles(module: torch.nn.Module, x: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Made in its own shape and filled by rows: a view, as what a Function returns, nobody may change in place (Falcon adds to it)."""
     made: torch.Tensor | None = None
     rows, at = _rows(x), 0
     for part in rows.split(tokens):
         out = _run(module, part, x.dim())
         if made is None:
-            made = out.new_empty(rows.size(0), out.size(1))
-        made[at : at + part.size(0)] = out
+            made = out.new_empty(*x.shape[:-1], out.size(1))
+        _rows(made)[at : at + part.size(0)] = out
         at += part.size(0)
     assert made is not None
-    return made.view(*x.shape[:-1], made.size(1))
+    return made
 
 
 class _Kept(torch.autograd.Function):

@@ -75,6 +75,27 @@ def test_nothing_as_large_as_all_tokens_by_the_inner_width_is_ever_made(policy):
     assert [block.feed.runs for block in model] == [26, 26]
 
 
+class AddsInPlace(Block):
+    def forward(self, x):
+        out = self.feed(self.norm(x))
+        out += x  # as Falcon's blocks do
+        return out
+
+
+def test_a_block_may_add_in_place_to_what_its_tiles_gave():
+    torch.manual_seed(0)
+    model = nn.Sequential(AddsInPlace(), AddsInPlace())
+    whole = copy.deepcopy(model)
+    tile_mlp(model, 8, "Feed")
+    x = torch.randn(2, 50, 16)
+    out, expected = model(x), whole(x)
+    assert torch.allclose(out, expected, atol=1e-6)  # products of other sizes
+    for one in (out, expected):
+        one.square().sum().backward()
+    for mine, theirs in zip(model.parameters(), whole.parameters()):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5 * float(theirs.grad.abs().max()))
+
+
 def test_weight_gradients_of_many_bf16_tiles_are_as_good_as_of_the_whole():
     torch.manual_seed(0)
     exact = Feed(16, 48).double()
