@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bigtrain.data.isolation import Isolation, adds_to_masks, has_varlen, isolation_for, prepare_isolation, register_varlen
+    from bigtrain.data.isolation import adds_to_masks, has_varlen, prepare_isolation, register_varlen
+    from bigtrain.data.isolation_choice import Isolation, isolation_for
     from bigtrain.data.loader import EvalLoader, StepLoader
     from bigtrain.data.order import EvalPlan, SampleOrder, StepPlan, plan_eval, plan_steps
     from bigtrain.data.pack import PackStats, Rows, build_rows, stats_dict
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
     from bigtrain.data.tokenise import tokenise
 
 _LAZY = {
-    "Isolation": "isolation",
+    "Isolation": "isolation_choice",
     "adds_to_masks": "isolation",
-    "isolation_for": "isolation",
+    "isolation_for": "isolation_choice",
     "prepare_isolation": "isolation",
     "has_varlen": "isolation",
     "register_varlen": "isolation",

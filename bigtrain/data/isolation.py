@@ -25,61 +25,11 @@ from typing import Any
 
 import torch
 
+from bigtrain.data.isolation_choice import VARLEN, Isolation, isolation_for
 from bigtrain.errors import DataError
 from bigtrain.kernels import documents as packed
 from bigtrain.kernels.cudnn_attention import DTYPES, is_hopper_or_later, packed_attention
 from bigtrain.kernels.documents import Documents
-
-VARLEN = "bigtrain_varlen"
-_BY_POSITIONS = ("sdpa", "eager", "flex_attention", VARLEN)
-# Layers that carry a state from token to token: no attention mask separates documents in them.
-_RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "rwkv", "conv")
-
-
-@dataclass(frozen=True)
-class Isolation:
-    """How documents are kept apart.
-
-    Attributes:
-        method: "position_ids", "document_bounds" or "none needed".
-        document_bounds: what to give `StepLoader` and `EvalLoader`.
-        why: one line for the log.
-    """
-
-    method: str
-    document_bounds: bool
-    why: str
-
-
-def isolation_for(model_config: Any, packing: str) -> Isolation:
-    """Chooses the method for a model's attention implementation.
-
-    Args:
-        model_config: transformers config of the model as built (its `_attn_implementation` is read).
-        packing: as in `build_rows`.
-
-    Raises:
-        DataError: packed documents cannot be kept apart in this model, for instance a recurrent one.
-    """
-    if packing != "isolated":
-        return Isolation("none needed", False, f"packing {packing}: no attention between documents has to be prevented")
-    text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
-    layers = {str(kind) for kind in (getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())}
-    recurrent = sorted(layers.intersection(_RECURRENT))
-    if recurrent or str(getattr(text, "model_type", "")).startswith(("mamba", "rwkv", "falcon_mamba")):
-        raise DataError(
-            f"{getattr(text, 'model_type', 'this model')} has recurrent layers ({recurrent or 'all'}): their state runs on "
-            "from one packed document into the next. Use packing='none' (one document a row) or packing='concatenate'"
-        )
-    attention = str(getattr(text, "_attn_implementation", None) or "sdpa")
-    if attention in _BY_POSITIONS:
-        return Isolation("position_ids", False, f"documents in a row are isolated by position_ids ({attention})")
-    if "flash" in attention:
-        return Isolation("document_bounds", True, f"documents in a row are isolated by cu_seq_lens ({attention})")
-    raise DataError(
-        f"packing='isolated' is not known to work with attn_implementation={attention!r}; use one of {list(_BY_POSITIONS)}, "
-        "a flash attention, or another packing"
-    )
 
 
 def prepare_isolation(model: torch.nn.Module, packing: str) -> Isolation:

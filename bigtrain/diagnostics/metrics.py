@@ -297,11 +297,14 @@ def flops_formula(model: Any, seq_len: int) -> FlopsFormula:
     from bigtrain import zero
 
     text = model.config.get_text_config() if hasattr(model, "config") else None
-    routed = _share_of_experts(text)
+    experts, active = _first_of(text, _EXPERTS), _first_of(text, _ACTIVE)
+    share = min(1.0, active / experts) if experts and active else 1.0
     counts = {True: 0, False: 0}
     for name, param in model.named_parameters():
-        share = routed if ".experts." in name else 1.0
-        counts[param.requires_grad] += int(zero.full_numel(param) * share)
+        shape = zero.full_shape(param)
+        # JetMoE's feed-forward experts lie in no module of that name; one matrix for each expert tells them.
+        routed = ".experts." in name or (len(shape) == 3 and shape[0] == experts)
+        counts[param.requires_grad] += int(math.prod(shape) * (share if routed else 1.0))
     return FlopsFormula(
         trained_parameters=counts[True],
         frozen_parameters=counts[False],
@@ -317,12 +320,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _ACTIVE = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
-def _share_of_experts(text: Any) -> float:
-    """The part of its routed experts that a token goes through; 1 where the config does not tell both numbers."""
-
-    def first(names: Sequence[str]) -> int:
-        found = (getattr(text, name, None) for name in names)
-        return next((value for value in found if isinstance(value, int) and value > 0), 0)
-
-    experts, active = first(_EXPERTS), first(_ACTIVE)
-    return min(1.0, active / experts) if experts and active else 1.0
+def _first_of(text: Any, names: Sequence[str]) -> int:
+    """The first of these settings that is a number above 0; 0 where the config tells none."""
+    found = (getattr(text, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int) and value > 0), 0)

@@ -18,12 +18,15 @@ _UNSHIFTED = ("MaskedLM", "TokenClassification", "Segmentation")  # in transform
 _UNSHIFTED_HEADS = frozenset(
     [
         "BartForCausalLM",
+        "BigBirdPegasusForCausalLM",
         "BlenderbotForCausalLM",
         "BlenderbotSmallForCausalLM",
         "CpmAntForCausalLM",
         "ElectraForPreTraining",
         "FlaubertWithLMHeadModel",
         "MBartForCausalLM",
+        "MarianForCausalLM",
+        "MvpForCausalLM",
         "PLBartForCausalLM",
         "PegasusForCausalLM",
         "ProphetNetForCausalLM",

@@ -170,6 +170,7 @@ def _apply_overrides(config: Any, overrides: dict[str, Any]) -> None:
 
 def _constructor(config: Any, attn_implementation: str | None, trust_remote_code: bool) -> Callable[[], torch.nn.Module]:
     cls = _class_for(config, trust_remote_code)
+    config = _part_for(cls, config)
     attention = _attention(cls, attn_implementation)
 
     def construct() -> torch.nn.Module:
@@ -182,12 +183,21 @@ def _constructor(config: Any, attn_implementation: str | None, trust_remote_code
                     f"{cls.__name__} cannot be built from this config: {error} is none of the values that transformers knows; looked up by "
                     f"{_last_line(error)}"
                 ) from error
+            except (AttributeError, TypeError) as error:  # a setting that is missing, or None where the class computes with it
+                raise ModelError(f"{cls.__name__} cannot be built from this config: {error}; at {_last_line(error)}") from error
             except (ValueError, ImportError) as error:
                 asked = isinstance(error, ImportError) and attention not in (None, "sdpa", "eager")
                 instead = f" Install it, or leave attn_implementation {attention} out." if asked else ""
                 raise ModelError(f"{cls.__name__} cannot be built from this config: {error}{instead}") from error
 
     return construct
+
+
+def _part_for(cls: Any, config: Any) -> Any:
+    """A language model's class takes its own part of a config of several, as transformers' Auto classes do."""
+    wanted = getattr(cls, "config_class", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return text if wanted is not None and not isinstance(config, wanted) and isinstance(text, wanted) else config
 
 
 def _last_line(error: BaseException) -> str:

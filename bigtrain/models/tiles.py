@@ -111,12 +111,12 @@ def _run(module: torch.nn.Module, part: torch.Tensor, dimensions: int) -> torch.
 
 
 def _in_tiles(module: torch.nn.Module, x: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Made in its own shape and filled by rows: a view, as what a Function returns, nobody may change in place (Falcon adds to it)."""
     made: torch.Tensor | None = None
     at = 0
     for part in _rows(x).split(tokens):
         out = _run(module, part, x.dim())
         if made is None:
-            # Of its last shape: a view that a Function returns cannot be added to in place, as Falcon's block does.
             made = out.new_empty(*x.shape[:-1], out.size(1))
         _rows(made)[at : at + part.size(0)] = out
         at += part.size(0)

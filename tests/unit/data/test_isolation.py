@@ -17,10 +17,10 @@ from transformers import (
 
 from bigtrain.data.isolation import (
     VARLEN,
-    isolation_for,
     prepare_isolation,
     register_varlen,
 )
+from bigtrain.data.isolation_choice import isolation_for
 from bigtrain.data.loader import stack
 from bigtrain.errors import DataError
 from bigtrain.kernels import documents

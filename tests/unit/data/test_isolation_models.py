@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from bigtrain.data.isolation import VARLEN, prepare_isolation, register_varlen, varlen_attention
+from bigtrain.data.isolation_choice import isolation_for
 from bigtrain.errors import DataError
 from bigtrain.kernels import documents
 from bigtrain.run import job
@@ -35,6 +36,34 @@ def test_the_same_models_where_they_do(kind, attention):
     alone = model(input_ids=ids[:, 3:], position_ids=positions[:, 3:]).logits
     assert (packed[:, 3:] - alone).abs().max() < 1e-6  # other kernels for other sizes
     assert not model._forward_pre_hooks  # looked at once
+
+
+@pytest.mark.parametrize(
+    "kind, what",
+    [
+        ("falcon_h1", "(hybrid)"),  # attention and Mamba in one layer
+        ("zaya", "(hybrid"),  # a convolution over the tokens before
+        ("inkling_text", "(hybrid"),
+        ("deepseek_v4", "compressed_"),  # keys of several tokens in one, by their place in the row
+        ("minimax_m3_vl_text", "(minimax_m3_sparse)"),  # blocks of keys, the nearest taken by the position in the document
+        ("blt", "patches that reach from one document"),
+        ("qwen4_exp_text", "hashes each token with those before it"),
+    ],
+)
+def test_models_that_mix_tokens_beside_the_mask_are_refused(kind, what):
+    """All but MiniMax's packed documents saw those before them in the row, without a word: their positions do reach the masks."""
+    more = {"layer_types": ["minimax_m3_sparse"], "num_hidden_layers": 1} if "minimax" in kind else {}
+    more = {"layer_types": ["indexed_attention"], "num_hidden_layers": 1} if "qwen4" in kind else more
+    config = AutoConfig.for_model(kind, **more)
+    with pytest.raises(DataError) as refused:
+        isolation_for(config, "isolated")
+    assert what in str(refused.value) and "packing='none'" in str(refused.value)
+    assert isolation_for(config, "none").method == "none needed"
+
+
+@pytest.mark.parametrize("kind", ["llama4_text", "gemma3_text", "deepseek_v32", "gpt_oss", "qwen3_moe"])
+def test_layers_that_keep_to_the_mask_are_taken(kind):
+    assert isolation_for(AutoConfig.for_model(kind), "isolated").method == "position_ids"
 
 
 def _by_name(kind, attention, **more):

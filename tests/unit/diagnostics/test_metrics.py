@@ -98,6 +98,22 @@ def test_of_routed_experts_the_active_ones_count(family, values, share):
     assert flops_formula(Block(), 8).trained_parameters == int(16 * 8 * share) + 3
 
 
+def test_experts_in_modules_of_other_names_are_routed_too():
+    """JetMoE's: a query goes through two of four, in attention and in the feed-forward part."""
+    import torch
+    from transformers import JetMoeConfig, JetMoeForCausalLM
+
+    config = JetMoeConfig(
+        vocab_size=31, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_key_value_heads=2, kv_channels=4,
+        num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = JetMoeForCausalLM(config)
+    feed_forward, attention = 4 * (24 * 8 + 8 * 12), 4 * (8 * 8 + 8 * 8) + 4 * 8 + 8  # attention's with their router and bias
+    everything = sum(p.numel() for p in model.parameters())
+    assert flops_formula(model, 8).trained_parameters == everything - (feed_forward + attention) // 2
+
+
 def test_B72_flops_of_a_matmul_counted_by_torch():
     """2 m n k, forward plus two backward products, is the 6 per weight and token of the formula."""
     import torch

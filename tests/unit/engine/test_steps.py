@@ -45,24 +45,37 @@ def test_what_is_no_list_of_mappings_is_told(batches):
         [steps.counted(batch, steps.samples) for batch in steps.listed(batches)]
 
 
-@pytest.mark.parametrize("kind", ["bart", "gpt2"])
-def test_heads_that_compare_each_position_with_its_own_label_are_counted_so(kind):
+SIZES = {
+    "d_model": 8,
+    "decoder_layers": 1,
+    "decoder_attention_heads": 2,
+    "decoder_ffn_dim": 8,
+    "vocab_size": 16,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        transformers.BartForCausalLM,
+        transformers.BigBirdPegasusForCausalLM,
+        transformers.MarianForCausalLM,
+        transformers.MvpForCausalLM,
+        transformers.GPT2LMHeadModel,
+    ],
+)
+def test_heads_that_compare_each_position_with_its_own_label_are_counted_so(head):
     """A label at the first position alone: a model that shifts has no target then, and its mean is 0/0."""
-    heads = {
-        "bart": (
-            transformers.BartForCausalLM,
-            {"d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8},
-        ),
-        "gpt2": (transformers.GPT2LMHeadModel, {"n_embd": 8, "n_layer": 1, "n_head": 2}),
-    }
-    head, sizes = heads[kind]
-    model = head(head.config_class(vocab_size=16, bos_token_id=1, eos_token_id=2, **sizes))
+    shifts = head is transformers.GPT2LMHeadModel
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 16} if shifts else SIZES
+    model = head(head.config_class(bos_token_id=1, eos_token_id=2, **sizes))
     batch = {"input_ids": torch.full((2, 4), 5), "labels": torch.tensor([[5, -100, -100, -100]] * 2)}
     terms = steps.target_counter(model)(batch)
-    assert terms == (2 if kind == "bart" else 0) and bool(model(**batch).loss.isnan()) == (terms == 0)
+    assert terms == (0 if shifts else 2) and bool(model(**batch).loss.isnan()) == shifts
     assert steps.target_counter(torch.nn.Sequential(model))(batch) == terms
-    if kind == "gpt2":
+    if shifts:
         assert steps.shifting(model) is model
     else:
-        with pytest.raises(ModelError, match="BartForCausalLM does not shift labels"):
+        with pytest.raises(ModelError, match=f"{head.__name__} does not shift labels"):
             steps.shifting(model)

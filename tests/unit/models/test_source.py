@@ -34,6 +34,24 @@ def test_a_folder_with_only_a_config_a_dict_and_a_config_object_build_the_same(t
     assert models[0].config.dtype == torch.bfloat16 and models[0].bigtrain_info.stage == 0
 
 
+def test_the_text_part_of_a_config_of_several_is_built_as_auto_classes_do():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    text = {k: v for k, v in LLAMA.items() if k != "model_type"} | {"layer_types": ["full_attention"], "head_dim": 8}
+    config = AutoConfig.for_model("qwen3_5", text_config=text)
+    expected = AutoModelForCausalLM.from_config(config)
+    model = build_model(config)
+    assert type(model) is type(expected) and type(model.config) is type(expected.config)
+    assert [(n, p.shape) for n, p in model.named_parameters()] == [(n, p.shape) for n, p in expected.named_parameters()]
+
+
+def test_a_config_that_its_class_cannot_compute_with_is_told():
+    with pytest.raises(
+        ModelError, match=r"NemotronForCausalLM cannot be built from this config: .*NoneType.*; at .*modeling_nemotron"
+    ):
+        build_model({**LLAMA, "model_type": "nemotron", "num_key_value_heads": None})
+
+
 def test_attention_that_there_is_not_is_refused():
     with pytest.raises(ModelError, match=r'LlamaForCausalLM cannot be built .*attn_implementation="nope"'):
         build_model(dict(LLAMA), attn_implementation="nope")
