@@ -152,7 +152,7 @@ class Run:
             summary = engine.summary()
             folder.update_run(flops_formula=str(flops), engine=summary, resumed_at_step=start or None)
             logger.info("engine:\n%s\n%s", "\n".join(f"  {name}: {value}" for name, value in spelled(summary)), flops)
-        self.evaluated_step = ranks.main_decides(lambda: self.evals.last_step, "reading eval.jsonl")
+        self.evaluated_step = -1  # of eval.jsonl, once all ranks have one of these
         self.progress = Progress(
             total_steps=job.steps.steps,
             first_step=start,
@@ -163,7 +163,10 @@ class Run:
 
     def loop(self) -> str:
         """All steps and evaluations; returns how it ended."""
+        from bigtrain import ranks
+
         engine = self.engine
+        self.evaluated_step = ranks.main_decides(lambda: self.evals.last_step, "reading eval.jsonl")
         self.stop.trains = True
         if engine.global_step >= self.job.steps.steps:
             logger.info("all %d steps are done before: nothing is left to train; more with --max_steps N", self.job.steps.steps)

@@ -129,8 +129,11 @@ class RowLog:
             os.replace(fresh, self.path)
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (held open for the run)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                fresh.unlink()
             raise BigtrainError(
-                f"{self.path} cannot be written: {error.strerror}. Make room on that disk and start again"
+                f"{self.path} cannot be written: {error.strerror}. Make room on that disk, or see who may write there and whether it is still "
+                "mounted, and start again"
             ) from error
 
     def write(self, row: Mapping[str, Any]) -> None:

@@ -22,7 +22,9 @@ LOOK_S = 1.0
 _ENDED = {"dead", "zombie"}
 _PROGRAMS = {"torchrun", "deepspeed", "accelerate"}
 _MODULES = {"torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.launch", "accelerate.commands.launch"}
-_SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish"}  # variables of a launch may be left in one
+# Who adopts orphans. Any other parent may have started this rank itself: a shell in which variables of a launch were left, a program that
+# launches by torch's elastic_launch (`tune run`), a `timeout`. slurmstepd starts what a rank submits, variables of the launch and all.
+_INITS = {"systemd", "init", "tini", "docker-init", "dumb-init", "catatonit", "podman-init", "s6-svscan", "conmon"}
 
 
 _watched_by: list[int] = []  # processes: a fork inherits the list, and no thread
@@ -33,13 +35,15 @@ def watch(stop: StopSignal | None = None) -> None:
 
     Args:
         stop: whom to ask. None: the end of a launcher is the SIGTERM that it sends its ranks when it is told to end, unless it is watched
-            already.
+            already, or this is no rank of it: a program that a rank started for itself, without a rank's variables.
     """
     if stop is None and os.getpid() in _watched_by:
         return
     _watched_by.append(os.getpid())
     ask = _terminate if stop is None else stop.ask
     try:
+        if stop is None and not _is_rank():
+            return
         above = launchers()
         left = not above and _was_left()
     except ImportError:  # psutil: the run will say so itself
@@ -48,6 +52,14 @@ def watch(stop: StopSignal | None = None) -> None:
         ask("the end of the launcher, which started this rank and is gone,")
     if above:
         threading.Thread(target=_stop_without, args=(above, ask), daemon=True, name="bigtrain-launcher").start()
+
+
+def _is_rank() -> bool:
+    """Whether this process was started with a launcher's variables; `accelerate launch` of one process has none but its own."""
+    import psutil
+
+    env = psutil.Process().environ()  # not os.environ: an engine without a launcher gives itself a LOCAL_RANK
+    return "LOCAL_RANK" in env or any(name.startswith("ACCELERATE_") for name in env)
 
 
 def _terminate(why: str) -> None:
@@ -76,8 +88,8 @@ def _was_left(env: Mapping[str, str] = os.environ) -> bool:
     if not launched or os.getsid(0) == 0:  # in a container of its own, from where the launcher is not seen
         return False
     with contextlib.suppress(psutil.Error):
-        parent = psutil.Process(os.getppid()).name()
-        return parent not in _SHELLS and not parent.startswith("python")  # programs start ranks with torch's elastic_launch
+        parent, own = psutil.Process(os.getppid()), psutil.Process().cmdline()
+        return parent.name() in _INITS and parent.cmdline()[1:][-len(own) :] != own  # `tini -- python train.py` has started it
     return False
 
 
@@ -107,6 +119,8 @@ def _state(process: psutil.Process) -> str:
     import psutil
 
     try:
-        return process.status() if process.is_running() else "dead"
+        return process.status()  # not is_running: it compares times of start, which change with the clock in psutil before 7.1
     except psutil.NoSuchProcess:
         return "dead"
+    except psutil.AccessDenied:
+        return "hidden"

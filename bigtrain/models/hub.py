@@ -12,6 +12,8 @@ from bigtrain.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
+_heard: list[str] = []  # why this process has stopped asking the hub
+
 
 def may_be_id(source: Any) -> bool:
     """Whether this is written as `owner/name`; there may still be a folder of that name."""
@@ -21,21 +23,34 @@ def may_be_id(source: Any) -> bool:
 def look_for(*sources: Any) -> None:
     """See that the hub answers, if any of these is an id of it; without an answer, what lies in the cache is used. Collective for ids.
 
+    One rank of each host asks, and all do as those heard that heard nothing: no rank may read what is newer than another's.
+
     Raises:
-        ModelError: on every rank where the hub does not answer and its host's cache lacks one of them.
+        ModelError: on every rank where the hub does not answer one host, and a host's cache lacks one of them.
     """
     ids = [source for source in sources if may_be_id(source)]
-    if ids:
-        with ranks.together("looking for the hub"):
-            _look_for([name for name in ids if not Path(name).is_dir()])
+    if not ids:
+        return
+    with ranks.together("looking for the hub"):
+        absent = [name for name in ids if not Path(name).is_dir()]
+        why = _why_not() if absent and ranks.local_rank() == 0 else ""
+    if why := next(filter(None, ranks.all_gather_object(why, "looking for the hub")), ""):
+        with ranks.together("looking into the cache of the hub"):
+            _use_the_cache(absent, why)
 
 
-def _look_for(ids: list[str]) -> None:
+def _why_not() -> str:
+    """Why the hub is not to be asked; empty if it answers."""
     from huggingface_hub import constants, is_offline_mode
 
-    offline, why = is_offline_mode(), "HF_HUB_OFFLINE is set"
-    if not ids or (not offline and not (why := _unreachable(constants.ENDPOINT, constants.HF_HUB_ETAG_TIMEOUT))):
-        return
+    if is_offline_mode():
+        return f"{_heard[0]}; a new start asks again" if _heard else "HF_HUB_OFFLINE is set"
+    return _unreachable(constants.ENDPOINT, constants.HF_HUB_ETAG_TIMEOUT)
+
+
+def _use_the_cache(ids: list[str], why: str) -> None:
+    from huggingface_hub import constants, is_offline_mode
+
     if absent := sorted(name for name in {*ids} if not _is_cached(name)):
         raise ModelError(
             f"{', '.join(absent)}: neither a folder here nor in the cache {constants.HF_HUB_CACHE}, and the hub at {constants.ENDPOINT} cannot be "
@@ -43,9 +58,10 @@ def _look_for(ids: list[str]) -> None:
             f"{absent[0]} --local-dir DIR); or set HF_ENDPOINT to a mirror that can be reached, or HF_HOME to a cache that has it "
             "(HF_HUB_OFFLINE=1: without asking the hub)."
         )
-    if not offline:
-        if ranks.is_main():
+    if not is_offline_mode():
+        if ids and ranks.is_main():
             logger.warning("the hub at %s cannot be reached (%s): %s from the cache", constants.ENDPOINT, why, ", ".join(ids))
+        _heard.append(why)
         constants.HF_HUB_OFFLINE = True  # as the variable of that name, which is read at import
 
 

@@ -388,7 +388,7 @@ class Stream:
         for waiting, params in who_waits(module):
             position = max((last[id(p)] for p in params if id(p) in last), default=-1)
             positions[waiting] = max(position, positions.get(waiting, -1))
-        bypassed = watch_bypassed(module, positions)
+        bypassed = watch_bypassed(module, positions, lambda: plan.waited)
         positions.setdefault(module, -1)
         for waiting, position in positions.items():
             waiting.register_forward_pre_hook(self._waiter(plan, position, bypassed if waiting is module else None))

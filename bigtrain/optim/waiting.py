@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -62,44 +62,76 @@ def _refuse(_: torch.Tensor) -> NoReturn:
     )
 
 
-def watch_bypassed(module: torch.nn.Module, positions: Mapping[torch.nn.Module, int]) -> Callable[[], int]:
+def _owners(
+    module: torch.nn.Module, blocks: Collection[torch.nn.Module]
+) -> dict[torch.nn.Parameter, set[torch.nn.Module | None]]:
+    """The blocks that each parameter is a part of; None stands for what is in no block. Shared ones have several."""
+    found: dict[torch.nn.Parameter, set[torch.nn.Module | None]] = {}
+
+    def visit(part: torch.nn.Module, block: torch.nn.Module | None) -> None:
+        block = block or (part if part in blocks else None)
+        for param in part.parameters(recurse=False):
+            found.setdefault(param, set()).add(block)
+        for child in part.children():
+            visit(child, block)
+
+    visit(module, None)
+    return found
+
+
+def watch_bypassed(
+    module: torch.nn.Module, positions: Mapping[torch.nn.Module, int], waited: Callable[[], int]
+) -> Callable[[], int]:
     """Up to which position the model has to wait before its forward begins: that of blocks which it uses without calling them.
 
     A forward that calls a block's parts from outside (`layer.mlp(layer.norm(x))`) passes the block's hook by. The first forward, before
     any update, shows which blocks are not called; from then on the model waits for them, as for those that one forward leaves out.
     A block that is passed by later for the first time may have been read before its update. Left out, as by layer dropout, it gets no
-    gradient; if it gets one, it was read.
+    gradient; if it gets one from that forward, it was read. It may get one from another forward of the same step, which called it, and
+    its shared weights may get one from other blocks: neither says anything.
 
     Args:
         module: the model.
         positions: what its modules wait for when they are called.
+        waited: up to which position the update has been waited for already.
 
     Raises:
         BypassError: later, in backward.
     """
     of = {block: positions[block] for blocks in _outermost_lists(module) for block in blocks if block in positions}
+    owners = _owners(module, of)
     left: dict[torch.nn.Module, int] = {}
-    found, begun = [-1], [False]
-    guards: list[Any] = []
+    found, fresh = [-1], [-1]
+    guards: dict[Any, set[torch.nn.Module | None]] = {}  # hooks of parameters, and the blocks that these are parts of
 
     # Functions, not methods: a deep copy of the model must not copy what they know.
     @torch.compiler.disable
     def begin(which: torch.nn.Module, *_: Any) -> None:
         if which is module:
             left.update(of)
-            while guards:
-                guards.pop().remove()
+            fresh[0] = max(found[0], waited(), positions.get(module, -1))  # the model waits for the last of these next
+            if torch.is_grad_enabled():  # an evaluation says nothing of the forward before it
+                trust(None)
 
     @torch.compiler.disable
     def called(block: torch.nn.Module, *_: Any) -> None:
         left.pop(block, None)
+        if guards and torch.is_grad_enabled():  # by itself, behind the model's forward
+            trust(block)
+
+    def trust(block: torch.nn.Module | None) -> None:
+        for hook in [hook for hook, parts in guards.items() if block is None or block in parts]:
+            hook.remove()
+            del guards[hook]
 
     @torch.compiler.disable
     def end(which: torch.nn.Module, *_: Any) -> None:
         if which is module:
-            late = [block for block, position in left.items() if begun[0] and position > found[0]]
-            guards.extend(p.register_hook(_refuse) for block in late for p in block.parameters() if p.requires_grad)
-            found[0], begun[0] = max(found[0], *left.values(), -1), True
+            late = {block for block, position in left.items() if position > fresh[0]}
+            if late and torch.is_grad_enabled():
+                trained = [(p, parts) for p, parts in owners.items() if p.requires_grad and parts <= late]
+                guards.update((p.register_hook(_refuse), parts) for p, parts in trained)
+            found[0] = max(found[0], *left.values(), -1)
             left.clear()
 
     module.register_forward_pre_hook(begin)

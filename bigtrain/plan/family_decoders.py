@@ -268,7 +268,7 @@ def _latent_attention(c: Values) -> list[Parameter]:
 
 def _deepseek_mlp(c: Values, i: int, bias: bool = False) -> list[Parameter]:
     d, mlp = c["hidden_size"], _swiglu(c, bias=bias)
-    if i >= int(c.get("first_k_dense_replace", 0)):
+    if i >= int(c.get("first_k_dense_replace") or 0):
         width = c["moe_intermediate_size"]
         mlp = [
             *_experts(c, c["n_routed_experts"], width),

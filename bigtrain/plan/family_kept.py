@@ -269,7 +269,8 @@ def windows(kind: str, c: Values, layers: int) -> tuple[int, ...]:
     if types:
         return (size,) * list(types).count("sliding_attention")
     if kind in _FROM_LAYER:
-        return (size,) * max(0, layers - int(c.get("max_window_layers", 28)))
+        first = c.get("max_window_layers")
+        return (size,) * max(0, layers - (28 if first is None else int(first)))
     pattern = c.get("sliding_window_pattern", _WHOLE_EVERY.get(kind, 0))
     every = pattern if isinstance(pattern, int) else len(pattern or "")  # EXAONE's is a word, LLLG
     return (size,) * (layers - layers // every if every else layers)

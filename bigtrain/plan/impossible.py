@@ -19,8 +19,8 @@ _POSITIVE = (
 # 0 is another way to say that there is none.
 _WHOLE = (
     "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size",
-    "shared_expert_intermediate_size", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "sliding_window", "num_labels",
-    "num_ln_in_parallel_attn", "in_channels", "in_chans",
+    "shared_expert_intermediate_size", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "sliding_window", "max_window_layers",
+    "num_labels", "num_ln_in_parallel_attn", "in_channels", "in_chans",
 )  # fmt: skip
 _SECTIONS: dict[str, type | tuple[type, ...]] = {
     "architectures": (list, tuple), "mlp_only_layers": (list, tuple), "layer_types": (list, tuple),
@@ -44,6 +44,15 @@ def refuse_wrong_types(config: Mapping[str, Any]) -> None:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             what = "a positive whole number" if least else "a whole number of at least 0"
             raise UsageError(f"the model config has {key} = {value!r}: {what} is needed, or leave it out")
+    pattern = config.get("sliding_window_pattern")
+    if (
+        pattern is not None
+        and not isinstance(pattern, str)
+        and (isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1)
+    ):
+        raise UsageError(
+            f"the model config has sliding_window_pattern = {pattern!r}: a positive whole number or letters are needed, or leave it out"
+        )
     for key, kinds in _SECTIONS.items():
         value = config.get(key)
         if value is not None and not isinstance(value, kinds):

@@ -267,6 +267,50 @@ def test_a_block_that_is_passed_by_is_read_after_its_update_or_refused(rank_pool
     assert len(plain) == 2 and late == [plain[0], True]  # before, late[1] was the loss of weights that miss an update
 
 
+class Shared(Around):
+    """Its blocks have one up-projection, and one weight that two modules hold."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        first, last = self.blocks
+        last.up, last.down.weight = first.up, first.down.weight
+
+
+def _forwards(kind, *told):
+    """One step, then one whose loss is the sum over several forwards; without a gradient where `told` says "eval"."""
+    engine = _engine(2, "adamw_split", Late(), kind=kind)
+    engine.train_step(rows(0, 1))
+    losses = []
+    for word, batch in zip(told, rows(1, len(told))):
+        engine._ds.module.how = word.removesuffix(" eval")
+        with torch.set_grad_enabled(not word.endswith("eval")):
+            losses.append(engine(**batch)["loss"])
+    try:
+        engine.backward(sum(loss for loss in losses if loss.requires_grad))
+        return "updated" if engine.step().applied else "skipped"
+    except BypassError:
+        return "refused"
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "ends"),
+    [
+        (Around, ("called", "left"), "updated"),  # layers dropped anew in each forward of a step
+        (Around, ("left", "called"), "updated"),
+        (Around, ("called", "left eval"), "updated"),
+        (Around, ("called", "around"), "updated"),  # the first one waited
+        (Around, ("called eval", "around"), "updated"),
+        (Around, ("around", "called eval"), "refused"),
+        (Shared, ("left",), "updated"),  # what the other block uses, too
+        (Shared, ("around",), "refused"),
+    ],
+)
+def test_only_the_forward_that_passes_a_block_by_can_be_refused_for_it(rank_pool, kind, told, ends):
+    assert rank_pool(1).run(_forwards, kind, *told) == [ends]
+
+
 def _gathers():
     """Calls of DeepSpeed's own gather of all weights: none in a step, one where weights are made from masters."""
     from deepspeed.runtime.zero import stage_1_and_2

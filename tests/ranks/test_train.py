@@ -207,6 +207,13 @@ def test_too_little_data_is_said_by_one_rank(demo, tmp_path):
     assert said.count("too little data for one step") == said.count("DataError: ") == 1
 
 
+def test_what_rank_0_cannot_write_ends_the_other_too(demo, tmp_path):
+    """It waited in another collective than rank 0 was in, for as long as the watch lets a first step last."""
+    (tmp_path / "out" / "metrics.jsonl.new").mkdir(parents=True)
+    said = run_forked([TRAIN, *flags(demo, tmp_path / "out")], expect=1, world=2)
+    assert "metrics.jsonl cannot be written: Is a directory" in said
+
+
 def test_a_schedule_that_cannot_be_is_said_before_anything_is_built(demo, tmp_path):
     said = run_forked([TRAIN, *flags(demo, tmp_path / "out", warmup_steps=5)], expect=2)
     assert "warmup_steps is 5, more than the run's 4 updates" in said and not (tmp_path / "out").exists()

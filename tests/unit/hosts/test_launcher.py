@@ -76,18 +76,19 @@ print("saved", flush=True)
 
 
 @pytest.mark.parametrize(
-    ("what", "name", "said"),
+    ("what", "name", "rank", "said"),
     [
-        ("engine", "torchrun", ["SIGTERM for the end of the launcher (process {pid})"]),
-        ("saves", "torchrun", ["SIGTERM for the end of the launcher (process {pid})", "saved"]),
-        ("nothing", "start.py", ["saved"]),
+        ("engine", "torchrun", {"LOCAL_RANK": "0"}, ["SIGTERM for the end of the launcher (process {pid})"]),
+        ("saves", "torchrun", {"LOCAL_RANK": "0"}, ["SIGTERM for the end of the launcher (process {pid})", "saved"]),
+        ("nothing", "start.py", {"LOCAL_RANK": "0"}, ["saved"]),
+        ("engine", "deepspeed", {}, ["saved"]),  # a program that a rank started for itself
     ],
 )
-def test_a_script_of_ones_own_ends_with_its_launcher_and_with_nothing_else(what, name, said, tmp_path):
+def test_a_script_of_ones_own_ends_with_its_launcher_and_with_nothing_else(what, name, rank, said, tmp_path):
     (tmp_path / name).write_text(LAUNCHER)
     process = subprocess.Popen(
         [sys.executable, str(tmp_path / name), SCRIPT, what, name], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **rank},
     )  # fmt: skip
     before = iter(process.stdout.readline, "ready\n")
     assert "" not in before  # it would have ended
@@ -124,6 +125,8 @@ sys.argv[1:] = ["meets", "nohup"]
         ({}, "systemd", False),
         ({"TORCHELASTIC_RUN_ID": "none"}, "python3", False),  # it may have started the rank itself
         ({"TORCHELASTIC_RUN_ID": "none"}, "bash", False),
+        ({"TORCHELASTIC_RUN_ID": "none"}, "tune", False),  # a console script has the name of its file
+        ({"TORCHELASTIC_RUN_ID": "none"}, "slurmstepd", False),
     ],
 )
 def test_a_rank_whose_launcher_is_gone_before_it_looks_leaves_at_once(launched, adopter, leaves):
@@ -150,3 +153,18 @@ def test_a_rank_whose_launcher_is_gone_before_it_looks_leaves_at_once(launched, 
 )
 def test_which_command_lines_are_launchers(words, launches):
     assert is_launcher(words.split()) is launches
+
+
+INIT = """
+import ctypes, subprocess, sys
+ctypes.CDLL(None).prctl(15, b"docker-init")
+sys.exit(subprocess.run(sys.argv[sys.argv.index("--") + 1:]).returncode)
+"""
+
+
+def test_what_the_first_process_of_a_container_has_started_is_no_orphan():
+    done = subprocess.run(
+        [sys.executable, "-c", INIT, "--", sys.executable, "-c", RANK, "meets", "nohup"], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        env={"PYTHONPATH": python_path(), "TORCHELASTIC_RUN_ID": "none"}, start_new_session=True,
+    )  # fmt: skip
+    assert done.stdout == "ready\nsaved, stopped by None\n", done.stderr

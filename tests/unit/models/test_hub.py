@@ -32,6 +32,7 @@ def refusing(monkeypatch):
 def online(monkeypatch, listener):
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "_heard", [])
 
 
 def test_what_to_do_without_the_hub_is_said_at_once(refusing):
@@ -70,8 +71,17 @@ def test_what_the_cache_has_is_used(refusing, tmp_path, monkeypatch, caplog):
     hub.look_for("some/model", None)
     assert snapshot_download("some/model", cache_dir=tmp_path) == str(snapshot)
     assert time.monotonic() - began < 5 and "some/model from the cache" in caplog.text
-    with pytest.raises(ModelError, match=r"^other/tokenizer: .*HF_HUB_OFFLINE is set"):
+    with pytest.raises(ModelError, match=r"^other/tokenizer: .*ConnectError.*; a new start asks again\)") as said:
         hub.look_for("some/model", "other/tokenizer")
+    assert "HF_HUB_OFFLINE is set" not in str(said.value)
+
+
+def test_a_hub_that_is_not_to_be_asked_is_not_asked(silent, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    began = time.monotonic()
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
+        hub.look_for("some/model")
+    assert time.monotonic() - began < 0.4
 
 
 def test_no_hub_is_asked_for_what_is_none_of_it(refusing, tmp_path, monkeypatch):

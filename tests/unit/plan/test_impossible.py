@@ -58,6 +58,9 @@ def said_of(capsys, *words):
         ({**QWEN_VL, "text_config": 3}, "text_config = 3: an object"),
         ({**QWEN_VL, "vision_config": [1]}, "vision_config = [1]: an object"),
         ({**LLAVA, "text_config": {**LLAVA["text_config"], "num_key_value_heads": 5}}, "num_key_value_heads = 5 for"),
+        ({**CAUSAL["qwen2"], "use_sliding_window": True, "max_window_layers": "4"}, "max_window_layers = '4'"),
+        ({**CAUSAL["qwen2"], "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers = -1"),
+        ({**CAUSAL["olmo3"], "sliding_window_pattern": -1}, "sliding_window_pattern = -1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -65,6 +68,19 @@ def test_a_model_that_cannot_be(config, said, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert said in said_of(capsys, "--model", tmp_path, *LIMITS)
     assert said in said_of(capsys, "--model", tmp_path, *LIMITS, "--auto")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**CAUSAL["qwen2"], "use_sliding_window": True, "sliding_window": 32, "max_window_layers": None},
+        {**CAUSAL["deepseek_v3"], "first_k_dense_replace": None},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_null_is_left_out(config):
+    without = {key: value for key, value in config.items() if value is not None}
+    assert plan_input(config).geometry == plan_input({**without, "first_k_dense_replace": 0}).geometry
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"model_type": "llama"', "null", "[]", "3", "[" * 100_000, "9" * 5000, "\x00"])
