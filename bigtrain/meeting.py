@@ -128,8 +128,8 @@ def _absent(point: Point, step: int, count: int, waited_s: float, error: Runtime
     if ended:
         listing = "\n".join(f"  rank {r}: {text}" for r, text in ended.items())
         return RanksDisagreeError(
-            f"{_names(ended)} ended while this rank was at {_PLACE[point]} (step {step}), which every rank must reach. Give each "
-            f"rank the same number of batches and calls, or look at the lost rank's own output:\n{listing}",
+            f"{_names(ended)} ended while this rank was at {_PLACE[point]} (step {step}), which every rank must reach"
+            f"{_advice(ended.values())}\n{listing}",
             dict(ended),
         )
     missing = ranks_without("late", f"{int(point)}/{step}/{count}", wait_s=3.0)
@@ -139,6 +139,15 @@ def _absent(point: Point, step: int, count: int, waited_s: float, error: Runtime
         f"'if rank == 0' around it, for a rank that ended or hangs, or for one that has fewer batches.\n{error}",
         {r: "did not come" for r in missing},
     )
+
+
+def _advice(ends: Iterable[str]) -> str:
+    """What to do about ranks that ended so; the words are `watch.lost`'s."""
+    if any("came to its end" in end for end in ends):
+        return ". Give each rank the same number of batches and calls:"
+    if any(end.startswith("failed") for end in ends):
+        return ": its own message says why."
+    return f": {watch.KILLED}. Go on from the newest checkpoint (--resume_from_checkpoint auto, engine.load_checkpoint)."
 
 
 @contextlib.contextmanager

@@ -190,7 +190,9 @@ def activation_checkpointing(work: Work) -> None:
     """A block in the file is a wish; the model's own mechanism is switched on."""
     block = work.get("activation_checkpointing")
     if work.run.gradient_checkpointing is not None:
-        work.say("gradient_checkpointing", work.run.gradient_checkpointing, "flag", "--gradient_checkpointing")
+        work.say(
+            "gradient_checkpointing", work.run.gradient_checkpointing, "flag", "--gradient_checkpointing or --checkpoint_blocks"
+        )
         return
     wanted = block is not None
     why = "the file has an activation_checkpointing block" if wanted else "no block in the file"

@@ -76,7 +76,7 @@ FLAGS = {
     "optim": "--optim",
     "lr_scheduler_type": "--lr_scheduler_type",
     "warmup_steps": "--warmup_steps",
-    "total_steps": "--max_steps",
+    "total_steps": "--max_steps or --num_train_epochs",
     "max_grad_norm": "--max_grad_norm",
     "bf16": "--bf16",
     "gradient_checkpointing": "--gradient_checkpointing",

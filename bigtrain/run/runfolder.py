@@ -94,6 +94,13 @@ class RunFolder:
         Raises:
             UsageError: the system refuses it, or another run has begun there since `check`: tokenising may have taken hours.
         """
+        if self.second is not None:
+            try:
+                self.second.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(
+                    f"copy_checkpoints_to {self.second} cannot be made: {error.strerror}. Name another folder."
+                ) from error
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with _held(self.root):

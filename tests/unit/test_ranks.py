@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from bigtrain import ranks
+from bigtrain import meeting, ranks
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,19 @@ def test_ranks_of_a_host_share_its_cores_under_every_launcher(env, here, monkeyp
     assert (ranks.local_world_size(), ranks.cores()) == (here, 10 // here)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     assert ranks.cores() == 1
+
+
+@pytest.mark.parametrize(
+    ("ends", "advice"),
+    [
+        (["ended without a word, last seen at step 5: engine.backward()"], "killed from outside (kill -9"),
+        (
+            ["its program came to its end after step 3", "ended without a word, last seen at step 5: starting"],
+            "same number of batches",
+        ),
+        (["failed: DataError: line 3"], "its own message says why"),
+    ],
+)
+def test_what_to_do_about_a_lost_rank_depends_on_how_it_ended(ends, advice):
+    assert advice in meeting._advice(ends)
+    assert ("--resume_from_checkpoint auto" in meeting._advice(ends)) is ("killed" in advice)

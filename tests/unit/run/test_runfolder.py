@@ -204,3 +204,11 @@ def test_a_damaged_run_json_does_not_stop_a_resumed_run(left, folder, tmp_path, 
     folder.check(resume="auto", overwrite=False)
     folder.open(resume="auto")
     assert "run.json is damaged" in caplog.text and folder.read_run()["outcome"] == "running"
+
+
+def test_a_second_place_that_cannot_be_made_is_refused_before_anything_is_trained(tmp_path):
+    (tmp_path / "file").write_text("")
+    folder = RunFolder(tmp_path / "out", second=str(tmp_path / "file" / "copies"))
+    with pytest.raises(UsageError, match=r"copy_checkpoints_to .*copies cannot be made: Not a directory\. Name another"):
+        folder.open(resume=None)
+    assert not (tmp_path / "out").exists()
