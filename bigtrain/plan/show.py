@@ -90,7 +90,11 @@ def _speed(plan: PlanInput, rates: Rates | None) -> str:
     if plan.device != "cuda":
         return "speed: not planned for CPUs; `bigtrain bench` measures it"
     time = step_time(plan, rates)
-    card = "with rates measured (bigtrain doctor, or --calibration)" if rates else "on an H100 or H200, which the rates are of"
+    card = (
+        "with rates measured (bigtrain doctor, or --calibration)"
+        if rates not in (None, Rates())
+        else "on an H100 or H200, which the rates are of"
+    )
     return (
         f"speed (roofline): {time.total_s:.2f} s a step, {time.tokens_per_s:,.0f} tokens/s, MFU {time.mfu:.1%} "
         f"(compute {time.compute_s:.2f}, communication {time.communication_s:.2f}, fetch {time.fetch_s:.2f}, "
