@@ -12,7 +12,7 @@ import datetime
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from bigtrain.whereabouts import HERE
 CONTROL_TIMEOUT_S = float(os.environ.get("BIGTRAIN_CONTROL_TIMEOUT_S", "600"))
 
 T = TypeVar("T")
-_groups: _Groups | None = None
+_control: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # (the world it was made for, the control group)
 
 
 def is_distributed() -> bool:
@@ -78,33 +78,16 @@ def is_main() -> bool:
     return rank() == 0
 
 
-class _Groups(NamedTuple):
-    world: dist.ProcessGroup | None  # that the others were made for
-    control: dist.ProcessGroup
-    savers: dist.ProcessGroup
-
-
 def control_group() -> dist.ProcessGroup | None:
     """The gloo group that control messages use; None in a single process. The first call is collective."""
-    return _made().control if is_distributed() else None
-
-
-def savers_group() -> dist.ProcessGroup | None:
-    """As `control_group`, for what is said beside training (checkpoint/confirm.py).
-
-    Made with it, before anything is trained: while gloo connects, a rank that is killed has no connection yet by whose end the others
-    would know, and they wait.
-    """
-    return _made().savers if is_distributed() else None
-
-
-def _made() -> _Groups:
-    global _groups
+    global _control
+    if not is_distributed():
+        return None
     world = dist.group.WORLD
-    if _groups is None or _groups.world is not world:
+    if _control is None or _control[0] is not world:
         limit = datetime.timedelta(seconds=CONTROL_TIMEOUT_S)
-        _groups = _Groups(world, dist.new_group(backend="gloo", timeout=limit), dist.new_group(backend="gloo", timeout=limit))
-    return _groups
+        _control = (world, dist.new_group(backend="gloo", timeout=limit))  # type: ignore[assignment]
+    return _control[1]  # type: ignore[index]
 
 
 def all_gather_object(value: T, what: str = "an exchange of values") -> list[T]:

@@ -33,7 +33,7 @@ import torch
 import xxhash
 
 from bigtrain import ranks, zero
-from bigtrain.checkpoint import live, load, store
+from bigtrain.checkpoint import confirm, live, load, store
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.save import Saver
 from bigtrain.checkpoint.verify import verify
@@ -168,6 +168,7 @@ def rank_process(rank: int, folder: Path, *args) -> None:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
         zero.init_distributed()
         ranks.control_group()
+        confirm.CONNECT_TIMEOUT_S = 5.0  # gloo tries five times for a rank that is killed while it connects
         train(folder, *args)
         code = 0
     except BaseException:

@@ -1,13 +1,13 @@
 """Killed ranks and silent ranks: the newest checkpoint stays whole, resume is exact, survivors end and say who is gone."""
 
 import os
+import signal
 import time
 from pathlib import Path
 
 from bigtrain import ranks
-from bigtrain.checkpoint import save, store
+from bigtrain.checkpoint import confirm, save, store
 from bigtrain.checkpoint.files import Disk
-from bigtrain.checkpoint.verify import verify
 from bigtrain.errors import CheckpointError
 from tests import ROOT, python_path
 from tests.ranks import scripts
@@ -42,8 +42,6 @@ def _impatient(root: str) -> str:
         saver.wait()
     except CheckpointError as error:
         return str(error)
-    finally:
-        ranks._groups = None  # gloo gives a group up with the first message that does not come
     return ""
 
 
@@ -54,26 +52,46 @@ def test_a_rank_that_does_not_answer_is_named(rank_pool, tmp_path):
     assert store.steps(tmp_path) == []
 
 
-class _SlowOn(Disk):
-    def __init__(self, rank: int):
-        self.rank = rank
-
-    def step(self, operation, path):
-        if ranks.rank() == self.rank and operation == "write" and path.suffix == ".json":
-            time.sleep(1)
-
-
-def _side_by_side(root: str) -> None:
-    """Rank 0 asks for what the second saver's ranks said while rank 1 has said what the first saver's did."""
-    savers = [save.Saver(Path(root) / name, disk=_SlowOn(i)) for i, name in enumerate("ab")]
-    for step, saver in enumerate(savers, 3):
-        saver.start(step, _slices(True), run={}, rank_state={}, layout={})
-    for saver in savers:
-        saver.wait()
+def _patient(root: str) -> None:
+    before, confirm.CONNECT_TIMEOUT_S = confirm.CONNECT_TIMEOUT_S, 2.0
+    try:
+        saver = save.Saver(Path(root), disk=_SlowDisk())
+    finally:
+        confirm.CONNECT_TIMEOUT_S = before
+    saver.start(3, _slices(True), run={}, rank_state={}, layout={})
+    saver.wait()
 
 
-def test_savers_of_two_engines_do_not_take_each_others_words(rank_pool, tmp_path):
-    rank_pool(2).run(_side_by_side, str(tmp_path))
-    for step, name in enumerate("ab", 3):
-        assert store.steps(tmp_path / name) == [step]
-        assert verify(store.folder_for(tmp_path / name, step))[1] == []
+def test_a_slow_disk_may_take_longer_than_ranks_to_connect(rank_pool, tmp_path):
+    """A gloo group has one limit, for its making and for its messages."""
+    rank_pool(2).run(_patient, str(tmp_path))
+    assert store.steps(tmp_path) == [3]
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch.distributed as dist
+from bigtrain import ranks
+from bigtrain.checkpoint import confirm, save
+from bigtrain.errors import RanksDisagreeError
+
+dist.init_process_group("gloo")
+confirm.CONNECT_TIMEOUT_S = 2.0
+ranks.control_group()
+if ranks.rank() == 1:
+    dist.new_group = lambda **told: os.kill(os.getpid(), signal.SIGKILL)
+try:
+    save.Saver(Path(sys.argv[1]))
+except RanksDisagreeError as error:
+    print(error)
+"""
+
+
+def test_a_rank_that_is_killed_while_the_savers_connect_is_not_waited_for(tmp_path):
+    """The others waited an hour, as for a slow disk."""
+    (tmp_path / "script.py").write_text(_KILLED)
+    env = {**os.environ, "PYTHONPATH": python_path()}
+    two = scripts.Ranks([tmp_path / "script.py", tmp_path / "out"], env, tmp_path / "said", apart=True)
+    assert two.wait(30) == -signal.SIGKILL
+    assert "some rank did not connect to those that save within 2 s" in two.said()

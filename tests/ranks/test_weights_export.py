@@ -176,7 +176,7 @@ def export_case(case, out):
 
         tokenizer = Tokenizer()
         model.bigtrain_info = Info()
-    real, kept = write.Writer.run, (ranks.CONTROL_TIMEOUT_S, ranks._groups)
+    real, kept = write.Writer.run, (ranks.CONTROL_TIMEOUT_S, ranks._control)
     if case in ("slow", "fails"):
 
         def run(self, ops):
@@ -186,14 +186,14 @@ def export_case(case, out):
             return real(self, ops)
 
         write.Writer.run = run
-        ranks.CONTROL_TIMEOUT_S, ranks._groups = 3.0 if case == "slow" else kept[0], None
+        ranks.CONTROL_TIMEOUT_S, ranks._control = 3.0 if case == "slow" else kept[0], None
     try:
         return export_model(model, out, dtype="float32" if case == "fp32" else torch.bfloat16, tokenizer=tokenizer)
     except Exception as error:
         return type(error).__name__, str(error)
     finally:
         write.Writer.run = real
-        ranks.CONTROL_TIMEOUT_S, ranks._groups = kept
+        ranks.CONTROL_TIMEOUT_S, ranks._control = kept
         del export
 
 
