@@ -29,6 +29,14 @@ class BigtrainError(Exception):
 
     exit_code = 1
 
+    @classmethod
+    def not_writable(cls, path: object, error: OSError) -> BigtrainError:
+        """What to say of a file of the run that the system does not take."""
+        return cls(
+            f"{path} cannot be written: {error.strerror}. Make room on that disk, or see who may write there and whether it is still mounted, "
+            "and start again"
+        )
+
 
 class UsageError(BigtrainError):
     """The call, flag or file is wrong; nothing was built."""

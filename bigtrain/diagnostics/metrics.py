@@ -131,10 +131,7 @@ class RowLog:
         except OSError as error:
             with contextlib.suppress(OSError):
                 fresh.unlink()
-            raise BigtrainError(
-                f"{self.path} cannot be written: {error.strerror}. Make room on that disk, or see who may write there and whether it is still "
-                "mounted, and start again"
-            ) from error
+            raise BigtrainError.not_writable(self.path, error) from error
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row and hand it to the operating system.

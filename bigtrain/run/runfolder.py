@@ -249,10 +249,7 @@ class RunFolder:
         except OSError as error:
             with contextlib.suppress(OSError):
                 draft.unlink()
-            raise BigtrainError(
-                f"{self.root / name} cannot be written: {error.strerror}. Make room on that disk, or see who may write there and whether it is "
-                "still mounted, and start again"
-            ) from error
+            raise BigtrainError.not_writable(self.root / name, error) from error
 
     def update_run(self, **values: Any) -> None:
         """Set keys of run.json."""

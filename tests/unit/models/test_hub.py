@@ -88,3 +88,4 @@ def test_no_hub_is_asked_for_what_is_none_of_it(refusing, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own" / "model").mkdir(parents=True)
     hub.look_for("preset:llama-tiny", "./a", "/b", "a/b/c", "own/model", None, tmp_path, lambda: None)
+    assert not constants.HF_HUB_OFFLINE  # asked, this hub would have been given up
