@@ -31,6 +31,7 @@ import torch
 from bigtrain import zero
 from bigtrain.engine.flags import GradientFlags
 from bigtrain.engine.hostgradients import HostGradients, add_to, norm_of, norms_of
+from bigtrain.engine.sums import KeptSums
 from bigtrain.errors import ModelError
 from bigtrain.zero import flat
 
@@ -71,6 +72,7 @@ class Reduction:
         self._flags = flags
         self._arrange(only=False)
         self._sums: dict[int, torch.Tensor] = {}  # of the step under way, where gradients are added straight
+        self._kept_sums: KeptSums | None = None
         self._norms: torch.Tensor | None = None  # of each gradient, in the order of the partitions
         self._taken: torch.Tensor | None = None  # the step's norm, if it was asked for before
         if self.kind in ("zero12", "zero3"):
@@ -118,6 +120,8 @@ class Reduction:
         come without a forward between, and stage 3 would put its gradients in the place of the earlier ones.
         """
         self._arrange(only)
+        if self._kept_sums is not None:
+            self._kept_sums.begin_backward(only)
         self.ds.set_gradient_accumulation_boundary(last)
         if self.kind != "plain":
             self.optimizer.clear_backward_seen_flag()
@@ -199,6 +203,8 @@ class Reduction:
         optimizer.overlapping_partition_gradients_reduce_epilogue = self._finish_backward
         if self.kind == "zero12":
             flat.point_only_what_moved(optimizer)
+            if optimizer.partition_gradients:
+                self._kept_sums = KeptSums(optimizer, self._let_update_read)
             optimizer._add_to_grad_partition_buffer = add_to
             if optimizer.cpu_offload and torch.device(self.ds.device).type == "cpu":
                 HostGradients(optimizer)
@@ -246,6 +252,10 @@ class Reduction:
         spilled = self.stream.gradients
         if self.ds.is_gradient_accumulation_boundary() and not (spilled is not None and spilled.holds_sums):
             self.stream.prefetch()
+
+    def _let_update_read(self) -> None:
+        if self.stream is not None:
+            self.stream.let_update_read()
 
     def _process_or_leave(self, param: torch.nn.Parameter, group: int) -> None:
         if not (self.alone or self.straight):

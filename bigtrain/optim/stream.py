@@ -356,6 +356,13 @@ class Stream:
             self._lanes.wait(COMPUTE, plan.chunks[position].seen)
             plan.waited = position
 
+    def let_update_read(self) -> None:
+        """What the current stream does from now on comes after the update under way has read its gradients."""
+        self.ask_rest()
+        for plan in dict.fromkeys(self._plans.values()):
+            if plan.chunks[-1].done is not None:
+                self._lanes.wait(COMPUTE, plan.chunks[-1].done)
+
     def finish(self) -> None:
         """What COMPUTE does from now on sees every weight updated."""
         self.begin()

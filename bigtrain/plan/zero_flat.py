@@ -135,6 +135,7 @@ class FlatSharding:
         self.rank = found.heaviest if rank is None else rank
         self.owned, self.touched = found.owned(self.rank)
         self.compact = self.zero.grad_bytes == 4
+        self.stays = self.compact and self.zero.stage == 2 and plan.accumulation > 1 and plan.device == "cuda"  # engine/sums.py
         self.own = LAYOUTS[plan.optimizer].own_offload  # the weights are its masters (bigtrain/zero/startup.py)
         self.alone, self.straight = plan.no_buckets and not self.compact, plan.no_buckets and self.compact
         self.flight: list[tuple[str, int]] = []  # gradients on their way to the host, oldest first
@@ -322,7 +323,7 @@ class FlatSharding:
         self.flight = []
         if self.zero.offload_optimizer:
             self.tape.phase("optimizer step")
-            self.tape.drop("compact")
+            self._forget_sums()
             return
         self.tape.phase("norm")  # each gradient is summed up without a copy (bigtrain/engine/reduction.py)
         self.tape.phase("optimizer step")
@@ -338,7 +339,8 @@ class FlatSharding:
             grads = [(("own", i), self.items[i].elems) for i in range(len(self.items)) if self.tape.holds(("own", i))]
             return self.streamed.run(grads, apart=True)
         key = "compact" if self.compact else ("kept grads", 0)
-        self.streamed.run([(key, sum(group.partition for group in self.groups))], apart=False)
+        freed = [] if self.stays else [(key, sum(group.partition for group in self.groups))]
+        self.streamed.run(freed, apart=False)
 
     def _update(self, g: int, partition: int, first: bool, last: bool) -> None:
         tape, layout = self.tape, self.layout
@@ -357,7 +359,7 @@ class FlatSharding:
         tape.drop("cast", "flat grad")
         if last:
             self._forget()
-            tape.drop("compact")
+            self._forget_sums()
 
     def _flat_gradients(self, partition: int) -> None:
         """'step': flat, then in the master's dtype."""
@@ -369,6 +371,10 @@ class FlatSharding:
                 tape.drop("flat grad")
         elif step_grad == 2:
             tape.hold("cast", 2 * partition, "gradients, flat for the step")
+
+    def _forget_sums(self) -> None:
+        if not self.stays:
+            self.tape.drop("compact")
 
     def _forget(self) -> None:
         self.tape.drop(("kept grads", 0), ("kept grads", 1))
