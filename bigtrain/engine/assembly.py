@@ -23,6 +23,7 @@ from bigtrain.engine.settings import Settings
 from bigtrain.engine.writes import ForeignWrites, MasterOf
 from bigtrain.errors import ModelError
 from bigtrain.memory import heap
+from bigtrain.models.batchnorm import compute_in_fp32
 from bigtrain.models.sharding import explain_bare_forward, generate_in_step, refuse_empty
 from bigtrain.optim.build import build_optimizer
 from bigtrain.optim.groups import param_groups
@@ -81,7 +82,7 @@ def assemble(
         _refuse(model, s, leaf_modules)
     agreement.same_model(model)
     if s.bf16:
-        buffers.compute_in_fp32(model)
+        compute_in_fp32(model)
         buffers.parametrize_in_fp32(model)
     saved = buffers.snapshot(model)
     if s.bf16 and s.stage == 0:

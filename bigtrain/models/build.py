@@ -19,7 +19,7 @@ import torch
 from bigtrain import ranks, zero
 from bigtrain.errors import ModelError
 from bigtrain.memory import heap
-from bigtrain.models.batchnorm import keep_statistics_in_fp32
+from bigtrain.models.batchnorm import compute_in_fp32
 from bigtrain.models.checkpointing import disable_cache
 from bigtrain.models.compiled import without_wrappers
 from bigtrain.models.frozen import freeze
@@ -306,7 +306,7 @@ def _settle(model: torch.nn.Module, info: BuildInfo, target: _Target, frozen: Se
         set_config_dtype(config, info.dtype)
         disable_cache(model)
     if info.dtype != torch.float32:
-        keep_statistics_in_fp32(model)
+        compute_in_fp32(model)
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.__dict__.pop("_is_hf_initialized", None)  # a mark of the build, not of the model
     freeze(model, frozen)
