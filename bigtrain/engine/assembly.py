@@ -155,7 +155,7 @@ def _with_masters(params: Sequence[torch.nn.Parameter], master_of: MasterOf, s: 
     """Indices of parameters that have a master on some rank, and move in steps only; ranks share masters at stages 1 and 2."""
     if _zenflow(s):
         return []  # its updates run on beside the next steps
-    mine = [i for i, p in enumerate(params) if not flat.on_nvme(p) and master_of(p) is not None]
+    mine = [i for i, p in enumerate(params) if not zero.on_nvme(p) and master_of(p) is not None]
     return sorted({i for some in ranks.all_gather_object(mine, "which parameters have masters") for i in some})
 
 
