@@ -240,10 +240,8 @@ def _frozen(name: str, param: torch.nn.Parameter) -> Iterator[LocalSlice]:
     if not zero.is_partitioned(param):
         yield LocalSlice(param=name, kind="weight", shape=shape, start=0, tensor=flat_view(param), replicated=True)
         return
-    part = param.ds_tensor  # type: ignore[attr-defined]
-    start = min(part.ds_numel * ranks.rank(), zero.full_numel(param))
-    count = min(part.ds_numel, zero.full_numel(param) - start)
-    yield LocalSlice(param=name, kind="weight", shape=shape, start=start, tensor=part.detach().view(-1)[:count])
+    start, own = zero.slice_of(param)
+    yield LocalSlice(param=name, kind="weight", shape=shape, start=start, tensor=own)
 
 
 def _buffers(module: torch.nn.Module) -> Iterator[LocalSlice]:

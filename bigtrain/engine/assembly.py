@@ -23,6 +23,7 @@ from bigtrain.engine.settings import Settings
 from bigtrain.engine.writes import ForeignWrites, MasterOf
 from bigtrain.errors import ModelError
 from bigtrain.memory import heap
+from bigtrain.models.batchnorm import compute_in_fp32
 from bigtrain.models.sharding import explain_bare_forward, generate_in_step, refuse_empty
 from bigtrain.optim.build import build_optimizer
 from bigtrain.optim.groups import param_groups
@@ -81,7 +82,7 @@ def assemble(
         _refuse(model, s, leaf_modules)
     agreement.same_model(model)
     if s.bf16:
-        buffers.compute_in_fp32(model)
+        compute_in_fp32(model)
         buffers.parametrize_in_fp32(model)
     saved = buffers.snapshot(model)
     if s.bf16 and s.stage == 0:
@@ -154,7 +155,7 @@ def _with_masters(params: Sequence[torch.nn.Parameter], master_of: MasterOf, s: 
     """Indices of parameters that have a master on some rank, and move in steps only; ranks share masters at stages 1 and 2."""
     if _zenflow(s):
         return []  # its updates run on beside the next steps
-    mine = [i for i, p in enumerate(params) if not flat.on_nvme(p) and master_of(p) is not None]
+    mine = [i for i, p in enumerate(params) if not zero.on_nvme(p) and master_of(p) is not None]
     return sorted({i for some in ranks.all_gather_object(mine, "which parameters have masters") for i in some})
 
 

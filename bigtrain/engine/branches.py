@@ -70,5 +70,5 @@ def _gathered_at(module: torch.nn.Module, param: torch.nn.Parameter) -> bool:
     """True if entering `module` makes ZeRO-3 gather `param`: its owner does, or the leaf module that it belongs to."""
     if not zero.is_partitioned(param):  # persistent ones too: DeepSpeed gathers them until it has seen a whole pass
         return False
-    leaf = getattr(param, "ds_z3_leaf_module", None)
+    leaf = zero.leaf_of(param)
     return leaf is module if leaf is not None else any(p is param for p in module.parameters(recurse=False))

@@ -1,4 +1,4 @@
-"""Buffers keep the dtype they were built with and rank 0's value; running statistics work, and stay equal on all ranks, under bf16."""
+"""Buffers keep the dtype they were built with and rank 0's value; running statistics are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _Orthogonal
 
@@ -68,31 +66,7 @@ def with_running_statistics(model: torch.nn.Module) -> list[_NormBase]:
     return [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
 
-def compute_in_fp32(model: torch.nn.Module) -> int:
-    """Make BatchNorm take any activation dtype: statistics and arithmetic in fp32, the result in the input's dtype.
-
-    InstanceNorm with running statistics too: torch rounds them to the activations' dtype on their way.
-
-    Running statistics in bf16 stop moving (an update of 0.1 % rounds to nothing), and torch refuses bf16 weights beside fp32
-    statistics on the CPU. Weights stay parameters of the model's dtype with fp32 masters. SyncBatchNorm is left as it is.
-    """
-    found = 0
-    for module in model.modules():
-        batch = isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm)
-        if batch or (isinstance(module, _InstanceNorm) and module.track_running_stats):
-            if batch:
-                module.forward = _Fp32BatchNorm(module)  # type: ignore[arg-type]
-            else:
-                module._apply_instance_norm = functools.partial(_instance_norm_in_fp32, module)  # type: ignore[arg-type, assignment]
-            for name in ("running_mean", "running_var"):
-                stats = getattr(module, name, None)
-                if stats is not None:
-                    stats.data = stats.data.float()
-            found += 1
-    return found
-
-
-def parametrize_in_fp32(model: torch.nn.Module) -> int:
+def parametrize_in_fp32(model: torch.nn.Module) -> None:
     """Make parametrizations with vectors or bases of their own (spectral_norm, orthogonal) take bf16 weights: they compute in fp32.
 
     Their buffers are fp32 and torch refuses both in one product; the maps of `orthogonal` have no bf16 at all. Others are as they were.
@@ -101,7 +75,6 @@ def parametrize_in_fp32(model: torch.nn.Module) -> int:
     found = {one for ones in lists for one in ones if isinstance(one, _Orthogonal) or _has_floats(one)}
     for one in found:
         one.forward = functools.partial(_map_in_fp32, one.forward)
-    return len(found)
 
 
 def _has_floats(module: torch.nn.Module) -> bool:
@@ -110,35 +83,6 @@ def _has_floats(module: torch.nn.Module) -> bool:
 
 def _map_in_fp32(forward: Callable[..., torch.Tensor], *weights: torch.Tensor) -> torch.Tensor:
     return forward(*(w.float() for w in weights)).to(weights[0].dtype)
-
-
-def _instance_norm_in_fp32(m: _InstanceNorm, x: torch.Tensor) -> torch.Tensor:
-    weight = None if m.weight is None else m.weight.float()
-    bias = None if m.bias is None else m.bias.float()
-    momentum = 0.0 if m.momentum is None else m.momentum
-    return F.instance_norm(x.float(), m.running_mean, m.running_var, weight, bias, m.training, momentum, m.eps).to(x.dtype)
-
-
-class _Fp32BatchNorm:
-    """Forward of a BatchNorm module with fp32 arithmetic; follows torch.nn.modules.batchnorm._BatchNorm.forward (2.13)."""
-
-    def __init__(self, module: _BatchNorm):
-        self.module = module
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        m = self.module
-        m._check_input_dim(x)
-        momentum = 0.0 if m.momentum is None else m.momentum
-        if m.training and m.track_running_stats and m.num_batches_tracked is not None:
-            m.num_batches_tracked.add_(1)
-            if m.momentum is None:
-                momentum = 1.0 / float(m.num_batches_tracked)
-        by_batch = m.training or (m.running_mean is None and m.running_var is None)
-        keep = not m.training or m.track_running_stats
-        weight = None if m.weight is None else m.weight.float()
-        bias = None if m.bias is None else m.bias.float()
-        mean, var = (m.running_mean, m.running_var) if keep else (None, None)
-        return F.batch_norm(x.float(), mean, var, weight, bias, by_batch, momentum, m.eps).to(x.dtype)
 
 
 class RunningStats:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from bigtrain import zero
 from bigtrain.errors import ModelError
 
 
@@ -25,7 +26,7 @@ def carry_gradients(model: torch.nn.Module) -> list[RemovableHandle]:
         ModelError: in a forward, on a rank whose leaf module was given no floating tensor that could be made one.
     """
     named = {module: name for name, module in model.named_modules()}
-    trained = {getattr(p, "ds_z3_leaf_module", None) for p in model.parameters() if p.requires_grad}
+    trained = {zero.leaf_of(p) for p in model.parameters() if p.requires_grad}
     # First of all hooks: DeepSpeed's own counts the tensors that carry gradients.
     return [
         leaf.register_forward_pre_hook(functools.partial(_ask, name), prepend=True, with_kwargs=True)

@@ -82,10 +82,7 @@ def target_counter(model: torch.nn.Module) -> CountTargets:
     entropy leaves samples labelled -100 out of its mean too. Float labels and batches without labels count samples.
     """
     config, loss = getattr(model, "config", None), str(getattr(model, "loss_type", ""))
-    modules: Iterable[Any] = (
-        model.modules() if isinstance(model, torch.nn.Module) else ()
-    )  # the head may be inside of an adapter
-    still = any(type(m).__name__ in _UNSHIFTED_HEADS for m in modules) or any(kind in loss for kind in _UNSHIFTED)
+    still = bool(_unshifted_head(model)) or any(kind in loss for kind in _UNSHIFTED)
     shifts = not still and not getattr(config, "is_encoder_decoder", False)
     ignored = getattr(config, "semantic_loss_ignore_index", IGNORE) if "Segmentation" in loss else IGNORE
 

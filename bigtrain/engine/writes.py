@@ -21,7 +21,6 @@ import torch
 
 from bigtrain import zero
 from bigtrain.guards import listing
-from bigtrain.zero import flat
 
 log = logging.getLogger(__name__)
 
@@ -201,11 +200,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 def _held(param: Any) -> torch.Tensor:
     """The parameter's elements that this rank holds between steps; the last slice's padding, whose memory is anyone's, is none of them."""
-    if not zero.is_partitioned(param):
-        return param.detach()
-    part = param.ds_tensor.detach()
-    begin = int(param.ds_zero_partition_rank) * int(param.ds_tensor.ds_numel)
-    return part[: max(0, zero.full_numel(param) - begin)]
+    return zero.slice_of(param)[1] if zero.is_partitioned(param) else param.detach()
 
 
 def _was_lost(param: Any) -> bool:
@@ -218,7 +213,7 @@ def _was_lost(param: Any) -> bool:
 def _place(param: Any) -> _Place:
     """Where these lie, and as what; 0 for the first, and no shape, where they come and go (NVMe)."""
     held = param.ds_tensor if zero.is_partitioned(param) else param
-    return (0, held.dtype, None) if flat.on_nvme(param) else (held.data_ptr(), held.dtype, held.shape)
+    return (0, held.dtype, None) if zero.on_nvme(param) else (held.data_ptr(), held.dtype, held.shape)
 
 
 def _writes(param: Any) -> tuple[int, int]:

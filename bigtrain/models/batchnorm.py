@@ -1,4 +1,4 @@
-"""BatchNorm in a bf16 model: statistics stay in fp32, and a micro batch of one sample is refused."""
+"""BatchNorm in a bf16 model: it computes in fp32, and a micro batch of one sample is refused."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from bigtrain.errors import ModelError
 
 
-def keep_statistics_in_fp32(model: torch.nn.Module) -> int:
-    """Let layers with running statistics (BatchNorm, tracking InstanceNorm) work with bf16 weights beside fp32 statistics.
+def compute_in_fp32(model: torch.nn.Module) -> None:
+    """Let BatchNorm, and InstanceNorm with running statistics, take bf16: they compute in fp32, and return the input's dtype.
 
-    A running mean in bf16 stops moving once an update is below 2^-8 of it, so the statistics stay in fp32; torch then wants
-    the layer's weight and bias in fp32 as well and fails otherwise. They are raised to fp32 for the computation alone.
-
-    Returns:
-        How many layers that concerns.
+    A running mean in bf16 stops moving once an update is below 2^-8 of it, so the statistics are fp32; torch then wants the
+    layer's weight and bias in fp32 as well and fails otherwise, and InstanceNorm rounds statistics to the activations' dtype on their way.
+    Weights stay parameters of the model's dtype. Calling it again changes nothing.
     """
-    layers = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase) and m.running_mean is not None]
-    for layer in layers:
-        if "forward" not in layer.__dict__:
-            layer.forward = types.MethodType(_forward_in_fp32, layer)
-    return len(layers)
+    for layer in model.modules():
+        if isinstance(layer, _BatchNorm) or (isinstance(layer, _InstanceNorm) and layer.track_running_stats):
+            if "forward" not in layer.__dict__:
+                layer.forward = types.MethodType(_forward_in_fp32, layer)  # type: ignore[method-assign]
+            for stats in (layer.running_mean, layer.running_var):
+                if stats is not None:
+                    stats.data = stats.data.float()
 
 
-def _forward_in_fp32(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward_in_fp32(self: torch.nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     with _raised(self):
-        return type(self).forward(self, *args, **kwargs)
+        return type(self).forward(self, x.float(), *args, **kwargs).to(x.dtype)
 
 
 @contextmanager
 def _raised(layer: torch.nn.Module) -> Iterator[None]:
-    """An instance attribute hides the parameter of the same name, without touching it."""
-    dtype = layer.running_mean.dtype
-    names = [n for n in ("weight", "bias") if layer._parameters.get(n) is not None]
-    for name in names:
-        layer.__dict__[name] = layer._parameters[name].to(dtype)  # type: ignore[union-attr, arg-type]
+    """Weight and bias in fp32: an instance attribute hides the parameter of the same name, without touching it."""
+    own = {name: param for name in ("weight", "bias") if (param := layer._parameters.get(name)) is not None}
+    layer.__dict__.update({name: param.float() for name, param in own.items()})
     try:
         yield
     finally:
-        for name in names:
-            layer.__dict__.pop(name, None)
+        for name in own:
+            del layer.__dict__[name]
 
 
 def refuse_batchnorm_micro_batch_1(model: torch.nn.Module, micro_batch: int) -> None:
@@ -57,11 +57,10 @@ def refuse_batchnorm_micro_batch_1(model: torch.nn.Module, micro_batch: int) -> 
     """
     if micro_batch != 1:
         return
-    kinds = torch.nn.modules.batchnorm._BatchNorm
     names = [
         name
         for name, m in model.named_modules()
-        if isinstance(m, kinds) and not isinstance(m, torch.nn.SyncBatchNorm) and _will_train(m)
+        if isinstance(m, _BatchNorm) and not isinstance(m, torch.nn.SyncBatchNorm) and _will_train(m)
     ]
     if names:
         raise ModelError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from bigtrain import ranks, zero
 from bigtrain.errors import ModelError
 from bigtrain.memory import heap
-from bigtrain.models.batchnorm import keep_statistics_in_fp32
+from bigtrain.models.batchnorm import compute_in_fp32
 from bigtrain.models.checkpointing import disable_cache
 from bigtrain.models.compiled import without_wrappers
 from bigtrain.models.frozen import freeze
@@ -227,10 +227,12 @@ def _build_pretrained(
     resized = _embeddings(model) if vocab is not None else []
     if fresh or resized:
         dtype = torch.get_default_dtype()
-        with seeded(target.seed), _opened(model, target, drop=fresh, keep=resized, dtype=dtype):
+        opened = _open(target, drop=fresh, keep=resized, dtype=dtype)
+        with seeded(target.seed), opened or contextlib.nullcontext():
             initialise_missing(model, fresh)
             if vocab is not None:
                 _resize(model, vocab)
+        _close(model, target, opened)
     return model, info
 
 
@@ -261,30 +263,26 @@ def _close(model: torch.nn.Module, target: _Target, window: Window | None) -> No
         param.data = param.data.to(target.rule(name, param.dtype))
 
 
-@contextlib.contextmanager
-def _opened(
-    model: torch.nn.Module,
+def _open(
     target: _Target,
     *,
     drop: Sequence[torch.nn.Parameter] = (),
     keep: Sequence[torch.nn.Parameter] = (),
     dtype: torch.dtype | None = None,
-) -> Iterator[None]:
-    """Let code change parameters of a finished model as if they were whole: `drop` without their values, `keep` with them."""
+) -> Window | None:
+    """Let code change parameters of a finished model as if they were whole, `drop` without their values, `keep` with them, until `_close`.
+
+    Returns:
+        The window to do it in; None where nothing is partitioned.
+    """
+    window = target.window() if target.partitioner is not None else None
     dropped = {id(p) for p in drop}
-    opened = {id(p): p for p in [*drop, *keep]}.values()
-    if target.partitioner is None:
-        for p in opened:
+    for p in dict.fromkeys([*drop, *keep]):
+        if window is not None:
+            thaw(p, window, dtype, values=id(p) not in dropped)
+        else:
             p.data = torch.empty_like(p.data, dtype=dtype) if id(p) in dropped else p.data.to(dtype or p.dtype)
-        yield
-        _close(model, target, None)
-        return
-    window = target.window()
-    for p in opened:
-        thaw(p, window, dtype, values=id(p) not in dropped)
-    with window:
-        yield
-    _close(model, target, window)
+    return window
 
 
 def _resize(model: torch.nn.Module, vocab: int) -> None:
@@ -306,7 +304,7 @@ def _settle(model: torch.nn.Module, info: BuildInfo, target: _Target, frozen: Se
         set_config_dtype(config, info.dtype)
         disable_cache(model)
     if info.dtype != torch.float32:
-        keep_statistics_in_fp32(model)
+        compute_in_fp32(model)
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.__dict__.pop("_is_hf_initialized", None)  # a mark of the build, not of the model
     freeze(model, frozen)
@@ -341,26 +339,12 @@ def edit_model(model: torch.nn.Module, edit: Callable[[torch.nn.Module], Any], *
     info: BuildInfo = model.bigtrain_info  # type: ignore[assignment]
     seed = info.seed if seed is None else seed
     target = _target(info.ds_config, info.stage, seed, info.dtype, None, info.keep_in_fp32)
-    result = [model]
-    with seeded(seed), _opened_as(result, model, target):
+    window = _open(target, keep=list(model.parameters()))
+    with seeded(seed), window or contextlib.nullcontext():
         edited = edit(model)
-        result[0] = edited if isinstance(edited, torch.nn.Module) else model
-    result[0].bigtrain_info = info  # type: ignore[assignment]
-    info.frozen = tuple(n for n, p in result[0].named_parameters(remove_duplicate=False) if not p.requires_grad)
-    info.tied = tied_groups(result[0])
-    return result[0]
-
-
-@contextlib.contextmanager
-def _opened_as(result: list[torch.nn.Module], model: torch.nn.Module, target: _Target) -> Iterator[None]:
-    """`_opened` over all parameters, closing the module that the caller puts into `result`."""
-    if target.partitioner is None:
-        yield
-        _close(result[0], target, None)
-        return
-    window = target.window()
-    for p in {id(p): p for p in model.parameters()}.values():
-        thaw(p, window, None, values=True)
-    with window:
-        yield
-    _close(result[0], target, window)
+    result = edited if isinstance(edited, torch.nn.Module) else model
+    _close(result, target, window)
+    result.bigtrain_info = info  # type: ignore[assignment]
+    info.frozen = tuple(n for n, p in result.named_parameters(remove_duplicate=False) if not p.requires_grad)
+    info.tied = tied_groups(result)
+    return result

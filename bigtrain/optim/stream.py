@@ -7,7 +7,7 @@ weight waits for the chunk that it lies in. Chunks go in the order in which forw
 on the first layers while the last are still being updated; the first chunks come up during backward already. Where ranks update a
 part of the weights each, a chunk's new weights go to the other ranks as soon as they are there, in the order that all ranks share.
 
-What waits: modules, by hooks of forward (`wait_in_forward`) and of `state_dict`; everything else through `finish` (weights are final for COMPUTE) or
+What waits: modules, by hooks of forward (`ForwardWaits`) and of `state_dict`; everything else through `finish` (weights are final for COMPUTE) or
 `synchronize` (weights are final and all state is in host memory, for whoever reads or writes it).
 """
 
@@ -24,7 +24,7 @@ from bigtrain.optim.lanes import COMPUTE, DOWN, GATHER, UP, UPDATE, Lanes
 from bigtrain.optim.pieces import cut, joined
 from bigtrain.optim.spill import SpilledGradients
 from bigtrain.optim.table import BLOCK_ELEMS
-from bigtrain.optim.waiting import watch_bypassed, who_waits
+from bigtrain.optim.waiting import ForwardWaits
 from bigtrain.plan.constants import GATHER_ELEMS, STATE_BUFFERS, STATE_CHUNK_BYTES
 
 AHEAD = 8  # chunks asked for beyond those that are on the GPU and those that something waits for: 20 ms of the bus
@@ -349,12 +349,13 @@ class Stream:
 
     # ------------------------------------------------------------ waiting
 
-    def wait_for(self, plan: ChunkPlan, position: int) -> None:
-        """COMPUTE goes on only when chunk number `position` of the plan, and with it all before, is updated."""
+    def wait_for(self, plan: ChunkPlan, position: int) -> int:
+        """COMPUTE goes on only when chunk number `position` of the plan, and with it all before, is updated; up to which it waited."""
         if position > plan.waited:
             self._ask(plan, position + 1 + self._buffers + AHEAD)
             self._lanes.wait(COMPUTE, plan.chunks[position].seen)
             plan.waited = position
+        return plan.waited
 
     def let_update_read(self) -> None:
         """What the current stream does from now on comes after the update under way has read its gradients."""
@@ -383,30 +384,6 @@ class Stream:
         for plan in self._plans.values():
             plan.uploaded.clear()
 
-    def wait_in_forward(self, module: torch.nn.Module, plan: ChunkPlan, last: Mapping[int, int]) -> None:
-        """Let the modules of `module` wait for their own weights as they are called.
-
-        Args:
-            module: the model.
-            plan: whose chunks hold the weights.
-            last: for id(parameter) the number of the last chunk that holds a part of it.
-        """
-        positions: dict[torch.nn.Module, int] = {}
-        for waiting, params in who_waits(module):
-            position = max((last[id(p)] for p in params if id(p) in last), default=-1)
-            positions[waiting] = max(position, positions.get(waiting, -1))
-        bypassed = watch_bypassed(module, positions, lambda: plan.waited)
-        positions.setdefault(module, -1)
-        for waiting, position in positions.items():
-            waiting.register_forward_pre_hook(self._waiter(plan, position, bypassed if waiting is module else None))
-
-    def _waiter(self, plan: ChunkPlan, position: int, bypassed: Callable[[], int] | None) -> Callable[..., None]:
-        @torch.compiler.disable  # a compiled block waits before its graph
-        def wait(*_: Any) -> None:
-            self.wait_for(plan, max(position, bypassed()) if bypassed else position)
-
-        return wait
-
     def attach(
         self,
         module: torch.nn.Module,
@@ -421,18 +398,18 @@ class Stream:
                 `share` those in any rank's partition, the same on all ranks.
             share: see `plan`.
         """
-        order = {id(p): i for i, p in enumerate(module.parameters())}
+        order = {p: i for i, p in enumerate(module.parameters())}
 
         def held(flat: torch.Tensor, start: int, end: int) -> list[torch.nn.Parameter]:
             return [p for p, first, last in places[flat] if first < end and start < last]
 
         def need(flat: torch.Tensor, start: int, end: int) -> int:
-            return min((order[id(p)] for p in held(flat, start, end)), default=len(order))
+            return min((order[p] for p in held(flat, start, end)), default=len(order))
 
         self.deferred = True
         plan = self.plan(list(places), need, share)
-        last = {id(p): i for i, c in enumerate(plan.chunks) for p in held(c.param, c.start, c.end)}
-        self.wait_in_forward(module, plan, last)
+        last = {p: i for i, c in enumerate(plan.chunks) for p in held(c.param, c.start, c.end)}
+        ForwardWaits(module, last, lambda position: self.wait_for(plan, position)).register()
         for part in module.modules():  # for whoever saves the model without asking the engine for it
             part.register_state_dict_pre_hook(lambda *_: self.finish())
 

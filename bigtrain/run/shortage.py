@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.predict import Plan, Tree
 from bigtrain.plan.roofline import step_time
 from bigtrain.plan.room import Room
-from bigtrain.zero import flat
+from bigtrain.zero.held import gradients, states, weights
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +167,7 @@ def held_bytes(model: Any, engine: Any, device: torch.device) -> dict[str, int]:
     out = dict.fromkeys(CATEGORIES, 0)
     inner = getattr(getattr(engine, "_ds", None), "optimizer", None)  # DeepSpeed's: looked at after the fact only
     params = list(model.parameters()) if model is not None else []
-    parts = (_weights(params, inner), _gradients(params, inner), _states(inner))
+    parts = (weights(params, inner), gradients(params, inner), states(inner))
     for name, tensors in zip(CATEGORIES, parts):
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -178,43 +177,6 @@ def held_bytes(model: Any, engine: Any, device: torch.device) -> dict[str, int]:
     if device.type == "cuda":
         out[CATEGORIES[-1]] = max(0, torch.cuda.memory_allocated(device) - sum(out.values()))
     return out
-
-
-def _weights(params: Iterable[Any], inner: Any) -> Iterator[torch.Tensor]:
-    for name in ("param_groups_fp16_flat_cpu_memory", "param_buffer_of_bit16_for_cpu_offload_groups"):
-        yield from _tensors(getattr(inner, name, None))
-    for param in params:
-        yield param.data
-        if getattr(param, "ds_tensor", None) is not None:
-            yield param.ds_tensor.data
-
-
-def _gradients(params: Iterable[Any], inner: Any) -> Iterator[torch.Tensor]:
-    for param in params:
-        yield from _tensors((param.grad, getattr(param, "grad_accum", None)))
-    for name in ("averaged_gradients", "grad_partitions_flat_buffer", "accumulated_grads_in_cpu"):
-        yield from _tensors(getattr(inner, name, None))
-    for name in flat.MASTERS.values():
-        yield from _tensors([p.grad for p in _tensors(getattr(inner, name, None))])
-
-
-def _states(inner: Any) -> Iterator[torch.Tensor]:
-    yield from _tensors([group["params"] for group in getattr(inner, "param_groups", ())])
-    yield from _tensors(getattr(inner, "state", None))
-    for name in flat.MASTERS.values():
-        yield from _tensors(getattr(inner, name, None))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists and dictionaries."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for inner in list(value.values()):
-            yield from _tensors(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner)
 
 
 def table(held: dict[str, int], planned: dict[str, int] | None) -> list[str]:

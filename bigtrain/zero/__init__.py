@@ -59,13 +59,16 @@ __all__ = [
     "is_available",
     "is_partitioned",
     "is_persistent",
+    "leaf_of",
     "mark_leaf",
     "master_of",
+    "on_nvme",
     "optimizer_kind",
     "partition_of",
     "replay_cpu_adam",
     "set_leaf_modules",
     "skip_shm_op",
+    "slice_of",
     "why_no_cpu_adam",
 ]
 
@@ -177,6 +180,19 @@ def is_available(param: Any) -> bool:
     return not is_partitioned(param) or bool(param.ds_status == ZeroParamStatus.AVAILABLE)
 
 
+def on_nvme(param: Any) -> bool:
+    """True if this rank's slice of a ZeRO-3 parameter lives in a file."""
+    location = getattr(getattr(param, "ds_tensor", None), "final_location", None)
+    return location is not None and str(getattr(location, "value", location)) == "nvme"
+
+
+def slice_of(param: Any) -> tuple[int, torch.Tensor]:
+    """`(start, flat)`: the elements of a ZeRO-3 parameter that this rank owns, from number `start` on, in place; without the padding."""
+    size, numel = int(param.ds_tensor.ds_numel), full_numel(param)
+    start = min(int(param.ds_zero_partition_rank) * size, numel)
+    return start, param.ds_tensor.detach().view(-1)[: min(size, numel - start)]
+
+
 def partition_of(param: Any) -> tuple[int, int, torch.Tensor]:
     """`(rank, world, flat)` of a ZeRO-3 parameter: this rank's slice, padded to ceil(numel / world) elements, on its device.
 
@@ -185,13 +201,11 @@ def partition_of(param: Any) -> tuple[int, int, torch.Tensor]:
     Raises:
         ModelError: the slice lives on NVMe, or a second copy of it exists (hpZ), so writing to it would not suffice.
     """
-    flat = param.ds_tensor
-    location = getattr(flat, "final_location", None)
-    if location is not None and str(getattr(location, "value", location)) == "nvme":
+    if on_nvme(param):
         raise ModelError("parameters offloaded to NVMe cannot be read or written in place: use device cpu or none")
     if getattr(param, "ds_secondary_tensor", None) is not None:
         raise ModelError("zero_hpz_partition_size keeps a second copy of each partition, which would be stale: leave it out")
-    return int(param.ds_zero_partition_rank), int(param.ds_zero_partition_world_size), flat.data
+    return int(param.ds_zero_partition_rank), int(param.ds_zero_partition_world_size), param.ds_tensor.data
 
 
 def master_of(param: Any) -> tuple[int, torch.Tensor] | None:
@@ -286,6 +300,11 @@ def set_leaf_modules(model: torch.nn.Module, classes: Sequence[type]) -> int:
 def mark_leaf(module: torch.nn.Module) -> None:
     """ZeRO-3 gathers this module's parameters all at once and does not look inside."""
     deepspeed.utils.set_z3_leaf_module(module, True)
+
+
+def leaf_of(param: torch.nn.Parameter) -> torch.nn.Module | None:
+    """The ZeRO-3 leaf module that this parameter is gathered with, if it is in one."""
+    return getattr(param, "ds_z3_leaf_module", None)
 
 
 def is_persistent(param: torch.nn.Parameter) -> bool:

@@ -25,13 +25,6 @@ import torch.distributed as dist
 from bigtrain import zero
 from bigtrain.errors import UsageError
 
-
-def on_nvme(param: Any) -> bool:
-    """True if this rank's slice of a ZeRO-3 parameter lives in a file."""
-    location = getattr(getattr(param, "ds_tensor", None), "final_location", None)
-    return location is not None and str(getattr(location, "value", location)) == "nvme"
-
-
 # By `zero.optimizer_kind`, the attribute with this rank's masters.
 MASTERS = {
     "zero12": "single_partition_of_fp32_groups",
@@ -76,22 +69,22 @@ class PartitionLayout:
 
 def partition_layouts(ds_optimizer: Any) -> dict[torch.Tensor, PartitionLayout]:
     """What each flat master partition of a ZeRO optimizer (stages 1, 2, 3) holds; empty if it has none (stage 0)."""
-    if hasattr(ds_optimizer, "fp32_partitioned_groups_flat"):
+    kind = zero.optimizer_kind(ds_optimizer)
+    if kind == "zero3":
         return {
             flat: _layout_stage3(ds_optimizer.fp16_groups[i], ds_optimizer._get_sub_group_process_group(i))
             for i, flat in enumerate(ds_optimizer.fp32_partitioned_groups_flat)
         }
-    if hasattr(ds_optimizer, "single_partition_of_fp32_groups"):
-        flats = ds_optimizer.single_partition_of_fp32_groups
+    if kind == "zero12":
         members, offsets = ds_optimizer.round_robin_bit16_groups, ds_optimizer.round_robin_bit16_offsets
-    elif hasattr(ds_optimizer, "fp32_groups_flat_partition"):  # stage 1 with fp32 accumulation
-        flats, members = ds_optimizer.fp32_groups_flat_partition, ds_optimizer.bf16_groups
+    elif kind == "bf16":
+        members = ds_optimizer.bf16_groups
         offsets = [list(itertools.accumulate((p.numel() for p in group), initial=0))[:-1] for group in members]
     else:
         return {}
     return {
         flat: _layout_flat(params, starts, flat.numel(), group)
-        for flat, params, starts, group in zip(flats, members, offsets, ds_optimizer.real_dp_process_group)
+        for flat, params, starts, group in zip(masters(ds_optimizer), members, offsets, ds_optimizer.real_dp_process_group)
     }
 
 
@@ -148,8 +141,8 @@ def refresh_weights(ds_optimizer: Any, own_only: bool = False) -> None:
     """
     kind = zero.optimizer_kind(ds_optimizer)
     if kind in ("zero12", "bf16") and own_only:
-        for (parts, owners), master in zip(weight_partitions(ds_optimizer), masters(ds_optimizer)):
-            parts[owners.index(dist.get_rank())].data.copy_(master.data)
+        for weights, master in zip(_own_weights(ds_optimizer), masters(ds_optimizer)):
+            weights.copy_(master.data)
         return
     if kind in ("zero12", "bf16"):
         ds_optimizer.update_lp_params()
@@ -179,6 +172,11 @@ def weight_partitions(ds_optimizer: Any) -> list[tuple[list[torch.Tensor], list[
     return [([part.data for part in parts], dist.get_process_group_ranks(group)) for parts, group in groups]
 
 
+def _own_weights(ds_optimizer: Any) -> list[torch.Tensor]:
+    """Stages 1 and 2: this rank's part of each flat tensor of weights."""
+    return [parts[owners.index(dist.get_rank())] for parts, owners in weight_partitions(ds_optimizer)]
+
+
 def regather_persistent(ds_optimizer: Any) -> None:
     """Stage 3 keeps small parameters whole: drop those copies and gather them from the partitions again."""
     persistent = getattr(ds_optimizer, "persistent_parameters", [])
@@ -193,13 +191,11 @@ def alias_master(ds_optimizer: Any) -> None:
     Raises:
         UsageError: if the ZeRO optimizer does not keep its master in bf16.
     """
-    if hasattr(ds_optimizer, "fp32_partitioned_groups_flat"):  # stage 3
-        pairs = zip(ds_optimizer.fp32_partitioned_groups_flat, ds_optimizer.fp16_partitioned_groups_flat)
+    if zero.optimizer_kind(ds_optimizer) == "zero3":
+        weights = ds_optimizer.fp16_partitioned_groups_flat
     else:
-        ranks_in_group = [dist.get_rank(group=g) for g in ds_optimizer.real_dp_process_group]
-        own = [parts[r] for parts, r in zip(ds_optimizer.parallel_partitioned_bit16_groups, ranks_in_group)]
-        pairs = zip(ds_optimizer.single_partition_of_fp32_groups, own)
-    for master, weight in pairs:
+        weights = _own_weights(ds_optimizer)
+    for master, weight in zip(masters(ds_optimizer), weights):
         if master.dtype != weight.dtype or master.device != weight.device:
             raise UsageError(
                 f"DeepSpeed keeps a {master.dtype} master on {master.device}: this optimizer needs "
@@ -254,7 +250,7 @@ def hand_over_gradients(ds_optimizer: Any, client: Any) -> None:
         return partition.new_zeros(1).expand(partition.numel())  # what DeepSpeed sets as .grad: one element in memory
 
     ds_optimizer.unscale_and_clip_grads = clip
-    if hasattr(ds_optimizer, "fp32_partitioned_groups_flat"):
+    if zero.optimizer_kind(ds_optimizer) == "zero3":
         ds_optimizer._prepare_fp32_grad_for_sub_group = prepare_stage3
     else:
         ds_optimizer._get_preflattened_grad_partition = prepare_stage12

@@ -120,7 +120,7 @@ def test_presets_lint_clean_and_resolve(path, device):
     assert '"auto"' not in json.dumps(done.config)
 
 
-@pytest.mark.parametrize("name", ["zero/flat", "engine/hostgradients", "engine/reduction"])
+@pytest.mark.parametrize("name", ["zero/flat", "zero/held", "engine/hostgradients", "engine/reduction"])
 def test_internal_attributes_that_other_modules_list_exist(name):
     """Instance attributes cannot be looked up on a class: DeepSpeed's own sources must mention each."""
     import deepspeed
@@ -138,6 +138,6 @@ def test_internal_attributes_that_other_modules_list_exist(name):
         "zero/partition_parameters.py",
     )
     known = set(re.findall(r"\w+", "".join((runtime / place).read_text() for place in places)))
-    assert len(listed) > 10 and listed - known - {"zero_optimizers"} == set()
+    assert len(listed) > 5 and listed - known - {"zero_optimizers"} == set()
     code = set(re.findall(r"\w+", source.split('"""', 2)[2]))
     assert listed - code == set()  # listed, and used no more

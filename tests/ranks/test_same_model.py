@@ -144,20 +144,28 @@ def test_a_model_that_is_refused_on_one_rank_is_told_to_the_others(rank_pool):
     assert disagree and "rank 1: ModelError: parameter more.weight is lazy" in there and "more.weight is lazy" in here
 
 
+class Activated(nn.BatchNorm1d):
+    """As timm's BatchNormAct2d."""
+
+    def forward(self, x):
+        return super().forward(x) + 7.0
+
+
 def _statistics():
-    model = nn.Sequential(nn.InstanceNorm1d(2, affine=True, track_running_stats=True), nn.BatchNorm1d(2)).bfloat16()
+    model = nn.Sequential(nn.InstanceNorm1d(2, affine=True, track_running_stats=True), Activated(2)).bfloat16()
     engine = _engine(model, 0, True)
-    engine(torch.full((1, 2, 4), 3.0, dtype=torch.bfloat16))
+    out = engine(torch.full((1, 2, 4), 3.0, dtype=torch.bfloat16))
     found = {name: (b.dtype, b.flatten()[:1].item()) for name, b in engine.module.named_buffers() if "mean" in name}
     engine.close()
-    return found
+    return found, out.dtype, out.mean().item()
 
 
 def test_running_statistics_of_a_model_that_was_built_in_bf16_are_fp32(rank_pool):
     mean = torch.tensor(0.1) * 3.0  # not a number of bf16
-    found = rank_pool(1).run(_statistics)[0]
+    found, dtype, own = rank_pool(1).run(_statistics)[0]
     assert found["0.running_mean"] == (torch.float32, pytest.approx(mean.item(), rel=1e-6))
     assert found["1.running_mean"][0] == torch.float32
+    assert (dtype, own) == (torch.bfloat16, 7.0)  # plain BatchNorm's forward was put in the place of a subclass's own
 
 
 def _other_dtype():

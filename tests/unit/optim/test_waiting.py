@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bigtrain.optim.lanes import InPlace
-from bigtrain.optim.stream import Stream
+from bigtrain.optim.waiting import ForwardWaits
 
 
 class Block(torch.nn.Module):
@@ -59,16 +58,25 @@ SORTS = {
 @pytest.mark.parametrize("sort", SORTS)
 def test_weights_of_blocks_that_are_not_called_are_waited_for(sort):
     make, run, begins = SORTS[sort]
-    model = Model(make, run)
-    number = {id(p): i for i, p in enumerate(model.parameters())}
-    stream = Stream(lambda n: {"a": (n, torch.uint8)}, InPlace(), torch.device("cpu"))
+    read, root = _second_forward(Model(make, run))
+    assert len(read) >= 5 and min(read) >= 0
+    assert root == [begins]
+
+
+def _second_forward(model):
+    """How far beyond a layer's own weights was waited as each was called, and how far as the model was."""
+    number = {p: i for i, p in enumerate(model.parameters())}
     asked, read, root = [], [], []
-    stream.wait_for = lambda plan, position: asked.append(position)
-    stream.wait_in_forward(model, stream.plan([]), number)
-    model.register_forward_pre_hook(lambda *_: root.append(max(asked, default=-1)))
+
+    def wait(position):
+        asked.append(position)
+        return max(asked)
+
+    ForwardWaits(model, number, wait).register()
+    model.register_forward_pre_hook(lambda *_: root.append(max(asked)))
 
     def reads(module, *_):
-        read.append(max(asked) - max(number[id(p)] for p in module.parameters()))
+        read.append(max(asked) - max(number[p] for p in module.parameters()))
 
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
@@ -76,5 +84,13 @@ def test_weights_of_blocks_that_are_not_called_are_waited_for(sort):
     model(torch.ones(1, 2))  # no update is under way yet
     asked.clear(), read.clear(), root.clear()
     model(torch.ones(1, 2))
-    assert len(read) >= 5 and min(read) >= 0
-    assert root == [begins]
+    return read, root
+
+
+def test_a_part_of_a_block_that_the_model_calls_by_itself_too_is_waited_for():
+    """`Model.head` was read as before its update: it counted as the block's alone."""
+    model = Model(Block, lambda stage, x: stage(model.head(x)))
+    model.stages[1].b = model.head
+    read, root = _second_forward(model)
+    assert len(read) == 7 and min(read) >= 0
+    assert root == [7]
