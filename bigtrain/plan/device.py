@@ -126,6 +126,7 @@ class Run(Losses):
             tape.hold("workspace", CUBLAS_WORKSPACE_BYTES, "cuBLAS workspace")
         tape.hold("batch", 24 * t, "batch")
         tape.hold("rotary", self._rotary_bytes(), "rotary tables")
+        tape.hold("scores", g.keeps.scores * t * self.plan.seq_len * g.heads, "bias of all scores")
         self.shards.fetch("embedding", self.before, backward=False, steady=steady)
         tape.hold(("stream", 0), 2 * t * g.hidden, "activations, embedding and final norm")
         self.shards.release("embedding")
@@ -227,10 +228,12 @@ class Run(Losses):
     # Backward over the blocks.
 
     def backward(self, steady: bool) -> None:
-        self.tape.phase("backward")
-        self.tape.hold("dstream", 2 * self.t * self.g.hidden, "backward, residual stream")
+        tape = self.tape
+        tape.phase("backward")
+        tape.hold("dstream", 2 * self.t * self.g.hidden, "backward, residual stream")
         for block in reversed(self.blocks):
             self._block_backward(block, steady)
+        tape.drop("scores")
         self.shards.fetch("embedding", self.before, backward=False, steady=steady)
         for i in reversed(self.before):
             if self.plan.trains[i]:

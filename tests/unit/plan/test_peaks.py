@@ -105,6 +105,16 @@ def test_the_plan_holds_what_a_real_step_holds(name, recomputes):
     assert max(planned(config, recomputes)) == pytest.approx(max(counted(config, recomputes)), rel=0.03)
 
 
+@pytest.mark.parametrize("recomputes", (False, True), ids=("keeps", "recomputes"))
+def test_falcons_positions_are_a_bias_of_all_scores_that_stays_to_the_end_of_backward(recomputes):
+    """Of each head, made once for all blocks: 1 GiB of 32 heads and four rows of 2,048 tokens, which were not planned."""
+    config = {**config_of("falcon-rw-like"), "alibi": True}
+    bias = 2 * ROWS * LENGTH * LENGTH * 6
+    most = max(counted(config, recomputes))
+    assert max(planned(config, recomputes)) == pytest.approx(most, rel=0.03)
+    assert bias > 4 * 0.03 * most
+
+
 class _InPlace(torch.autograd.Function):
     """As liger-kernel's cross entropy: the gradient takes the place of the logits (its kernel is not launched; it decides no size)."""
 
