@@ -9,7 +9,7 @@ Activations      geometry (the sizes that decide), activations (what a block kee
                  block's backward), unfused (reads and writes without fused kernels)
 The run          zero_settings (a ds_config as numbers), states (bytes of each optimizer), leafs (leaf modules), inputs (all that a plan
                  is made from), constants (what no formula gives; what a run takes at a time)
-The GPU          device (a run, phase by phase) writes a tape (tape); what is ZeRO's of it: zero_flat (stages 1, 2), zero_sliced (3), zero_none
+The GPU          device (a run, phase by phase; losses: its head and loss) writes a tape (tape); what is ZeRO's of it: zero_flat (stages 1, 2), zero_sliced (3), zero_none
                  (0, and 1 with fp32 sums), groups (the optimizer's), gathered (whole weights at stage 3), streamed (state that passes
                  through); shared (the same peaks without writing each tape), allocator (what is reserved for it)
 The host         host (its tape), resident (CPU ranks: one memory), disk (what checkpoints take)

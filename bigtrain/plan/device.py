@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from bigtrain.plan import experts
-from bigtrain.plan.activations import BlockBytes, block_bytes, embedding_backward, fused_loss_rows, norm_kept, norm_passing
-from bigtrain.plan.constants import CHUNK_LOGITS, CUBLAS_WORKSPACE_BYTES, SCALED_AT_A_TIME
+from bigtrain.plan.activations import BlockBytes, block_bytes, embedding_backward, norm_kept, norm_passing
+from bigtrain.plan.constants import CUBLAS_WORKSPACE_BYTES
 from bigtrain.plan.family_kept import HALVES, NORM_LAST, TWO_TABLES
 from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.losses import Losses
 from bigtrain.plan.parts import parts_of
 from bigtrain.plan.tape import Tape
 from bigtrain.plan.unfused import NO_ROTARY
@@ -71,7 +72,7 @@ _MOST_PARTS = 32
 MICRO_STEP = ("steady forward", "loss", "loss backward", "backward", "bucket flush")
 
 
-class Run:
+class Run(Losses):
     """Forward and backward over the blocks; everything that is not about parameters and gradients."""
 
     def __init__(self, plan: PlanInput, tape: Tape, shards: Sharding):
@@ -113,6 +114,9 @@ class Run:
         if self.plan.trains[i]:
             self.shards.grad(i)
 
+    def _open_backward(self) -> None:
+        self.shards.start_backward(self.micro, self.last)
+
     # Forward.
 
     def forward(self, steady: bool) -> None:
@@ -122,6 +126,7 @@ class Run:
             tape.hold("workspace", CUBLAS_WORKSPACE_BYTES, "cuBLAS workspace")
         tape.hold("batch", 24 * t, "batch")
         tape.hold("rotary", self._rotary_bytes(), "rotary tables")
+        tape.hold("scores", g.keeps.scores * t * self.plan.seq_len * g.heads, "bias of all scores")
         self.shards.fetch("embedding", self.before, backward=False, steady=steady)
         tape.hold(("stream", 0), 2 * t * g.hidden, "activations, embedding and final norm")
         self.shards.release("embedding")
@@ -210,7 +215,7 @@ class Run:
         self.tape.phase("loss")
         self.shards.fetch("head", self.head, backward=True, steady=steady)
         if self.g.vocab:
-            {"full": self._full_loss, "chunked": self._chunked_loss, "fused": self._fused_loss}[self.plan.loss_kind]()
+            self._head_and_loss()
         else:
             self._open_backward()
         self.shards.release("head")
@@ -220,86 +225,15 @@ class Run:
             if i not in self.head:
                 self._grad(i)
 
-    def _full_loss(self) -> None:
-        tape, size = self.tape, self.t * self.g.vocab
-        tape.hold("logits", 2 * size, "logits, bf16")
-        if self.g.soft_cap:
-            tape.hold("cap", 4 * size, "logits, soft cap")
-        tape.hold("logits32", 4 * size, "logits, fp32")
-        tape.hold("logp", 4 * size, "log-probabilities, fp32")
-        tape.drop("logits32", "logits")
-        self.tape.phase("loss backward")
-        self._open_backward()
-        tape.hold("nll", 4 * size, "loss gradients, fp32")
-        tape.hold("dlogits32", 4 * size, "loss gradients, fp32")
-        tape.drop("nll", "logp")
-        tape.hold("dlogits", 2 * size, "loss gradient, bf16")
-        tape.drop("dlogits32", "cap")
-        self._head_backward()
-
-    def _chunked_loss(self) -> None:
-        """bigtrain/kernels/cross_entropy.py: both gradients are made in forward, the head's summed in fp32."""
-        tape, row, trains = self.tape, "loss in chunks", self._head_trains()
-        hidden, weight = 2 * self.t * self.g.hidden, self.g.vocab * self.g.hidden
-        logits = min(self.t, max(1, CHUNK_LOGITS[self.plan.device] // self.g.vocab)) * self.g.vocab
-        tape.hold("dhidden", hidden, row)
-        if trains:
-            tape.hold("dhead32", 4 * weight, row)
-        tape.touch(max(6 * logits, 2 * logits + 2 * weight if trains else 0), row)
-        if trains:
-            tape.hold("dhead", 2 * weight, row)
-            tape.drop("dhead32")
-        tape.phase("loss backward")
-        self._open_backward()
-        # Scaled where they lie, 2^22 elements in fp32 at a time.
-        tape.touch(2 * 4 * min(SCALED_AT_A_TIME, max(hidden // 2, weight if trains else 0)), row)
-        tape.drop("dhead")
-        self._deliver_head_grad()
-        tape.drop("dhidden")
-
-    def _fused_loss(self) -> None:
-        """bigtrain/kernels/cross_entropy.py with Triton: both gradients are made in forward and scaled where they lie."""
-        weight = self.g.vocab * self.g.hidden
-        self.tape.hold("dhidden", 2 * self.t * self.g.hidden, "fused loss")
-        if self._head_trains():
-            self.tape.hold("dhead", 2 * weight, "fused loss")
-        # The chunk's logits become their gradient in place, and the head's gradient is summed up in place.
-        self.tape.touch(2 * fused_loss_rows(self.g.vocab, self.t) * self.g.vocab, "fused loss")
-        self.tape.phase("loss backward")
-        self._open_backward()
-        self.tape.drop("dhead")
-        self._deliver_head_grad()
-        self.tape.drop("dhidden")
-
-    def _open_backward(self) -> None:
-        self.shards.start_backward(self.micro, self.last)
-
-    def _head_backward(self) -> None:
-        self.tape.hold("dhidden", 2 * self.t * self.g.hidden, "backward, residual stream")
-        if self._head_trains():
-            self.tape.hold("dhead", 2 * self.g.vocab * self.g.hidden, "gradient of the head")
-        self.tape.drop("dlogits", "dhead")
-        self._deliver_head_grad()
-        self.tape.drop("dhidden")
-
-    def _head_trains(self) -> bool:
-        return any(self.plan.trains[i] for i in self.head)
-
-    def _deliver_head_grad(self) -> None:
-        if self.tied and self._head_trains():
-            # Autograd waits for the embedding's part before it hands the sum over.
-            self.tape.hold("tied", 2 * self.g.vocab * self.g.hidden, "gradient of the tied matrix")
-            return
-        for i in self.head:
-            self._grad(i)
-
     # Backward over the blocks.
 
     def backward(self, steady: bool) -> None:
-        self.tape.phase("backward")
-        self.tape.hold("dstream", 2 * self.t * self.g.hidden, "backward, residual stream")
+        tape = self.tape
+        tape.phase("backward")
+        tape.hold("dstream", 2 * self.t * self.g.hidden, "backward, residual stream")
         for block in reversed(self.blocks):
             self._block_backward(block, steady)
+        tape.drop("scores")
         self.shards.fetch("embedding", self.before, backward=False, steady=steady)
         for i in reversed(self.before):
             if self.plan.trains[i]:

@@ -73,7 +73,7 @@ class Keeps:
         router: of the residual stream's width, in a sparse block.
         fused_experts: liger-kernel has routed experts for this family. own_experts, own_qk_norm: it leaves these as they are.
         matrix: for each head and key, where attention is made of single operations; 0: it goes through sdpa.
-        mask: for each key (a mask that each block makes for itself).
+        mask: for each key (a mask that each block makes for itself). scores: for each head and key, of a bias that the model makes for all.
         window: tokens that a sliding window sees, where it is a dense mask in longer rows, here of all blocks; 0: it is none.
         masked: sdpa is given a dense mask, which it keeps, and keys and values repeated for each head of queries.
         plain: sdpa finds no fused kernel on any device. bias: what it adds to the scores has a gradient.
@@ -97,6 +97,7 @@ class Keeps:
     own_qk_norm: bool = False
     matrix: int = 0
     mask: int = 0
+    scores: int = 0
     window: int = 0
     masked: bool = False
     plain: bool = False
@@ -289,7 +290,7 @@ def _falcon(c: Values) -> Keeps:
     new, rotary = c.flag("new_decoder_architecture"), not c.flag("alibi")
     norms = (c.get("num_ln_in_parallel_attn") or (2 if new else 1)) if c.flag("parallel_attn", True) else 2
     shared = c.flag("parallel_attn", True)  # both parts read one input
-    row = Keeps(hidden=2 + 2 * norms if shared else 8, mask=2 if rotary else 0)
+    row = Keeps(hidden=2 + 2 * norms if shared else 8, mask=2 if rotary else 0, scores=0 if rotary else 2)
     if new:
         return row
     if c.flag("multi_query", True):

@@ -199,7 +199,7 @@ def _passes_s(plan: PlanInput, rates: Rates) -> float:
 
     all_kept = sum(map(kept, plan.parameters.blocks)) if len(g.unlike) > 1 else plan.block_count * kept(0)
     part = plan.recomputed_blocks / max(1, plan.block_count) if plan.checkpointing not in ("none", "selective") else 0.0
-    logits = 40 * plan.tokens * g.vocab if plan.loss_kind == "full" else PASSES * 2 * plan.tokens * g.vocab
+    logits = 40 * plan.tokens * g.vocab if plan.loss_kind in ("full", "in_place") else PASSES * 2 * plan.tokens * g.vocab
     more = joined_bytes(plan) + (unfused_bytes(plan) if plan.kernels == "hf" else 0)
     return ((PASSES * all_kept + more) * (1 + part / 3) + logits) / rates.device_bytes_s
 

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from bigtrain.plan.gathered import Visit
+from bigtrain.plan.groups import split_groups
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.tape import Tape
 from bigtrain.plan.zero_flat import build_whole, gather_groups, hold_moments, owners, update_temporaries
 
-# 'allreduce_no_retain' flattens gradients until it has more than so many (runtime/engine.py MEMORY_OPT_ALLREDUCE_SIZE).
+# 'allreduce_no_retain' takes gradients together until it has more than so many (runtime/engine.py MEMORY_OPT_ALLREDUCE_SIZE).
 REDUCED_AT_ONCE_ELEMS = 500_000_000
+
+
+def copied_elems(tensors: Iterable[int]) -> int:
+    """Most elements of gradients that are copied together to be reduced, of tensors with so many elements, in their order.
+
+    A tensor that is reduced by itself is not copied (torch `_flatten_dense_tensors`).
+    """
+    most = filled = count = 0
+    for elems in tensors:
+        filled, count = filled + elems, count + 1
+        most = max(most, filled if count > 1 else 0)
+        if filled > REDUCED_AT_ONCE_ELEMS:
+            filled = count = 0
+    return most
 
 
 class WholeSharding:
@@ -48,9 +65,14 @@ class WholeSharding:
     def end_backward(self) -> None:
         pass
 
+    def sums(self) -> list[int]:
+        """Elements of each tensor of sums, in the order in which they are reduced."""
+        groups = split_groups(self.items, self.plan.decay_groups, self.plan.trains)
+        return [self.items[i].elems for group in groups for i in group]
+
     def reduce(self) -> None:
         self.tape.phase("all-reduce")
-        self.tape.touch(4 * min(REDUCED_AT_ONCE_ELEMS, self.plan.trained_elems), "reduce copy")
+        self.tape.touch(4 * copied_elems(self.sums()), "reduce copy")
         self.tape.phase("optimizer step")
 
     def step(self, first: bool) -> None:
@@ -86,6 +108,9 @@ class Bf16Sharding(WholeSharding):
             self.tape.hold(("master", g), self.layout.remainder * group.partition, "master")
             self.tape.drop("clone")
             self.tape.hold(("grads", g), 4 * group.padded, "gradients, kept")
+
+    def sums(self) -> list[int]:
+        return [group.padded for group in self.groups]
 
     def grad(self, i: int) -> None:
         if self.tape.holds(("fresh", i)):  # autograd adds to what an earlier micro batch has left

@@ -197,6 +197,16 @@ def test_bytes_of_the_fused_loss_are_those_of_its_tensors(stage):
     assert tape.ledger().peak_bytes == 2 * t * g.hidden + 2 * g.vocab * g.hidden + 2 * 2048 * g.vocab
 
 
+def test_liger_kernels_loss_of_scaled_logits_is_in_place_where_it_can_be_used():
+    """`use_liger`: at stage 3 the head's weight is not there for it."""
+    stage = {n: {"zero_optimization": {"stage": n}} for n in (2, 3)}
+    kinds = [
+        plan_input(shapes.config_dict("granite-3-2b"), kernels=kernels, ds_config=stage[n]).loss_kind
+        for kernels, n in (("liger", 2), ("liger", 3), ("hf", 2))
+    ]
+    assert kinds == ["in_place", "full", "full"]
+
+
 @pytest.mark.parametrize("name, kind", [("llama-3b", "fused"), ("qwen2.5-vl-7b", "full")])
 def test_a_model_that_keeps_its_own_loss_is_planned_with_all_logits(name, kind):
     plan = plan_input(shapes.config_dict(name), kernels="liger", ds_config={"zero_optimization": {"stage": 3}})

@@ -87,10 +87,10 @@ def counted(config, recomputes):
     return held.most["forward"], held.most["backward"]
 
 
-def planned(config, recomputes):
+def planned(config, recomputes, **more):
     plan = plan_input(
         config, micro_batch=ROWS, seq_len=LENGTH, device="cpu", kernels="hf", chunks_loss=True,
-        checkpointing="full" if recomputes else "none",
+        checkpointing="full" if recomputes else "none", **more,
     )  # fmt: skip
     tape = Tape(unit=1)
     Run(plan, tape, _Taken(plan, tape)).micro_steps(steady=True)
@@ -103,3 +103,38 @@ def planned(config, recomputes):
 def test_the_plan_holds_what_a_real_step_holds(name, recomputes):
     config = config_of(name)
     assert max(planned(config, recomputes)) == pytest.approx(max(counted(config, recomputes)), rel=0.03)
+
+
+@pytest.mark.parametrize("recomputes", (False, True), ids=("keeps", "recomputes"))
+def test_falcons_positions_are_a_bias_of_all_scores_that_stays_to_the_end_of_backward(recomputes):
+    """Of each head, made once for all blocks: 1 GiB of 32 heads and four rows of 2,048 tokens, which were not planned."""
+    config = {**config_of("falcon-rw-like"), "alibi": True}
+    bias = 2 * ROWS * LENGTH * LENGTH * 6
+    most = max(counted(config, recomputes))
+    assert max(planned(config, recomputes)) == pytest.approx(most, rel=0.03)
+    assert bias > 4 * 0.03 * most
+
+
+class _InPlace(torch.autograd.Function):
+    """As liger-kernel's cross entropy: the gradient takes the place of the logits (its kernel is not launched; it decides no size)."""
+
+    @staticmethod
+    def forward(ctx, logits, target):
+        losses = torch.zeros(len(logits))
+        ctx.save_for_backward(logits.detach())
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0].mul_(grad), None
+
+
+def test_logits_whose_gradient_takes_their_place(monkeypatch):
+    """liger-kernel has no fused loss for Granite, which scales its logits: 6 bytes of a logit, where torch's loss takes 12."""
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", lambda logits, target, **_: _InPlace.apply(logits, target))
+    config = {**config_of("granite"), "vocab_size": 30_000}
+    logits = ROWS * LENGTH * 30_000
+    counts, plans = counted(config, True), planned(config, True, loss="in_place")
+    assert 6 * logits < max(counts) < 7 * logits
+    assert plans == pytest.approx(counts, rel=0.001)
+    assert max(planned(config, True)) > 12 * logits

@@ -1,0 +1,130 @@
+"""Head and cross entropy of a micro step on the tape, for each way in which a loss is computed."""
+
+from __future__ import annotations
+
+from bigtrain.plan.activations import fused_loss_rows
+from bigtrain.plan.constants import CHUNK_LOGITS, SCALED_AT_A_TIME
+from bigtrain.plan.geometry import Geometry
+from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.tape import Tape
+
+
+class Losses:
+    """Forward and backward of the head and the cross entropy; `device.Run` has the rest of a micro step."""
+
+    plan: PlanInput
+    tape: Tape
+    g: Geometry
+    t: int
+    head: list[int]
+    tied: bool
+    micro: int
+    last: bool
+
+    def _grad(self, i: int) -> None:
+        """Autograd delivers a gradient, unless the parameter is frozen."""
+        raise NotImplementedError
+
+    def _open_backward(self) -> None:
+        """The backward of the micro step begins."""
+        raise NotImplementedError
+
+    def _head_and_loss(self) -> None:
+        match self.plan.loss_kind:
+            case "full":
+                self._full_loss()
+            case "in_place":
+                self._in_place_loss()
+            case "chunked":
+                self._chunked_loss()
+            case "fused":
+                self._fused_loss()
+
+    def _full_loss(self) -> None:
+        tape, size = self.tape, self.t * self.g.vocab
+        tape.hold("logits", 2 * size, "logits, bf16")
+        if self.g.soft_cap:
+            tape.hold("cap", 4 * size, "logits, soft cap")
+        tape.hold("logits32", 4 * size, "logits, fp32")
+        tape.hold("logp", 4 * size, "log-probabilities, fp32")
+        tape.drop("logits32", "logits")
+        self.tape.phase("loss backward")
+        self._open_backward()
+        tape.hold("nll", 4 * size, "loss gradients, fp32")
+        tape.hold("dlogits32", 4 * size, "loss gradients, fp32")
+        tape.drop("nll", "logp")
+        tape.hold("dlogits", 2 * size, "loss gradient, bf16")
+        tape.drop("dlogits32", "cap")
+        self._head_backward()
+
+    def _in_place_loss(self) -> None:
+        """liger-kernel's cross entropy of logits that the model scales first (Granite): the gradient is made where they lie.
+
+        liger_kernel/ops/cross_entropy.py `cross_entropy_forward`; the scaled logits are part of the model's output, which goes before backward.
+        """
+        tape, size = self.tape, self.t * self.g.vocab
+        tape.hold("logits", 2 * size, "logits, bf16")
+        tape.hold("scaled", 2 * size, "logits, bf16")
+        tape.drop("logits")
+        tape.hold("logits32", 4 * size, "logits, fp32")
+        tape.drop("scaled")
+        tape.phase("loss backward")
+        self._open_backward()
+        tape.hold("dscaled", 2 * size, "loss gradient, bf16")
+        tape.drop("logits32")
+        tape.hold("dlogits", 2 * size, "loss gradient, bf16")
+        tape.drop("dscaled")
+        self._head_backward()
+
+    def _chunked_loss(self) -> None:
+        """bigtrain/kernels/cross_entropy.py: both gradients are made in forward, the head's summed in fp32."""
+        tape, row, trains = self.tape, "loss in chunks", self._head_trains()
+        hidden, weight = 2 * self.t * self.g.hidden, self.g.vocab * self.g.hidden
+        logits = min(self.t, max(1, CHUNK_LOGITS[self.plan.device] // self.g.vocab)) * self.g.vocab
+        tape.hold("dhidden", hidden, row)
+        if trains:
+            tape.hold("dhead32", 4 * weight, row)
+        tape.touch(max(6 * logits, 2 * logits + 2 * weight if trains else 0), row)
+        if trains:
+            tape.hold("dhead", 2 * weight, row)
+            tape.drop("dhead32")
+        tape.phase("loss backward")
+        self._open_backward()
+        # Scaled where they lie, 2^22 elements in fp32 at a time.
+        tape.touch(2 * 4 * min(SCALED_AT_A_TIME, max(hidden // 2, weight if trains else 0)), row)
+        tape.drop("dhead")
+        self._deliver_head_grad()
+        tape.drop("dhidden")
+
+    def _fused_loss(self) -> None:
+        """bigtrain/kernels/cross_entropy.py with Triton: both gradients are made in forward and scaled where they lie."""
+        weight = self.g.vocab * self.g.hidden
+        self.tape.hold("dhidden", 2 * self.t * self.g.hidden, "fused loss")
+        if self._head_trains():
+            self.tape.hold("dhead", 2 * weight, "fused loss")
+        # The chunk's logits become their gradient in place, and the head's gradient is summed up in place.
+        self.tape.touch(2 * fused_loss_rows(self.g.vocab, self.t) * self.g.vocab, "fused loss")
+        self.tape.phase("loss backward")
+        self._open_backward()
+        self.tape.drop("dhead")
+        self._deliver_head_grad()
+        self.tape.drop("dhidden")
+
+    def _head_backward(self) -> None:
+        self.tape.hold("dhidden", 2 * self.t * self.g.hidden, "backward, residual stream")
+        if self._head_trains():
+            self.tape.hold("dhead", 2 * self.g.vocab * self.g.hidden, "gradient of the head")
+        self.tape.drop("dlogits", "dhead")
+        self._deliver_head_grad()
+        self.tape.drop("dhidden")
+
+    def _head_trains(self) -> bool:
+        return any(self.plan.trains[i] for i in self.head)
+
+    def _deliver_head_grad(self) -> None:
+        if self.tied and self._head_trains():
+            # Autograd waits for the embedding's part before it hands the sum over.
+            self.tape.hold("tied", 2 * self.g.vocab * self.g.hidden, "gradient of the tied matrix")
+            return
+        for i in self.head:
+            self._grad(i)
