@@ -73,7 +73,9 @@ class TrainArguments:
     verify_load: bool = field(default=False, metadata=_say("after loading, compare a hash of each whole weight with its file"))
     attn_implementation: str = field(
         default="auto",
-        metadata=_say("attention of the Hugging Face model; auto: variable-length flash for packed rows on a GPU, else sdpa"),
+        metadata=_say(
+            "attention of the model; auto: packed rows' own kernels on a GPU, else sdpa; eager where these leave something out"
+        ),
     )
     use_liger_kernel: bool | None = field(
         default=None, metadata=_say("fused kernels ([gpu] extra), else a chunked loss; left out: yes on a GPU, no on a CPU")
