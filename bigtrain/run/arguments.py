@@ -283,6 +283,8 @@ def make_parser() -> argparse.ArgumentParser:
     class Parser(HfArgumentParser):
         def error(self, message: str) -> Any:  # argparse would print and exit on every rank
             if message.startswith("unrecognized arguments: "):  # an unquoted pattern, or a list in a run file
+                words = message.split()
+                message = " ".join(words[:5]) + (f" and {len(words) - 5} more" if words[5:] else "")
                 message += ": a flag takes one value; write a pattern in quotes ('data/*.jsonl'), or name the folder"
             if re.search(r"steps: invalid int value: '0?\.\d+'", message):
                 message += ": a share of all steps is not taken; write a number of steps"

@@ -332,7 +332,9 @@ def choose_seq_len(args: TrainArguments, model_config: Any) -> int:
     """
     limit = model_limits(model_config)[1]
     if limit and (args.seq_len or 0) > limit:
-        raise UsageError(f"seq_len {args.seq_len} is above the max_position_embeddings {limit} of {args.model_name_or_path}")
+        raise UsageError(
+            f"seq_len {args.seq_len} is above the max_position_embeddings {limit} of {args.model_name_or_path}: write --seq_len {limit}, or less"
+        )
     return defaults.seq_len(args.seq_len, limit)
 
 
