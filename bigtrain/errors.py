@@ -6,7 +6,8 @@
     |   |-- DataError                         the training data cannot be used
     |   `-- ModelError                        the model cannot be built, frozen, wrapped or sharded as asked
     |-- DoesNotFitError              exit 3   the plan says that GPU or host memory does not suffice
-    |-- WeightsError                 exit 1   a weight file is damaged, incomplete or does not match the model
+    |-- WeightsError                 exit 1   a weight file is damaged or incomplete
+    |   `-- WrongWeightsError        exit 2   whole, but of another model, or quantised
     |-- CheckpointError              exit 1   a training checkpoint is damaged, incomplete or does not match the run
     |-- RanksDisagreeError           exit 1   ranks hold different values where they must be equal, or one rank failed
     |-- BypassError                  exit 1   a loss was computed around the engine, so its gradients would be wrong
@@ -82,6 +83,12 @@ class WeightsError(BigtrainError):
         super().__init__(message)
         self.file = file
         self.tensor = tensor
+
+
+class WrongWeightsError(WeightsError):
+    """The weights that were named are not those of the model: another folder, or flag, is needed."""
+
+    exit_code = 2
 
 
 class CheckpointError(BigtrainError):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from bigtrain import ranks, watch
 from bigtrain.errors import RanksDisagreeError
-from bigtrain.whereabouts import HERE
+from bigtrain.whereabouts import HERE, after
 
 SLOTS = 6
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")  # gloo's words
@@ -110,7 +110,7 @@ def announce_failure(step: int, limit_s: float = 20.0) -> None:
 def _apart(told: list[list[int]]) -> RanksDisagreeError:
     by_rank = {}
     for rank, (point, step, count, *_) in enumerate(told):
-        by_rank[rank] = f"{_PLACE[Point(point)]}, step {step}" + (f", number {count}" if count else "")
+        by_rank[rank] = f"{_PLACE[Point(point)]}, {after(step)}" + (f", number {count}" if count else "")
     listing = "\n".join(f"  rank {r}: {text}" for r, text in by_rank.items())
     failed = [r for r, row in enumerate(told) if row[0] == Point.FAILED]
     hint = (
@@ -128,14 +128,14 @@ def _absent(point: Point, step: int, count: int, waited_s: float, error: Runtime
     if ended:
         listing = "\n".join(f"  rank {r}: {text}" for r, text in ended.items())
         return RanksDisagreeError(
-            f"{_names(ended)} ended while this rank was at {_PLACE[point]} (step {step}), which every rank must reach"
+            f"{_names(ended)} ended while this rank was at {_PLACE[point]} ({after(step)}), which every rank must reach"
             f"{_advice(ended.values())}\n{listing}",
             dict(ended),
         )
     missing = ranks_without("late", f"{int(point)}/{step}/{count}", wait_s=3.0)
     who = f"rank {', '.join(map(str, missing))}" if missing else "some rank"
     return RanksDisagreeError(
-        f"waited {waited_s:.0f} s at {_PLACE[point]} (step {step}) and {who} did not come. Every rank must call it: look for an "
+        f"waited {waited_s:.0f} s at {_PLACE[point]} ({after(step)}) and {who} did not come. Every rank must call it: look for an "
         f"'if rank == 0' around it, for a rank that ended or hangs, or for one that has fewer batches.\n{error}",
         {r: "did not come" for r in missing},
     )

@@ -132,7 +132,7 @@ class Run:
         self.args, self.flops, self.card = args, flops, places[0].device
         where: dict[str, Any] = {"rank": ranks.rank(), "world_size": ranks.world_size(), "document_bounds": document_bounds}
         workers = args.dataloader_num_workers
-        start = engine.global_step
+        start = self.start = engine.global_step
         order = data.SampleOrder(len(job.rows), args.order_seed)
         self.loader = data.StepLoader(job.rows, order, job.steps, start_step=start, num_workers=workers, **where)
         self.eval_loader = None
@@ -303,7 +303,7 @@ class Run:
         from bigtrain.run.runfolder import now
 
         rows = read_rows(self.folder.root / "metrics.jsonl")
-        summary = summarise(rows, self.clock.totals_s)
+        summary = summarise(rows, self.clock.totals_s, self.start)
         self.folder.update_run(summary=summary, outcome=outcome, ended=now())
         self.ended = True
         if rows:

@@ -62,4 +62,9 @@ class Whereabouts:
             self.moved += 1
 
 
+def after(step: int) -> str:
+    """Where `step` optimizer steps are done: logs and metrics.jsonl call the first of them step 1."""
+    return f"after step {step}" if step else "before step 1"
+
+
 HERE = Whereabouts()

@@ -30,7 +30,7 @@ from bigtrain.config import ModelShape
 from bigtrain.diagnostics.metrics import flops_formula
 from bigtrain.engine import Engine
 from bigtrain.hosts import placement
-from bigtrain.run import capacity, failure
+from bigtrain.run import attention, capacity, failure
 from bigtrain.run import job as jobs
 from bigtrain.run.arguments import TrainArguments, parse
 
@@ -202,7 +202,7 @@ def about(own: argparse.Namespace, args: TrainArguments, job: jobs.Job, flops: A
         "accumulation": job.steps.accumulation,
         "seq_len": job.seq_len,
         "checkpointing": bool(job.resolved.run.gradient_checkpointing),
-        "attention": jobs.choose_attention(args, job.model_config),
+        "attention": attention.choose(args, job.model_config),
         "world_size": ranks.world_size(),
         "card": card or "cpu",
         "tokens_per_s_per_gpu": tokens / found["step_s"],

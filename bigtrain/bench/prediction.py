@@ -63,7 +63,9 @@ def _leafs(cell: Cell) -> LeafBlocks:
 def attention(cell: Cell, machine: Machine) -> plan.Attention:
     """Rows of a sweep are not packed unless told. Peers take sdpa."""
     asked = cell.arguments.get("attn_implementation", "auto" if cell.runner == "bigtrain" else "sdpa")
-    return plan.attention_of(asked, cell.arguments.get("packing", "none"), machine.device)
+    return plan.attention_of(
+        asked, cell.arguments.get("packing", "none"), machine.device, model_config(cell.model).get("model_type")
+    )
 
 
 def kernels(cell: Cell, machine: Machine) -> dict[str, Any]:

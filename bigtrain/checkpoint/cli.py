@@ -11,6 +11,7 @@ from typing import Any
 from bigtrain.checkpoint import reshard, store
 from bigtrain.checkpoint.verify import verify
 from bigtrain.errors import UsageError
+from bigtrain.guards import listing
 from bigtrain.partition import owned_range
 from bigtrain.weights.inspect import inspect_folder, report
 
@@ -52,6 +53,7 @@ def add_parsers(subparsers: Any) -> None:
     )
     parser.add_argument("--tag", help="which checkpoint of the folder")
     parser.add_argument("--max_shard_gb", type=_positive, default=5.0, metavar="GB", help="largest file, in 1e9 bytes")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT, if it is an earlier export")
     parser.set_defaults(run=run_export)
 
 
@@ -95,6 +97,11 @@ def run_export(args: argparse.Namespace) -> int:
     """Write a Hugging Face folder from a checkpoint, bigtrain's or DeepSpeed's; alone, or on several ranks under torchrun."""
     path = Path(args.checkpoint)
     _refuse_missing(path)
+    out = Path(args.out).expanduser()
+    if not args.overwrite and out.is_dir() and (there := sorted(p.name for p in out.iterdir())):
+        raise UsageError(
+            f"{args.out} holds {listing(there)}: name another folder, or add --overwrite to replace the model there by that of {args.checkpoint}"
+        )
     tagged = path if args.tag is None else store.named(path, args.tag)
     how = {"dtype": args.dtype, "model_dir": args.model, "max_shard_bytes": int(args.max_shard_gb * 1e9)}
     if not is_checkpoint(tagged) and (tagged.exists() or not is_checkpoint(path)):
@@ -106,7 +113,7 @@ def run_export(args: argparse.Namespace) -> int:
 
         done = export_checkpoint(tagged, args.out, **how)
     sys.stdout.write(
-        f"{done.path}: {done.tensors} tensors, {done.bytes / 1e9:.3f} GB in {len(done.files)} file{'s' * (len(done.files) != 1)}, "
+        f"{done.source} -> {done.path}: {done.tensors} tensors, {done.bytes / 1e9:.3f} GB in {len(done.files)} file{'s' * (len(done.files) != 1)}, "
         f"{done.seconds:.1f} s\n"
     )
     return 0

@@ -53,6 +53,9 @@ class PackStats:
     documents_without_targets: int  # left out: nothing in them could be learned (empty, or chat without an answer)
     documents_cut: int  # went into more than one row
     pieces_left_out: int  # of documents that are cut (concatenate: windows): nothing in them is a target
+    answers_cut_off: (
+        int  # documents whose answers lie beyond seq_len (none), or are learned without the start of their prompt (isolated)
+    )
     documents_truncated: int
     tokens: int
     tokens_left_out: int  # in documents without targets
@@ -86,6 +89,7 @@ class Pieces:
     """Pieces of documents, grouped by row: row i holds the pieces row_start[i] ... row_start[i+1] - 1, in that order.
 
     All arrays are int64; `start` and `length` are in tokens of the document. `left_out`: pieces without a target, or windows.
+    `beheaded`: documents of which such a piece stands before one that is kept.
     """
 
     document: np.ndarray
@@ -93,6 +97,7 @@ class Pieces:
     length: np.ndarray
     row_start: np.ndarray
     left_out: int = 0
+    beheaded: int = 0
 
 
 def cut(lengths: np.ndarray, documents: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -137,11 +142,14 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> list[list[int]]:
 def _pack_isolated(store: TokenStore, documents: np.ndarray, seq_len: int) -> Pieces:
     document, start, length = cut(store.lengths, documents, seq_len)
     useful = store.labelled(document, start + 1, start + length) > 0
+    last = np.full(len(store.lengths), -1)
+    np.maximum.at(last, document[useful], start[useful])
+    beheaded = len(np.unique(document[~useful & (start < last[document])]))
     document, start, length = document[useful], start[useful], length[useful]
     bins = best_fit(length, seq_len)
     order = np.fromiter((index for one in bins for index in one), np.int64, len(document))
     row_start = np.concatenate([[0], np.cumsum([len(one) for one in bins])]).astype(np.int64)
-    return Pieces(document[order], start[order], length[order], row_start, int((~useful).sum()))
+    return Pieces(document[order], start[order], length[order], row_start, int((~useful).sum()), beheaded)
 
 
 def _pack_none(store: TokenStore, documents: np.ndarray, seq_len: int) -> Pieces:
@@ -227,6 +235,7 @@ class Rows:
             documents_without_targets=len(lengths) - len(useful),
             documents_cut=int((per_document > 1).sum()),
             pieces_left_out=pieces.left_out,
+            answers_cut_off=pieces.beheaded or int((self._store.target_counts()[targets == 0] > 0).sum()),
             documents_truncated=int((over > 0).sum()),
             tokens=int(lengths.sum()),
             tokens_left_out=int(lengths.sum() - lengths[useful].sum()),
@@ -331,6 +340,18 @@ def build_rows(
         raise DataError(f"pad_token_id={rows.pad_token_id} is outside the model's vocabulary of {vocab_size}")
     level = logging.WARNING if rows.stats.documents_truncated or rows.stats.documents_without_targets else logging.INFO
     logger.log(level, "%s", rows.stats.describe(packing, seq_len))
+    if cut_off := rows.stats.answers_cut_off:
+        lost = (
+            f"have no token of an answer within their first {seq_len} and train nothing: raise --seq_len, or take --packing isolated"
+            if packing == "none"
+            else f"have a prompt that fills a row of {seq_len} tokens: the answer is learned without that part of it. Raise --seq_len, or "
+            "shorten these prompts"
+        )
+        logger.warning("%d of %d documents %s", cut_off, rows.stats.documents, lost)
+    elif packing == "concatenate" and rows.stats.pieces_left_out:
+        logger.warning(
+            "%d windows of %d tokens lie within prompts and train nothing: raise --seq_len", rows.stats.pieces_left_out, seq_len
+        )
     if rows.stats.target_tokens <= rows.stats.documents - rows.stats.documents_without_targets:
         logger.warning("no more than one token of a document is in the loss, as where all answers are empty: is that meant?")
     return rows

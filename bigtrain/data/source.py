@@ -235,6 +235,24 @@ def sample_kind(columns: Sequence[str] | Mapping[str, Any], text_column: str = "
     )
 
 
+# What other formats call these columns.
+_PROMPTS = ("prompt", "question", "instruction", "input", "query", "context", "user")
+_ANSWERS = (
+    "response",
+    "answer",
+    "output",
+    "target",
+    "reply",
+    "assistant",
+    "responses",
+    "answers",
+    "label",
+    "summary",
+    "chosen",
+)
+_TEXTS = ("content", "body", "document", "article", "sentence", "code", "raw_content", "passage")
+
+
 def _renaming(columns: Sequence[str] | Mapping[str, Any]) -> str:
     """What to do with columns that are those of another format."""
     if "chosen" in columns and "rejected" in columns:
@@ -246,4 +264,12 @@ def _renaming(columns: Sequence[str] | Mapping[str, Any]) -> str:
         return "Rename 'conversations' to 'messages', and in it 'from' to 'role' (human: user, gpt: assistant) and 'value' to 'content'"
     if "instruction" in columns and "output" in columns:
         return "Write 'instruction' and 'input' as one 'prompt', and rename 'output' to 'completion'"
-    return "Rename the column (from Python: text_column=)"
+    prompts, answers = ([c for c in columns if str(c).lower() in words] for words in (_PROMPTS, _ANSWERS))
+    if answers:
+        renames = [(prompts[0], "prompt")] if prompts and prompts[0] != "prompt" else []
+        said = " and ".join(f"{old!r} to {new!r}" for old, new in (*renames, (answers[0], "completion")))
+        alone = "" if prompts else ", beside a column 'prompt' (empty text where there is none)"
+        how = f"dataset.rename_columns({dict((*renames, (answers[0], 'completion')))})"
+        return f"Rename {said}{alone}; with datasets: {how}. The answer is then learned, the prompt is not"
+    likely = next((c for c in columns if str(c).lower() in _TEXTS), columns and next(iter(columns)))
+    return f"Rename the column with the text, such as {likely!r}, to {'text'!r} in the data (in a loop of your own: build_rows(text_column=...))"

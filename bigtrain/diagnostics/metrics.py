@@ -262,12 +262,16 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     }
 
 
-def summarise(rows: Sequence[Mapping[str, Any]], pauses_s: Mapping[str, float] | None = None) -> dict[str, Any]:
+def summarise(
+    rows: Sequence[Mapping[str, Any]], pauses_s: Mapping[str, float] | None = None, resumed_after: int = 0
+) -> dict[str, Any]:
     """Final numbers of a run from its metrics rows; speeds without the first steps, as median with spread.
 
     Args:
-        rows: rows of metrics.jsonl, in order.
-        pauses_s: seconds outside steps by cause (evaluation, saving).
+        rows: rows of metrics.jsonl, in order: those of all starts of the run.
+        pauses_s: seconds outside steps by cause (evaluation, saving), of this start.
+        resumed_after: the step that this start went on from; 0: it is the only one. What this start alone did is then under
+            `since_resume_...`, and what has no such name is of all starts.
     """
     if not rows:
         return {"steps": 0}
@@ -283,8 +287,14 @@ def summarise(rows: Sequence[Mapping[str, Any]], pauses_s: Mapping[str, float] |
         "step_time_s": spread(r["step_time_s"] for r in measured),
         "tokens_per_s": spread(r["tokens_per_s"] for r in measured),
         "train_time_s": sum(r["step_time_s"] for r in rows),
-        **{f"{cause}_time_s": seconds for cause, seconds in (pauses_s or {}).items()},
     }
+    since, mine = ("since_resume_", [r for r in rows if r["step"] > resumed_after]) if resumed_after else ("", [])
+    if resumed_after:
+        out |= {
+            "resumed_after_step": resumed_after, f"{since}steps": len(mine), f"{since}tokens": sum(r["tokens"] for r in mine),
+            f"{since}train_time_s": sum(r["step_time_s"] for r in mine),
+        }  # fmt: skip
+    out |= {f"{since}{cause}_time_s": seconds for cause, seconds in (pauses_s or {}).items()}
     for name in ("gpu_allocated_bytes", "gpu_reserved_bytes", "gpu_used_bytes", "host_rss_bytes"):
         out[f"peak_{name}"] = max(r.get(name) or 0 for r in rows)
     if all(r.get("mfu") is not None for r in measured):

@@ -6,7 +6,6 @@
 
 A step is forward, backward, step, in that order below. What is decided is in `settings`, what is judged in `guards`, how
 gradients reach the optimizer in `reduction`, how ranks notice that they parted in `meeting`, and that nothing moves in `watch`.
-The other modules of this folder are its parts, which it imports and which do not import it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from bigtrain.engine.accumulation import Accumulation
 from bigtrain.engine.assembly import assemble
 from bigtrain.engine.branches import Comparison
 from bigtrain.engine.bypass import Origin, make_fit
-from bigtrain.engine.misuse import NotCopied
+from bigtrain.engine.misuse import NotCopied, knows_its_arguments
 from bigtrain.engine.precision import keep_parameters_in_fp32, summary
 from bigtrain.engine.steps import Batch, EvalResult, StepResult
 from bigtrain.hosts import launcher
@@ -74,6 +73,7 @@ class Engine(NotCopied):
         ModelError: the model is of another stage or dtype than the ds_config, or has nothing to train.
     """
 
+    @knows_its_arguments
     def __init__(
         self,
         model: torch.nn.Module,

@@ -10,11 +10,13 @@ Methods are put on instances, bound to them: a deep copy of the module has its o
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec
 
 import torch
 from torch.nn.utils import clip_grad, stateless
@@ -22,8 +24,36 @@ from torch.nn.utils import clip_grad, stateless
 from bigtrain import zero
 from bigtrain.errors import UsageError
 
+P = ParamSpec("P")
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+# What the same is called elsewhere, and where it goes here.
+_ARGUMENTS = {
+    "lr": "learning_rate", "config": "ds_config", "config_params": "ds_config", "optim": "optimizer", "scheduler": "lr_scheduler",
+    "lr_scheduler_type": "lr_scheduler", "num_steps": "total_steps", "max_steps": "total_steps", "clip_grad": "max_grad_norm",
+    "gradient_clipping": "max_grad_norm", "gradient_accumulation_steps": "accumulation", "batch_size": "micro_batch",
+    "per_device_train_batch_size": "micro_batch",
+}  # fmt: skip
 _live: weakref.WeakSet[Misuse] = weakref.WeakSet()
+
+
+def knows_its_arguments(init: Callable[P, None]) -> Callable[P, None]:
+    """An `__init__` that says of a keyword it does not take which one is meant.
+
+    Raises:
+        UsageError: where Python has a TypeError.
+    """
+    known = list(inspect.signature(init).parameters)
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                near = _ARGUMENTS.get(name) or next(iter(difflib.get_close_matches(name, known, n=1)), "")
+                hint = f"write {near}=..." if near else f"it takes {', '.join(known[2:])}"
+                raise UsageError(f"Engine({name}=...) is unknown: {hint}")
+        init(*args, **kwargs)
+
+    return checked
 
 
 def refuse_wrapped(model: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -204,12 +205,25 @@ def use_liger(model: torch.nn.Module) -> LossPath:
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if own is not None and not (head is not None and zero.is_partitioned(head.weight)):
         apply(model=model)
+        _tell_tuning(model)
         log.info("liger-kernel's fused kernels and loss are used for %s: %s", type(model).__name__, own)
         return LossPath("liger", f"liger-kernel for {type(model).__name__}, loss included: {own}")
     taken = inspect.signature(apply).parameters
     apply(model=model, **{name: False for name in ("fused_linear_cross_entropy", "cross_entropy") if name in taken})
+    _tell_tuning(model)
     path = use_chunked_loss(model)
     return LossPath(path.kind, f"liger-kernel for everything but the loss; {path.why}")
+
+
+def _tell_tuning(model: torch.nn.Module) -> None:
+    """Mixtral waited 82 s in its first step on an H200, Qwen3-MoE 191 s."""
+    if any(module._get_name() == "LigerExperts" for module in model.modules()):
+        log.warning(
+            "liger-kernel's experts are in use: the first step may take minutes, while Triton tries out their kernels for this model and card. "
+            "It keeps what it finds in %s for later runs (TRITON_CACHE_AUTOTUNING=%s)",
+            os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"),
+            os.environ.get("TRITON_CACHE_AUTOTUNING"),
+        )
 
 
 def why_no_liger(kind: str | None) -> str:
@@ -221,6 +235,9 @@ def _liger_for(kind: str | None) -> tuple[str, Any]:
     """Why liger-kernel cannot be used here, and its function for this type of model (None if it cannot)."""
     if not torch.cuda.is_available():
         return "no CUDA device", None
+    # Each of its autotuned kernels reads this as it is made (triton 3.6 runtime/autotuner.py): what was found fastest is kept on disk,
+    # beside the compiled kernels, and a host's later runs and resumes choose the same. Not for kernels whose configs have a pre_hook.
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:

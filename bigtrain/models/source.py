@@ -17,6 +17,7 @@ import torch
 from bigtrain import ranks, shapes
 from bigtrain.errors import ModelError
 from bigtrain.models import hub
+from bigtrain.models.attention import left_out
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +172,7 @@ def _apply_overrides(config: Any, overrides: dict[str, Any]) -> None:
 def _constructor(config: Any, attn_implementation: str | None, trust_remote_code: bool) -> Callable[[], torch.nn.Module]:
     cls = _class_for(config, trust_remote_code)
     config = _part_for(cls, config)
-    attention = _attention(cls, attn_implementation)
+    attention = _attention(cls, config, attn_implementation)
 
     def construct() -> torch.nn.Module:
         with _ignoring_hf_deepspeed():
@@ -206,8 +207,13 @@ def _last_line(error: BaseException) -> str:
     return f"{frame.line} ({Path(frame.filename).name}:{frame.lineno})"
 
 
-def _attention(cls: Any, wanted: str | None) -> str | None:
-    if wanted == "sdpa" and not getattr(cls, "_supports_sdpa", False):
+def _attention(cls: Any, config: Any, wanted: str | None) -> str | None:
+    if wanted != "sdpa":
+        return wanted
+    if beyond := left_out(cls, config):
+        logger.info("sdpa would leave out a part of %s's attention, %s: eager is taken.", cls.__name__, beyond)
+        return "eager"
+    if not getattr(cls, "_supports_sdpa", False):
         logger.info("%s has no sdpa attention; using its default.", cls.__name__)
         return None
     return wanted

@@ -203,7 +203,7 @@ def _input(args: argparse.Namespace, config: dict[str, Any] | None, ds_config: d
         "checkpoint_blocks": None if args.blocks == AUTO else args.blocks,
         **(liger_for((config or {}).get("model_type")) if args.kernels == "liger" else {"kernels": "hf"}),
         "loss": args.loss, "device": args.device,
-        "attention": attention_of("auto", "isolated", args.device),
+        "attention": attention_of("auto", "isolated", args.device, (config or {}).get("model_type")),
         "micro_batch": args.micro_batch if run is None else run.micro_batch,
         "accumulation": args.accumulation if run is None else run.accumulation,
         "optimizer": (args.optim or defaults.OPTIM) if run is None else run.optim,

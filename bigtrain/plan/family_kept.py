@@ -46,12 +46,12 @@ def liger_for(kind: str | None) -> dict[str, Any]:
     return {"kernels": "liger"} if known else {"kernels": "hf", "chunks_loss": True}
 
 
-def attention_of(asked: str, packing: str, device: str) -> Attention:
-    """Of a run's flags. On GPUs variable-length kernels are taken unasked (but for families without sdpa)."""
-    if asked == "eager":
-        return "eager"
+def attention_of(asked: str, packing: str, device: str, kind: str | None = None) -> Attention:
+    """Of a run's flags and its model's type. On GPUs variable-length kernels are taken unasked, but for families without sdpa."""
     if asked == "flex_attention":
         return "flex"
+    if asked == "eager" or (kind in _MATRIX and asked in ("auto", "sdpa")):
+        return "eager"
     if device != "cpu" and asked != "sdpa":
         return "varlen"
     return "masked" if packing == "isolated" else "sdpa"
@@ -224,6 +224,8 @@ def keeps(kind: str, c: Values, attention: Attention) -> Keeps:
     matrix = _MATRIX.get(kind, _EAGER_IN_BF16.get(kind, _EAGER) if attention == "eager" else 0)
     if kind == "gemma2" and c.get("attn_logit_softcapping", 50.0):
         matrix += 2
+    if attention == "flex":  # its kernels cap scores themselves, and sinks change only what comes out
+        matrix = 0
     # Falcon drops in attention with ALiBi only, where it then drops the residual stream too: rare enough to be left out.
     in_attention = kind != "falcon" and bool(c.get(attention_key, attention_default))
     return replace(

@@ -73,7 +73,9 @@ class TrainArguments:
     verify_load: bool = field(default=False, metadata=_say("after loading, compare a hash of each whole weight with its file"))
     attn_implementation: str = field(
         default="auto",
-        metadata=_say("attention of the Hugging Face model; auto: variable-length flash for packed rows on a GPU, else sdpa"),
+        metadata=_say(
+            "attention of the model; auto: packed rows' own kernels on a GPU, else sdpa; eager where these leave something out"
+        ),
     )
     use_liger_kernel: bool | None = field(
         default=None, metadata=_say("fused kernels ([gpu] extra), else a chunked loss; left out: yes on a GPU, no on a CPU")
@@ -281,6 +283,8 @@ def make_parser() -> argparse.ArgumentParser:
     class Parser(HfArgumentParser):
         def error(self, message: str) -> Any:  # argparse would print and exit on every rank
             if message.startswith("unrecognized arguments: "):  # an unquoted pattern, or a list in a run file
+                words = message.split()
+                message = " ".join(words[:5]) + (f" and {len(words) - 5} more" if words[5:] else "")
                 message += ": a flag takes one value; write a pattern in quotes ('data/*.jsonl'), or name the folder"
             if re.search(r"steps: invalid int value: '0?\.\d+'", message):
                 message += ": a share of all steps is not taken; write a number of steps"

@@ -38,7 +38,7 @@ def _plan_input(args: TrainArguments, model_config: Any, seq_len: int, run: RunV
     """What is planned of a run: the same on every rank. `more`: other values of `plan.plan_input`."""
     return plan.plan_input(
         model_config.to_dict(),
-        attention=plan.attention_of(args.attn_implementation, args.packing, device_type()),
+        attention=plan.attention_of(args.attn_implementation, args.packing, device_type(), model_config.model_type),
         world_size=ranks.world_size(),
         gpus_per_node=ranks_per_host(),
         seq_len=seq_len,

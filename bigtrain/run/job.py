@@ -24,6 +24,7 @@ from bigtrain.engine import precision, settings
 from bigtrain.errors import ModelError, UsageError
 from bigtrain.kernels.attach import use_liger
 from bigtrain.plan.spilled import asked_share
+from bigtrain.run import attention
 from bigtrain.run.arguments import TrainArguments
 from bigtrain.run.auto import AUTO
 
@@ -156,6 +157,7 @@ def prepare(args: TrainArguments, config: dict[str, Any], resume: Path | None = 
         shape = ModelShape.from_config(model_config)
         refuse_too_many_blocks(args, model_config)
         data.isolation_for(model_config, args.packing)
+        attention.choose(args, model_config)  # refused before anything is built
     first = resolve(args, config, shape, None)
     share = asked_share(args.offload_gradients) or 0.0
     job = Job(
@@ -330,7 +332,9 @@ def choose_seq_len(args: TrainArguments, model_config: Any) -> int:
     """
     limit = model_limits(model_config)[1]
     if limit and (args.seq_len or 0) > limit:
-        raise UsageError(f"seq_len {args.seq_len} is above the max_position_embeddings {limit} of {args.model_name_or_path}")
+        raise UsageError(
+            f"seq_len {args.seq_len} is above the max_position_embeddings {limit} of {args.model_name_or_path}: write --seq_len {limit}, or less"
+        )
     return defaults.seq_len(args.seq_len, limit)
 
 
@@ -406,7 +410,7 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
         seed=args.seed,
         dtype=torch.bfloat16 if run.bf16 else torch.float32,
         freeze=args.freeze,
-        attn_implementation=choose_attention(args, job.model_config),
+        attn_implementation=attention.choose(args, job.model_config),
         resize_vocab_to=job.resize_vocab_to,
         trust_remote_code=args.trust_remote_code,
         keep_in_fp32=args.keep_in_fp32,
@@ -416,6 +420,7 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
         **job.config_overrides,
     )
     models.refuse_batchnorm_micro_batch_1(model, job.steps.micro_batch)
+    attention.tell(args, model, job.seq_len)
     isolation = data.prepare_isolation(model, args.packing)
     models.disable_cache(model)
     if fused_kernels(args):
@@ -434,17 +439,3 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
 def fused_kernels(args: TrainArguments) -> bool:
     """Whether to replace the model's kernels: on a GPU unless told not to."""
     return defaults.fused_kernels(args.use_liger_kernel, torch.cuda.is_available())
-
-
-def choose_attention(args: TrainArguments, model_config: Any) -> str:
-    """What "auto" means here. In sdpa packed rows are a dense [seq, seq] mask, and for others transformers asks the device."""
-    from transformers import AutoModelForCausalLM
-
-    if args.attn_implementation != "auto":
-        return args.attn_implementation
-    mapped = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
-    # Where sdpa will not do, attention is more than a product: capped scores, sinks. Some add to masks for sdpa and eager only.
-    pluggable = all(getattr(mapped, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
-    if torch.cuda.is_available() and pluggable and data.has_varlen() and not data.adds_to_masks(model_config):
-        return data.register_varlen()
-    return "sdpa"

@@ -193,7 +193,12 @@ class RunFolder:
             return found.folder
         from bigtrain.checkpoint.deepspeed_import import foreign_in
 
-        return foreign_in(path, None) or store.find(path).folder
+        if (foreign := foreign_in(path, None)) is None and _is_model(path):
+            raise UsageError(
+                f"resume_from_checkpoint {asked} is a model folder, without the optimizer state that a run goes on from: to train on from its "
+                f"weights write --model_name_or_path {asked} and leave --resume_from_checkpoint out"
+            )
+        return foreign or store.find(path).folder
 
     def _refuse_newer(self, step: int | None) -> None:
         """Going back in a folder: what comes after `step` there would be taken for this run's by the next `auto`, or by a restart."""
@@ -296,3 +301,9 @@ def is_living(process: Mapping[str, Any]) -> bool:
 def now() -> str:
     """Local time with zone, for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S %z")
+
+
+def _is_model(folder: Path) -> bool:
+    """A Hugging Face model, or what its Trainer saved without DeepSpeed; no checkpoint of ours, whole or not."""
+    there = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    return there and not any(folder.glob("rank-*")) and not (folder / "run.json").is_file()

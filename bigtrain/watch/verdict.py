@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from bigtrain.whereabouts import after
+
 End = Literal["", "died", "left", "failed"]
 
 STOPPED_S = 12.0  # a debugger or a shell may hold a process for a moment
@@ -46,7 +48,7 @@ class Known:
         if self.ended == "died":
             return f"rank {self.rank}: ended without a word, last seen {self._where()}"
         if self.ended == "left":
-            return f"rank {self.rank}: its program came to its end after step {self.step}"
+            return f"rank {self.rank}: its program came to its end {after(self.step)}"
         if self.ended == "failed":
             return f"rank {self.rank}: failed: {self.why}"
         if self.stopped:
@@ -56,7 +58,7 @@ class Known:
         return f"rank {self.rank}: {'waits ' if self.waiting else ''}{self._where()}, for {self.idle_s:.0f} s"
 
     def _where(self) -> str:
-        text = f"at step {self.step}: {self.place or 'starting'}"
+        text = f"{after(self.step)}: {self.place or 'starting'}"
         text += f", module {self.module}" if self.module else ""
         text += f", last collective {self.collective}" if self.collective else ""
         return text + (f" ({self.lines[-1]})" if self.lines and not self.waiting else "")
@@ -119,8 +121,8 @@ def _names(some: Sequence[Known]) -> str:
 def _left(left: Sequence[Known], waiting: Sequence[Known]) -> str:
     waits = waiting[0]
     return (
-        f"{_names(left)} came to the end of the program after step {left[0].step} while {_names(waiting)} "
-        f"at step {waits.step} waits in {waits.place}: give every rank the same number of steps and calls"
+        f"{_names(left)} came to the end of the program {after(left[0].step)} while {_names(waiting)} "
+        f"{after(waits.step)} waits in {waits.place}: give every rank the same number of steps and calls"
     )
 
 
@@ -146,9 +148,9 @@ def _stuck(here: Sequence[Known], waiting: Sequence[Known], ranks: Sequence[Know
 
 def _why_outside(outside: Sequence[Known], waiting: Sequence[Known]) -> str:
     first, waits = outside[0], waiting[0]
-    text = f"{_names(outside)}, after step {first.step}, {what_it_does(first)}, while {_names(waiting)} waits in {waits.place}"
+    text = f"{_names(outside)}, {after(first.step)}, {what_it_does(first)}, while {_names(waiting)} waits in {waits.place}"
     if waits.place in CALLS:
-        return f"{text} after step {waits.step}. Every rank must make this call: look for an 'if rank == 0' around it"
+        return f"{text} {after(waits.step)}. Every rank must make this call: look for an 'if rank == 0' around it"
     ahead = f"{text} of step {waits.step + 1}"
     return f"{ahead}: different numbers of steps" if waits.step >= first.step else ahead
 

@@ -80,7 +80,8 @@ def export_weights(
         written = writing.result()
         finish(layout, temporary, str(out_dir))
     names = [shard.name for shard in layout.shards]
-    return ExportReport(str(out_dir), names, len(layout.dtypes), layout.total_bytes, written, time.monotonic() - begin)
+    seconds = time.monotonic() - begin
+    return ExportReport(str(out_dir), names, len(layout.dtypes), layout.total_bytes, written, seconds, folder.path)
 
 
 def _model_of(model_dir: str | Path | None) -> tuple[torch.nn.Module, Any]:

@@ -46,6 +46,7 @@ class ExportReport:
         bytes: size of the weight files, known before the first byte was written.
         bytes_written: what this rank wrote of them.
         seconds: wall time.
+        source: the checkpoint's folder; empty of a model in memory.
     """
 
     path: str
@@ -54,6 +55,7 @@ class ExportReport:
     bytes: int
     bytes_written: int
     seconds: float
+    source: str = ""
 
 
 def export_model(

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from bigtrain.errors import WeightsError
+from bigtrain.errors import WeightsError, WrongWeightsError
 from bigtrain.guards import listing
 from bigtrain.weights import mapping
 from bigtrain.weights.dtypes import FLOATS, NAMES
@@ -101,13 +101,13 @@ def refuse_quantised(folder: Folder) -> None:
     """A quantised checkpoint cannot be trained as it is.
 
     Raises:
-        WeightsError: names the method.
+        WrongWeightsError: names the method.
     """
     configs = [c for c in (folder.config, folder.config.get("text_config")) if isinstance(c, dict)]
     quantisation = next((c["quantization_config"] for c in configs if c.get("quantization_config")), None)
     if quantisation:
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else str(quantisation)
-        raise WeightsError(
+        raise WrongWeightsError(
             f"{folder.path}: the weights are quantised ({method}, config.json: quantization_config). Full training needs "
             "unquantised weights: use the original bf16 checkpoint, or dequantise this one with transformers first.",
             file=os.path.join(folder.path, "config.json"),
@@ -146,9 +146,10 @@ def _refuse_mismatched(plan: LoadPlan, folder: Folder) -> None:
             first = first or infos[0]
             lines.append(f"  {part.name}: {why} ({os.path.basename(infos[0].file)}: {listing(part.sources, 3)})")
     if first is not None:
-        raise WeightsError(
+        raise WrongWeightsError(
             f"{folder.path}: {len(lines)} tensors do not fit the model:\n{_lines(lines)}\n"
-            "The folder belongs to another model, or config.json was changed (vocab_size, hidden_size, ...).",
+            "The folder belongs to another model, or config.json was changed (vocab_size, hidden_size, ...): put the config.json that came "
+            "with these weights beside them, or name another folder.",
             file=first.file,
             tensor=first.name,
         )
@@ -183,7 +184,7 @@ def _refuse_unmatched(
     )
     name = (absent or extra)[0]
     info = folder.tensors.get(name)
-    raise WeightsError("\n".join(text), file=info.file if info else folder.path, tensor=name)
+    raise WrongWeightsError("\n".join(text), file=info.file if info else folder.path, tensor=name)
 
 
 def _matches(name: str, patterns: str | Iterable[str]) -> bool:

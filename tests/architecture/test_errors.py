@@ -14,7 +14,15 @@ CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__modu
 
 
 def test_exit_codes():
-    expected = {"UsageError": 2, "ConfigError": 2, "DataError": 2, "ModelError": 2, "DoesNotFitError": 3, "StoppedError": 75}
+    expected = {
+        "UsageError": 2,
+        "ConfigError": 2,
+        "DataError": 2,
+        "ModelError": 2,
+        "WrongWeightsError": 2,
+        "DoesNotFitError": 3,
+        "StoppedError": 75,
+    }
     assert {c.__name__: c.exit_code for c in CLASSES if c.exit_code != 1} == expected
 
 

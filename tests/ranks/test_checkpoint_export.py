@@ -39,7 +39,13 @@ def test_export_of_a_checkpoint_equals_the_engines_own(rank_pool, tmp_path, stag
     rank_pool(2).run(_llama, tmp_path, stage, optimizer)
     assert cli.main(["verify", str(tmp_path / "run")]) == 0
     assert "whole. Step 2, 2 ranks" in capsys.readouterr().out
-    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    words = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bfloat16"]
+    assert cli.main(words) == 0
+    assert f"{tmp_path / 'run' / 'checkpoint-2'} -> {tmp_path / 'out'}: " in capsys.readouterr().out
+    there = (tmp_path / "out" / "model.safetensors").stat().st_ino
+    assert cli.main(words) == 2 and (tmp_path / "out" / "model.safetensors").stat().st_ino == there
+    assert "model.safetensors: name another folder, or add --overwrite" in capsys.readouterr().err
+    assert cli.main([*words, "--overwrite"]) == 0 and (tmp_path / "out" / "model.safetensors").stat().st_ino != there
     want, got = load_file(tmp_path / "direct" / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert set(want) == set(got) and len(got) > 10
     assert [n for n in want if not torch.equal(want[n], got[n])] == []

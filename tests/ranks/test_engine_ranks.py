@@ -153,4 +153,4 @@ def test_B50_a_stage_3_hang_ends_with_a_report_of_where_each_rank_is(tmp_path):
         assert rank.poll() == 1
         assert "no rank has moved" in rank.said()
     said = "".join(rank.said() for rank in both.ranks)
-    assert "rank 0: waits at step 0: the forward pass, module b" in said and "the forward pass, module c" in said
+    assert "rank 0: waits before step 1: the forward pass, module b" in said and "the forward pass, module c" in said

@@ -33,9 +33,9 @@ def test_ranks_of_a_host_share_its_cores_under_every_launcher(env, here, monkeyp
 @pytest.mark.parametrize(
     ("ends", "advice"),
     [
-        (["ended without a word, last seen at step 5: engine.backward()"], "killed from outside (kill -9"),
+        (["ended without a word, last seen after step 5: engine.backward()"], "killed from outside (kill -9"),
         (
-            ["its program came to its end after step 3", "ended without a word, last seen at step 5: starting"],
+            ["its program came to its end after step 3", "ended without a word, last seen after step 5: starting"],
             "same number of batches",
         ),
         (["failed: DataError: line 3"], "its own message says why"),

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, Gemma2ForCausalLM
 
 from bigtrain.data.isolation import VARLEN, prepare_isolation, register_varlen, varlen_attention
 from bigtrain.data.isolation_choice import isolation_for
-from bigtrain.errors import DataError
+from bigtrain.errors import DataError, UsageError
 from bigtrain.kernels import documents
-from bigtrain.run import job
+from bigtrain.models.source import resolve
+from bigtrain.run import attention
 from bigtrain.run.arguments import TrainArguments
 from tests.unit.data.test_isolation import SHAPE
 
@@ -122,11 +123,56 @@ def test_narrower_values_on_the_path_of_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("packing", ["isolated", "concatenate", "none"])
 @pytest.mark.parametrize(
-    "kind, chosen", [("llama", VARLEN), ("gemma2", "sdpa"), ("gpt_oss", "sdpa"), ("doge", "sdpa"), ("deepseek_v32", "sdpa")]
+    "kind, chosen", [("llama", VARLEN), ("gemma2", "eager"), ("gpt_oss", "eager"), ("doge", "sdpa"), ("deepseek_v32", "sdpa")]
 )
 def test_auto_on_a_gpu_leaves_models_alone_that_sdpa_cannot_do(monkeypatch, kind, chosen, packing):
-    """The builder takes the model's own default where it has no sdpa."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    arguments = TrainArguments(model_name_or_path="x", output_dir="x", train_data=["x"], ds_config="x", packing=packing)
-    assert arguments.attn_implementation == "auto"
-    assert job.choose_attention(arguments, AutoConfig.for_model(kind)) == chosen
+    assert attention.choose(_arguments(packing=packing), AutoConfig.for_model(kind)) == chosen
+
+
+def _arguments(**more):
+    return TrainArguments(model_name_or_path="x", output_dir="x", train_data="x", ds_config="x", **more)
+
+
+def test_caps_are_kept_whatever_the_class_says_of_sdpa(monkeypatch):
+    """Up to transformers 5.17 Gemma 2 says that it has sdpa, which drops the cap: a GPU took kernels that refuse it, a CPU dropped it."""
+    monkeypatch.setattr(Gemma2ForCausalLM, "_supports_sdpa", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = AutoConfig.for_model("gemma2")
+    assert attention.choose(_arguments(), config) == "eager"
+    for asked in ("sdpa", VARLEN):
+        with pytest.raises(UsageError, match=r"a cap of its scores \(softcap\)"):
+            attention.choose(_arguments(attn_implementation=asked), config)
+    assert attention.choose(_arguments(attn_implementation="flex_attention"), config) == "flex_attention"
+    config.attn_logit_softcapping = None  # then sdpa leaves nothing out
+    assert attention.choose(_arguments(), config) == VARLEN
+
+
+@pytest.mark.parametrize("packing", ["isolated", "none"])
+def test_gemma2_as_built_by_default_is_plain_transformers_eager(monkeypatch, caplog, packing):
+    monkeypatch.setattr(Gemma2ForCausalLM, "_supports_sdpa", True)
+    config = AutoConfig.for_model(
+        "gemma2", **SHAPE, head_dim=8, attn_logit_softcapping=0.1, sliding_window=8, query_pre_attn_scalar=1
+    )
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    ours = resolve(config, attn_implementation=attention.choose(_arguments(packing=packing), config)).construct()
+    by_builder = resolve(config).construct()
+    ids, apart = torch.arange(3, 27)[None] % 61, torch.cat([torch.arange(14), torch.arange(10)])[None]
+    positions = apart if packing == "isolated" else torch.arange(24)[None]
+    with caplog.at_level("INFO"):
+        attention.tell(_arguments(), ours, 24)
+    assert "attention: eager, since Gemma2ForCausalLM gives it a cap of its scores (softcap)" in caplog.text
+    for model in (plain, ours, by_builder):
+        model.load_state_dict(plain.state_dict())
+        prepare_isolation(model, packing)
+    alone = torch.cat([plain(input_ids=ids[:, s], use_cache=False).logits for s in (slice(14), slice(14, 24))], 1)
+    packed = ours(input_ids=ids, position_ids=positions, use_cache=False).logits
+    assert ((packed - alone).abs().max() < 1e-6) == (packing == "isolated")
+    for _ in range(3):
+        losses = [m(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss for m in (plain, ours, by_builder)]
+        assert losses[0] == losses[1] == losses[2]
+        for model, loss in zip((plain, ours, by_builder), losses):
+            model.zero_grad()
+            loss.backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -129,6 +129,23 @@ def test_every_row_has_a_target(make_rows, packing, targets, told):
     assert told in rows.stats.describe(packing, 5) and rows.stats.pieces_left_out == int(told[0])
 
 
+@pytest.mark.parametrize(
+    ("packing", "seq_len", "told"),
+    [
+        ("isolated", 5, "2 of 4 documents have a prompt that fills a row of 5 tokens: the answer is learned without that part of it"),
+        ("none", 5, "2 of 4 documents have no token of an answer within their first 5 and train nothing: raise --seq_len"),
+        ("concatenate", 5, "windows of 5 tokens lie within prompts and train nothing: raise --seq_len"),
+        ("isolated", 12, ""), ("none", 12, ""), ("concatenate", 12, ""),
+    ],
+)  # fmt: skip
+def test_prompts_longer_than_a_row_are_warned_of(make_rows, caplog, packing, seq_len, told):
+    ids, cut = list(range(1, 12)), [-100] * 9 + [10, 11]
+    rows = make_rows([ids, ids, ids, [4, 5]], seq_len, packing, labels=[cut, cut, [-100, 2] + [-100] * 9, [-100, 5]])
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [told in line for line in said if "train nothing" in line or "learned without" in line] == ([True] if told else [])
+    assert rows.stats.answers_cut_off == (2 if told and packing != "concatenate" else 0)
+
+
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=23), min_size=1, max_size=8), st.integers(2, 9), st.booleans())
 @settings(max_examples=30, deadline=None)
 def test_leaving_out_what_has_no_target_loses_none(learned, seq_len, isolated):

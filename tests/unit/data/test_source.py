@@ -6,6 +6,7 @@ import errno
 import gzip
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -241,9 +242,16 @@ def test_kind_by_columns():
         ("prompt", "chosen", "rejected"): "Pairs of answers are for DPO",
         ("id", "conversations"): "Rename 'conversations' to 'messages', and in it 'from' to 'role'",
         ("instruction", "input", "output"): "Write 'instruction' and 'input' as one 'prompt'",
-        ("body",): "Rename the column",
+        ("body",): "such as 'body', to 'text'",
+        ("id", "Content"): "such as 'Content', to 'text'",
+        (
+            "prompt",
+            "response",
+        ): "Rename 'response' to 'completion'; with datasets: dataset.rename_columns({'response': 'completion'})",
+        ("question", "answer"): "Rename 'question' to 'prompt' and 'answer' to 'completion'",
+        ("output",): "Rename 'output' to 'completion', beside a column 'prompt'",
     }.items():
-        with pytest.raises(DataError, match=told):
+        with pytest.raises(DataError, match=re.escape(told)):
             sample_kind(columns)
     with pytest.raises(DataError, match="'messages' and 'text': text trains on every token"):
         sample_kind(["id", "text", "messages"])

@@ -41,6 +41,17 @@ def test_B71_the_first_steps_are_not_timed_and_that_is_said():
     assert summary["train_time_s"] == pytest.approx(2 + 1 + 18 * 0.05)  # the total keeps every second
 
 
+def test_a_resumed_run_tells_its_own_counts_from_those_of_all_starts():
+    rows = [row(s) for s in range(1, 11)]
+    summary = summarise(rows, {"saving": 3.0}, resumed_after=6)
+    assert (summary["steps"], summary["tokens"], summary["train_time_s"]) == (10, 1000, pytest.approx(0.5))
+    assert (summary["resumed_after_step"], summary["since_resume_steps"], summary["since_resume_tokens"]) == (6, 4, 400)
+    assert summary["since_resume_train_time_s"] == pytest.approx(0.2) and summary["since_resume_saving_time_s"] == 3.0
+    assert "saving_time_s" not in summary  # nobody knows what the other starts took
+    alone = summarise(rows, {"saving": 3.0})
+    assert alone["saving_time_s"] == 3.0 and not [name for name in alone if "resume" in name]
+
+
 def test_B71_short_runs_leave_out_a_third():
     assert [len(steady(range(n))) for n in (1, 2, 3, 6, 9, 10)] == [1, 2, 2, 4, 6, 7]
 

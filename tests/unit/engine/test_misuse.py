@@ -1,8 +1,11 @@
 """Names that an engine does not have say what there is; those that it has fail with their own errors."""
 
 import pytest
+import torch
 
+from bigtrain.engine import Engine
 from bigtrain.engine.misuse import NotCopied
+from bigtrain.errors import UsageError
 
 
 class Mine(NotCopied):
@@ -21,3 +24,12 @@ def test_a_property_that_fails_tells_its_own_error():
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'numel'"):
         _ = Mine().faulty
     assert not hasattr(Mine(), "optimizer") and getattr(Mine(), "no_such", 5) == 5
+
+
+@pytest.mark.parametrize(
+    "name, instead",
+    [("lr", "write learning_rate=..."), ("weight_decy", "write weight_decay=..."), ("xyz", "it takes ds_config, ")],
+)
+def test_an_argument_by_another_name_is_told_its_own(name, instead):
+    with pytest.raises(UsageError, match=rf"Engine\({name}=...\) is unknown: {instead}"):
+        Engine(torch.nn.Linear(2, 2), ds_config={}, **{name: 1e-3})

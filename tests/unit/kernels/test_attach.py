@@ -1,6 +1,7 @@
 """What people do to a model before and after the chunked loss is put into it."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from transformers import (
 
 from bigtrain.errors import DataError, ModelError
 from bigtrain.kernels import cross_entropy
-from bigtrain.kernels.attach import _why_not_by_source, use_chunked_loss, why_not_chunked
+from bigtrain.kernels.attach import _why_not_by_source, use_chunked_loss, use_liger, why_not_chunked
 from bigtrain.kernels.logits import strange_use
 
 SMALL = {
@@ -165,3 +166,37 @@ def test_a_label_that_is_no_word_is_named(label):
     labels[1, 3] = label
     with pytest.raises(DataError, match=f"label {label} is neither one of the 97 words"):
         model(input_ids=IDS, labels=labels)
+
+
+_LIGER = """
+import os
+AT_IMPORT = os.environ.get("TRITON_CACHE_AUTOTUNING")
+
+def apply(model):
+    for module in model.modules():
+        if type(module).__name__ == "MixtralExperts":
+            module.__dict__["_get_name"] = lambda: "LigerExperts"
+
+MODEL_TYPE_TO_APPLY_LIGER_FN = {"mixtral": apply, "llama": apply}
+"""
+
+
+@pytest.mark.parametrize("said", [None, "0"])
+def test_what_triton_finds_for_experts_is_kept_and_the_wait_is_told(monkeypatch, tmp_path, caplog, said):
+    """liger-kernel's experts: 82 and 191 s of trying kernels in the first step of each process, without a word. A stand-in, as there is no GPU."""
+    (tmp_path / "liger_kernel/transformers").mkdir(parents=True)
+    (tmp_path / "liger_kernel/transformers/monkey_patch.py").write_text(_LIGER)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch"):
+        monkeypatch.setitem(sys.modules, name, None)  # taken back afterwards
+        del sys.modules[name]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("TRITON_CACHE_AUTOTUNING", said or "")
+    if said is None:
+        monkeypatch.delenv("TRITON_CACHE_AUTOTUNING")
+    use_liger(_llama())
+    assert "first step" not in caplog.text
+    use_liger(MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2)))
+    at_import = sys.modules["liger_kernel.transformers.monkey_patch"].AT_IMPORT
+    assert at_import == (said or "1") and f"TRITON_CACHE_AUTOTUNING={said or 1}" in caplog.text
+    assert "the first step may take minutes" in caplog.text

@@ -85,7 +85,15 @@ def test_only_a_dense_mask_is_counted_as_one():
     ],
 )
 def test_which_attention_a_run_takes(asked, packing, device, how):
-    assert attention_of(asked, packing, device) == how
+    assert attention_of(asked, packing, device, "llama") == how
+    capped = how if asked == "flash_attention_2" else "eager"
+    assert attention_of(asked, packing, device, "gemma2") == capped  # it has no sdpa
+
+
+def test_gemma2_keeps_its_scores_but_in_a_compiled_kernel():
+    config, t = shapes.config_dict("gemma-2-2b"), 8192
+    kept = {how: block_bytes(geometry(config, how), t, "liger", 0, t).attention for how in ("eager", "flex")}
+    assert kept["eager"] > 8 * 8 * t * t > kept["flex"]  # heads, bytes of each score
 
 
 def test_packed_attention_keeps_no_product_of_queries_keys_and_values():

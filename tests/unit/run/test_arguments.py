@@ -292,6 +292,8 @@ def test_data_that_is_not_there_says_what_to_write_instead(base, tmp_path):
         )
     said = refusal([*base, "--eval_data", *two])  # a pattern that the shell has written out
     assert two[1] in said and "write a pattern in quotes ('data/*.jsonl')" in said
+    said = refusal([*base, "--eval_data", *two, *(f"part-{n}" for n in range(9))])
+    assert "part-0 part-1 and 7 more: a flag takes one value" in said
     assert "text by every token" in refusal([*base, "--assistant_only_loss", "True"])
 
 

@@ -17,7 +17,9 @@ ARGS = TrainArguments(model_name_or_path="m", train_data="d", output_dir="o", ds
 def test_rows_longer_than_the_model_are_refused_before_the_data_is_read():
     config = LlamaConfig(max_position_embeddings=64)
     assert choose_seq_len(ARGS, config) == choose_seq_len(replace(ARGS, seq_len=64), config) == 64
-    with pytest.raises(UsageError, match="seq_len 65 is above the max_position_embeddings 64 of m"):
+    with pytest.raises(
+        UsageError, match="seq_len 65 is above the max_position_embeddings 64 of m: write --seq_len 64, or less"
+    ):
         choose_seq_len(replace(ARGS, seq_len=65), config)
 
 

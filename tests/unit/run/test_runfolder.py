@@ -212,3 +212,16 @@ def test_a_second_place_that_cannot_be_made_is_refused_before_anything_is_traine
     with pytest.raises(UsageError, match=r"copy_checkpoints_to .*copies cannot be made: Not a directory\. Name another"):
         folder.open(resume=None)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["model", "checkpoint-500"])
+def test_a_model_is_none_to_resume_from(tmp_path, name):
+    """The second: as the Hugging Face Trainer calls what it saves."""
+    model = tmp_path / name
+    model.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (model / file).write_text("{}")
+    with pytest.raises(
+        UsageError, match=f"is a model folder, .*write --model_name_or_path {model} and leave --resume_from_checkpoint out"
+    ):
+        RunFolder(tmp_path / "out").start_point(str(model))

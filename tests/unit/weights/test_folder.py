@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bigtrain.errors import WeightsError
+from bigtrain.errors import WeightsError, WrongWeightsError
 from bigtrain.weights import load_into
 from tests.unit.weights.damage import INDEX, SHARDS, Net, pristine, values, write
 
@@ -121,6 +121,7 @@ def test_bin_files_that_hold_no_plain_values_are_refused_before_a_read(tmp_path)
 def test_one_pattern_as_text_is_not_a_sequence_of_letters(tmp_path):
     """The "*" in "head.*" alone would let everything be missing."""
     save_file({name: value for name, value in values().items() if "a." not in name}, tmp_path / "model.safetensors")
-    with pytest.raises(WeightsError, match=r"missing, 2 tensors"):
+    with pytest.raises(WrongWeightsError, match=r"missing, 2 tensors") as refused_:
         loaded(tmp_path, allow_missing="head.*")
+    assert refused_.value.exit_code == 2 and WeightsError.exit_code == 1  # the folder is whole, and the wrong one
     assert len(loaded(tmp_path, allow_missing="a.*")) == 6
