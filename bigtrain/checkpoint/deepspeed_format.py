@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from bigtrain.engine import Engine
 
 log = logging.getLogger(__name__)
-COMPLETE, RUN, LATEST = "COMPLETE", "bigtrain.json", "latest"
+COMPLETE, RUN, LATEST = "COMPLETE", deepspeed_import.RUN, "latest"
 MEET_S = 120.0
 
 

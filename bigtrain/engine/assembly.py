@@ -115,7 +115,7 @@ def assemble(
         names,
         params,
         frozen_map,
-        buffers.RunningStats(buffers.with_running_statistics(model)),
+        buffers.RunningStats(model),
         flags,
         Reduction(ds, params, flags),
         ForeignWrites(

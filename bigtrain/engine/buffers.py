@@ -61,11 +61,6 @@ def take_from_rank_0(model: torch.nn.Module, device: torch.device) -> None:
             piece.copy_(value)
 
 
-def with_running_statistics(model: torch.nn.Module) -> list[_NormBase]:
-    """Modules of BatchNorm and InstanceNorm that keep running statistics, in the model's order."""
-    return [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-
-
 def parametrize_in_fp32(model: torch.nn.Module) -> None:
     """Make parametrizations with vectors or bases of their own (spectral_norm, orthogonal) take bf16 weights: they compute in fp32.
 
@@ -89,11 +84,12 @@ class RunningStats:
     """Running statistics over a step, of BatchNorm and InstanceNorm: equal on all ranks after it, and as before it where it was skipped.
 
     Args:
-        modules: those with running statistics.
+        model: the same on all ranks.
     """
 
-    def __init__(self, modules: list[_NormBase]):
-        found = [s for m in modules for s in (m.running_mean, m.running_var, m.num_batches_tracked) if s is not None]
+    def __init__(self, model: torch.nn.Module):
+        norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        found = [s for m in norms for s in (m.running_mean, m.running_var, m.num_batches_tracked) if s is not None]
         self._stats: list[torch.Tensor] = found
         self._kept: list[torch.Tensor] = []
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,16 +23,16 @@ def compute_in_fp32(model: torch.nn.Module) -> None:
     """
     for layer in model.modules():
         if isinstance(layer, _BatchNorm) or (isinstance(layer, _InstanceNorm) and layer.track_running_stats):
-            if "forward" not in layer.__dict__:
-                layer.forward = types.MethodType(_forward_in_fp32, layer)  # type: ignore[method-assign]
+            if getattr(layer.forward, "func", None) is not _forward_in_fp32:
+                layer.forward = functools.partial(_forward_in_fp32, layer, layer.forward)  # type: ignore[method-assign]
             for stats in (layer.running_mean, layer.running_var):
                 if stats is not None:
                     stats.data = stats.data.float()
 
 
-def _forward_in_fp32(self: torch.nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    with _raised(self):
-        return type(self).forward(self, x.float(), *args, **kwargs).to(x.dtype)
+def _forward_in_fp32(layer: torch.nn.Module, own: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    with _raised(layer):
+        return own(x.float(), *args, **kwargs).to(x.dtype)
 
 
 @contextmanager

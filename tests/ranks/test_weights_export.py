@@ -90,24 +90,31 @@ def test_families_equal_save_pretrained(rank_pool, saved, tmp_path, world, cases
         assert not bad, "\n".join(f"{family}: {why}" for family, why in bad.items())
 
 
+def _started(model, stage, lr):
+    """DeepSpeed's engine around the model, partitioned at stage 3."""
+    from bigtrain import zero
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 50},
+    }  # fmt: skip
+    if stage == 3:
+        partition(model, config)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return zero.initialize(model, config, optimizer=torch.optim.AdamW(trained, lr=lr))
+
+
 def train_export_reload(todo, root, stage):
     """Real steps under ZeRO, export, plain from_pretrained: equal logits (fp32 export of fp32 weights, or bf16 of bf16)."""
     import torch.distributed as dist
 
-    from bigtrain import zero
     from bigtrain.weights import export_model
 
     bad = {}
     for family in todo:
         model = families.make(family)
         model.config._experts_implementation = "eager"
-        config = {
-            "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 50},
-        }  # fmt: skip
-        if stage == 3:
-            partition(model, config)
-        engine = zero.initialize(model, config, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+        engine = _started(model, stage, lr=1e-2)
         batch = families.inputs(family, model)
         labels = (
             torch.zeros(2, dtype=torch.long) if family in ("vit", "resnet") else batch.get("decoder_input_ids")
@@ -277,21 +284,13 @@ def lora(root, stage):
     import torch.distributed as dist
     from peft import LoraConfig, get_peft_model
 
-    from bigtrain import zero
     from bigtrain.errors import UsageError
     from bigtrain.weights import export_model
     from bigtrain.weights.adapters import export_adapter
 
     base = families.make("llama")
     model = get_peft_model(base, LoraConfig(r=3, target_modules=["q_proj", "down_proj"], lora_dropout=0.0)).to(torch.bfloat16)
-    config = {
-        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 50},
-    }  # fmt: skip
-    if stage == 3:
-        partition(model, config)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    engine = zero.initialize(model, config, optimizer=torch.optim.AdamW(trained, lr=1e-1))
+    engine = _started(model, stage, lr=1e-1)
     batch = families.inputs("llama", base)
     loss = engine(**batch, labels=batch["input_ids"]).loss
     engine.backward(loss)
