@@ -128,6 +128,7 @@ def _slots(folder: WeightSource, model: torch.nn.Module) -> tuple[list[Slot], di
         if source is None:
             absent.append(names[0])
             continue
+        _refuse_lost_tie(folder, names, list(dict.fromkeys(held[name] for name in names if name in held)))
         held |= {name: source for name in names}
         shape, wanted = folder.shapes[source], tuple(state[names[0]].shape)
         if shape != wanted:
@@ -150,6 +151,21 @@ def _slots(folder: WeightSource, model: torch.nn.Module) -> tuple[list[Slot], di
             file=folder.path,
         )
     return slots, held
+
+
+def _refuse_lost_tie(folder: WeightSource, names: list[str], sources: list[str]) -> None:
+    """Of names that are one tensor in the model one is written: those of the checkpoint must hold the same."""
+    for other in sources[1:]:
+        same = folder.shapes[other] == folder.shapes[sources[0]] and torch.equal(
+            _whole(folder, sources[0]), _whole(folder, other)
+        )
+        if not same:
+            raise WeightsError(
+                f"{folder.path}: {' and '.join(names)} are tied in the model but differ in the checkpoint, of a model that was "
+                "not tied. Set tie_word_embeddings=false in a copy of its config.json to keep both.",
+                folder.path,
+                other,
+            )
 
 
 def _write(layout: Layout, temporary: str, folder: WeightSource, held: dict[str, str]) -> int:
