@@ -77,6 +77,10 @@ def _describe(verbs: Any) -> None:
                 _describe(action)
 
 
+# What a path or its disk refuses: a sentence with its name, no traceback.
+_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO, errno.ESTALE)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code; errors of bigtrain's own print without a traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -92,9 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno == errno.ENOSPC:
+            print(f"{error.filename or 'the output'} cannot be written: no space is left there", file=sys.stderr)
+        elif error.filename is not None and error.errno in _OF_A_PATH:
+            print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        else:
             raise
-        print(f"{error.filename or 'the output'} cannot be written: no space is left there", file=sys.stderr)
         return BigtrainError.exit_code
 
 

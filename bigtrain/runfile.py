@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,9 @@ def _yaml(text: str) -> Any:
                 once([(self.construct_object(key, deep=True), None) for key, _ in node.value])
             return super().construct_mapping(node, deep)
 
+    # YAML 1.1 takes 1e-3 for text, since it has no point
+    number = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     values = yaml.load(text, Loader)
     try:
         json.dumps(values, default=str, skipkeys=True)

@@ -71,14 +71,17 @@ class Sweep:
         """All cells; yields each row as it is written. Cells that have a row already are passed over.
 
         Raises:
-            UsageError: programs of the cells are missing, or another sweep is at work in the folder.
+            UsageError: programs of the cells are missing, the folder cannot be made, or another sweep is at work in it.
         """
         missing = {name for cell in cells if not (CLONE / (name := PROGRAMS[cell.runner])).is_file()}
         if missing:
             raise UsageError(f"sweeps run from a clone of the project; not found in {CLONE}: {', '.join(sorted(missing))}")
         if not cells:  # the report of a sweep that may still be at work
             return
-        self.out.mkdir(parents=True, exist_ok=True)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{self.out} cannot be made: {error.strerror}. Give another --output_dir") from error
         begin = time.monotonic()
         with alone_in(self.out):
             for cell, label in zip(cells, labels(cells)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from bigtrain import ranks
-from bigtrain.errors import WeightsError
+from bigtrain.errors import UsageError, WeightsError
 from bigtrain.weights import partial
 from bigtrain.weights.deepspeed_folder import open_deepspeed
 from bigtrain.weights.dtypes import as_dtype
@@ -50,6 +51,7 @@ def export_deepspeed(
 
     Raises:
         WeightsError: files are missing or damaged, or do not match the model of `model_dir`; before anything is written.
+        UsageError: `out_dir` holds other things, or is `model_dir`.
     """
     with ranks.together(f"reading the checkpoint {checkpoint}"):
         as_dtype(dtype)
@@ -69,6 +71,8 @@ def export_weights(
     begin = time.monotonic()
     with ranks.together(f"planning the export of {folder.path}"):
         wanted = as_dtype(dtype)
+        if model_dir and os.path.isdir(out_dir) and os.path.samefile(model_dir, out_dir):
+            raise UsageError(f"{out_dir} is the model folder itself, whose weights would be replaced. Give another folder.")
         model, tokenizer = _model_of(model_dir)
         slots, held = _slots(folder, model)
         layout = plan_layout(model, slots, wanted, max_shard_bytes)
@@ -125,6 +129,7 @@ def _slots(folder: WeightSource, model: torch.nn.Module) -> tuple[list[Slot], di
         if source is None:
             absent.append(names[0])
             continue
+        _refuse_lost_tie(folder, names, list(dict.fromkeys(held[name] for name in names if name in held)))
         held |= {name: source for name in names}
         shape, wanted = folder.shapes[source], tuple(state[names[0]].shape)
         if shape != wanted:
@@ -147,6 +152,21 @@ def _slots(folder: WeightSource, model: torch.nn.Module) -> tuple[list[Slot], di
             file=folder.path,
         )
     return slots, held
+
+
+def _refuse_lost_tie(folder: WeightSource, names: list[str], sources: list[str]) -> None:
+    """Of names that are one tensor in the model one is written: those of the checkpoint must hold the same."""
+    for other in sources[1:]:
+        same = folder.shapes[other] == folder.shapes[sources[0]] and torch.equal(
+            _whole(folder, sources[0]), _whole(folder, other)
+        )
+        if not same:
+            raise WeightsError(
+                f"{folder.path}: {' and '.join(names)} are tied in the model but differ in the checkpoint, of a model that was "
+                "not tied. Set tie_word_embeddings=false in a copy of its config.json to keep both.",
+                folder.path,
+                other,
+            )
 
 
 def _write(layout: Layout, temporary: str, folder: WeightSource, held: dict[str, str]) -> int:

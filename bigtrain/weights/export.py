@@ -314,4 +314,5 @@ def _publish(layout: Layout, temporary: str, out_dir: str) -> None:
             file.write(json.dumps(layout.index(), indent=2, sort_keys=True) + "\n")
             file.flush()
             os.fsync(file.fileno())
+    _refuse_foreign(out_dir)  # what came there while the export was written
     partial.publish(temporary, out_dir)

@@ -32,6 +32,10 @@ def begin(out_dir: str) -> str:
     Raises:
         UsageError: there can be no folder of that name.
     """
+    if not out_dir:  # nothing exists under it, yet it resolves to the working directory, which would be replaced
+        raise UsageError("the name of the folder to make is empty (a variable that is not set?). Give a folder.")
+    if os.path.ismount(out_dir):
+        raise UsageError(f"{out_dir} is a mount point, which no finished folder can take the place of. Give a folder in it.")
     parent, stem = _beside(out_dir)
     try:
         with contextlib.suppress(FileNotFoundError):

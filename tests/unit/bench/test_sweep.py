@@ -8,7 +8,7 @@ import pytest
 
 from bigtrain import shapes
 from bigtrain.bench import cli, report, sweep
-from bigtrain.bench.grid import expand
+from bigtrain.bench.grid import expand, read_grid
 from bigtrain.bench.prediction import Machine
 from bigtrain.errors import UsageError
 
@@ -122,3 +122,25 @@ def test_data_named_from_here_is_found_by_ranks_that_run_elsewhere(tmp_path, mon
     command = sweep.Sweep(out=tmp_path / "here/out", machine=MACHINE, code="c")._command(cell, tmp_path / "here/out/cell")
     there = data if "nothing" in data else str(tmp_path / "here" / data)
     assert command[command.index("--train_data") + 1] == there
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path, capsys):
+    from bigtrain import cli as verbs
+
+    (tmp_path / "file").touch()
+    (tmp_path / "grid.yaml").write_text("{model: preset:llama-tiny, ds_config: zero2}")
+    for out in ("file", "file/x"):
+        assert verbs.main(["bench", str(tmp_path / "grid.yaml"), "--output_dir", str(tmp_path / out)]) == 2
+        assert f"{tmp_path / out} cannot be made" in capsys.readouterr().err
+
+
+def test_a_number_without_a_point_is_a_number(tmp_path, capsys):
+    from bigtrain import cli as verbs
+
+    grid = tmp_path / "grid.yaml"
+    grid.write_text("{model: preset:llama-tiny, ds_config: zero2, learning_rate: [1e-3, 2E+1, 3.e-4], run_name: 12e}")
+    assert [(c.arguments["learning_rate"], c.arguments["run_name"]) for c in read_grid(grid)] == [
+        (x, "12e") for x in (1e-3, 20.0, 3e-4)
+    ]
+    assert verbs.main(["bench", str(grid), "--output_dir", str(tmp_path), "--dry_run"]) == 0
+    assert "no plan" not in capsys.readouterr().out  # TypeError: '>=' between str and int

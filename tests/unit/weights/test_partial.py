@@ -5,9 +5,10 @@ import signal
 import socket
 
 import pytest
+import torch
 
-from bigtrain.errors import UsageError
-from bigtrain.weights import partial
+from bigtrain.errors import UsageError, WeightsError
+from bigtrain.weights import adapters, export_model, partial
 
 
 def _other(out, then=None):
@@ -80,3 +81,42 @@ def test_a_linked_folder_is_written_where_the_link_points_to(tmp_path):
         partial.publish(temporary, str(tmp_path / "model"))
         assert (tmp_path / "disk" / "model" / "config.json").read_text() == text and (tmp_path / "model").is_symlink()
     assert [p.name for p in (tmp_path / "disk").iterdir()] == ["model"]
+
+
+def test_an_empty_name_does_not_mean_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "letter.txt").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="is empty"):
+        partial.begin("")  # it was replaced, with all that it held
+    assert (tmp_path / "letter.txt").read_text() == "mine"
+
+
+def test_a_mount_point_is_refused_before_anything_is_written():
+    with pytest.raises(UsageError, match="mount point"):
+        partial.begin("/dev/shm")
+
+
+@pytest.mark.parametrize("more", ["checkpoint-2/", "optimizer.pt", "notes.txt"])
+def test_an_adapter_replaces_adapters_only(tmp_path, more):
+    for name in ("adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer_config.json"):
+        (tmp_path / name).touch()
+    adapters._refuse_foreign(str(tmp_path))
+    (tmp_path / more).mkdir() if more.endswith("/") else (tmp_path / more).touch()
+    with pytest.raises(WeightsError, match=f"holds {more.rstrip('/')}, other things"):
+        adapters._refuse_foreign(str(tmp_path))
+
+
+def test_what_came_while_an_export_was_written_stays(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    out, begin = tmp_path / "model", partial.begin
+
+    def late(path):
+        temporary = begin(path)
+        out.mkdir()
+        (out / "letter.txt").write_text("mine")
+        return temporary
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UsageError, match=r"letter\.txt"):
+        patch.setattr(partial, "begin", late)
+        export_model(model, out, dtype="float32")
+    assert [p.name for p in tmp_path.iterdir()] == ["model"] and (out / "letter.txt").read_text() == "mine"
