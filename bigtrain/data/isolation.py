@@ -281,10 +281,12 @@ def varlen_attention(
         window, causal, attention_mask = sign.window, True, None
     separate = documents is not None and key.shape[2] == length and causal
     packed.asked_by["attention"] += separate or attention_mask is not None
-    if attention_mask is not None or documents is None or not separate:
+    knows_documents = query.is_cuda and query.dtype in DTYPES and value.shape[-1] <= head_dim <= 256 and not dropout
+    whole_rows = documents is not None and documents.one_a_row and not window
+    if attention_mask is not None or documents is None or not separate or (whole_rows and not knows_documents):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     scale = scaling if scaling is not None else head_dim**-0.5
-    if query.is_cuda and query.dtype in DTYPES and value.shape[-1] <= head_dim <= 256 and not dropout:
+    if knows_documents:
         return _attend(query, key, value, documents, scale, attention_path, window), None
     q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[-1]) for x in (query, key, value))
     out = _per_document(q, k, v, documents.bounds, scale, dropout if module.training else 0.0, window)

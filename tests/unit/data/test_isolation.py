@@ -19,6 +19,7 @@ from bigtrain.data.isolation import (
     VARLEN,
     prepare_isolation,
     register_varlen,
+    varlen_attention,
 )
 from bigtrain.data.isolation_choice import isolation_for
 from bigtrain.data.loader import stack
@@ -382,3 +383,24 @@ def test_varlen_on_a_gpu_equals_sdpa_with_a_dense_mask(heads):
     for mine, expected in zip(results[1], results[0]):
         # Two bf16 kernels differ by their rounding, 2**-8 a value; a leak between documents is 0.1 and more.
         assert (mine - expected).norm() / expected.norm() < 2e-2
+
+
+def test_attention_with_dropout_of_whole_rows_is_one_call_whose_result_is_not_copied(monkeypatch):
+    """GPT-2 passes positions on though nothing is packed: each row was a call of its own, after a wait for its bounds, and the results were joined."""
+    asked, inner = [], torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query, *args, **kwargs):
+        asked.append((tuple(query.shape[:3]), kwargs["dropout_p"], kwargs["is_causal"]))
+        return inner(query, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    register_varlen()
+    query, key, value = (torch.randn(2, 12, 3, 8).transpose(1, 2) for _ in range(3))
+    whole, packed = torch.arange(12)[None], torch.arange(12)[None] % 6
+    module = torch.nn.Module()
+    for positions, seen in ((whole, [((2, 3, 12), 0.5, True)]), (packed, [((1, 3, 6), 0.5, True)] * 4)):
+        asked.clear()
+        varlen_attention(module, query, key, value, None, dropout=0.5, position_ids=positions)
+        assert asked == seen
+    expected = inner(query, key, value, is_causal=True).transpose(1, 2)
+    assert torch.equal(varlen_attention(module, query, key, value, None, position_ids=whole)[0], expected)
