@@ -7,7 +7,7 @@
     |   `-- ModelError                        the model cannot be built, frozen, wrapped or sharded as asked
     |-- DoesNotFitError              exit 3   the plan says that GPU or host memory does not suffice
     |-- WeightsError                 exit 1   a weight file is damaged or incomplete
-    |   `-- WrongWeightsError        exit 2   whole, but of another model, or quantised
+    |   `-- WrongWeightsError        exit 2   of another model, quantised, or without some of its tensors
     |-- CheckpointError              exit 1   a training checkpoint is damaged, incomplete or does not match the run
     |-- RanksDisagreeError           exit 1   ranks hold different values where they must be equal, or one rank failed
     |-- BypassError                  exit 1   a loss was computed around the engine, so its gradients would be wrong

@@ -15,7 +15,7 @@ from bigtrain.config.resolve import Decision, Resolved, resolve, table
 from bigtrain.config.rules_run import left_open
 from bigtrain.config.run import RunValues
 from bigtrain.config.shape import ModelShape
-from bigtrain.config.undone import refuse_undone
+from bigtrain.config.undone import refuse_undone, undone
 
 __all__ = [
     "PRESETS",
@@ -36,4 +36,5 @@ __all__ = [
     "report",
     "resolve",
     "table",
+    "undone",
 ]

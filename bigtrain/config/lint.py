@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from bigtrain.config import rules, rules_run, rules_training, rules_zero
@@ -57,12 +57,13 @@ def _without_echoes(problems: list[Problem]) -> list[Problem]:
     return [p for p in problems if p.severity == "error" or p.path not in wrong]
 
 
-def check(config: Mapping[str, Any], *, name: str = "ds_config", **known: Any) -> list[Problem]:
+def check(config: Mapping[str, Any], *, name: str = "ds_config", also: Iterable[Problem] = (), **known: Any) -> list[Problem]:
     """`lint`, raising ConfigError with the whole report when there is any error.
 
     Args:
         config: the file's content.
         name: what to call the file in the report.
+        also: what else was found, for the same report.
         known: the keyword arguments of `lint`.
 
     Returns:
@@ -71,6 +72,6 @@ def check(config: Mapping[str, Any], *, name: str = "ds_config", **known: Any) -
     Raises:
         ConfigError: at least one error; `problems` carries all of them.
     """
-    problems = lint(config, **known)
+    problems = ordered([*lint(config, **known), *also])
     raise_if_errors(problems, name)
     return problems

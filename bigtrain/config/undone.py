@@ -43,8 +43,8 @@ def undone(config: Mapping[str, Any], *, optimizer: bool = True, scheduler: bool
     if not optimizer:
         return
     yield from _other(config, "optimizer", _OPTIMIZER)
-    section = config.get("optimizer") or {}
-    params = section.get("params") or {}
+    section = _section(config, "optimizer")
+    params = _section(section, "params")
     if str(section.get("type")).lower() == "adam" and params.get("adam_w_mode") is False:
         yield Problem("optimizer.params.adam_w_mode", False, "error", "Adam with weight decay inside of the gradient is not among "
                       "bigtrain's optimizers", "remove it: AdamW, with decay apart from the gradient, is trained then")  # fmt: skip
@@ -66,9 +66,15 @@ def refuse_undone(config: Mapping[str, Any], name: str = "ds_config", **counts: 
 
 
 def _other(config: Mapping[str, Any], name: str, known: Mapping[str, tuple[Any, str, str]]) -> Iterator[Problem]:
-    params = (config.get(name) or {}).get("params") or {}
+    params = _section(_section(config, name), "params")
     for key, (does, why, fix) in known.items():
         asked = params.get(key, does)
-        if asked in ("auto", does) or (key == "cos_min_ratio" and asked < does):
-            continue
+        if asked in ("auto", does) or (key == "cos_min_ratio" and not (isinstance(asked, int | float) and asked > does)):
+            continue  # what is no number the lint tells
         yield Problem(f"{name}.params.{key}", asked, "error", why, fix % asked if "%" in fix else fix)
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Empty where there is none, or something else, which `lint` tells."""
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}

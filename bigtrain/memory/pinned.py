@@ -51,8 +51,8 @@ class HostMemory:
         error = int(torch.cuda.cudart().cudaHostRegister(self._address, self._size, 0))
         if error:
             log.warning(
-                "cannot page-lock %.1f GiB of host memory (CUDA error %d): copies of optimizer state will be slow. Raise the limit "
-                "(`ulimit -l unlimited`), or write pin_memory false to say that this is wanted.",
+                "cannot page-lock %.1f GiB of host memory (CUDA error %d): copies of optimizer state will be slow. Look at what is free "
+                "(a container's limit, other programs' pinned memory), on WSL at its own limit; or write pin_memory false to say that this is wanted.",
                 self._size / 2**30,
                 error,
             )

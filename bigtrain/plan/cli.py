@@ -23,7 +23,7 @@ from bigtrain.plan.impossible import refuse_wrong_types
 from bigtrain.plan.inputs import Checkpointing, PlanInput, plan_input
 from bigtrain.plan.leaf_choice import LeafBlocks, LeafChoice, as_said, choose_leafs, leafed
 from bigtrain.plan.longest import longest
-from bigtrain.plan.machine import expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
+from bigtrain.plan.machine import LOCK_LEAST_BYTES, expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
 from bigtrain.plan.roofline import Rates, rates_from, speed_numbers, step_time, stored_rates
 from bigtrain.plan.settled import buffers_are_open, settled
@@ -357,7 +357,7 @@ def _command(args: argparse.Namespace, best: PlanInput) -> str:
         "gradient_accumulation_steps": best.accumulation,
         "gradient_checkpointing": None if args.recompute is None else str(args.recompute).lower(),
         "checkpointing_policy": args.policy if args.policy != defaults.CHECKPOINTING_POLICY else None,
-        "checkpoint_blocks": args.blocks,
+        "checkpoint_blocks": best.checkpoint_blocks if best.checkpoint_blocks and best.checkpointing != "none" else args.blocks,
         "mlp_tile_tokens": args.mlp_tile_tokens or None,
         "offload_gradients": args.offload_gradients if args.offload_gradients != AUTO else None,
         "leaf_blocks": args.leaf_blocks if args.leaf_blocks != AUTO else None,
@@ -419,12 +419,12 @@ def _warn(base: PlanInput, config: dict[str, Any]) -> None:
 
 
 def _warn_about_locks(plan: Plan) -> None:
-    """Pinned memory that this machine may not lock is an error at start-up that looks like a full GPU."""
+    """CUDA's own pinning does not count against the limit, but one of 64 KiB was seen to stop it, looking like a full GPU (DeepSpeed#2977)."""
     found, pinned = host_memory(), plan.host_pinned_bytes
-    if found is not None and found.lockable_bytes is not None and pinned > found.lockable_bytes:
+    if found is not None and found.lockable_bytes is not None and found.lockable_bytes < min(LOCK_LEAST_BYTES, pinned):
         print(
-            f"warning: a rank pins {show_bytes(pinned)}, the lock limit here (ulimit -l) is "
-            f"{show_bytes(found.lockable_bytes)}: raise it, or set pin_memory to false in the offload blocks"
+            f"warning: a rank pins {show_bytes(pinned)}, the lock limit here (ulimit -l) is {show_bytes(found.lockable_bytes)}, with which some "
+            "drivers pin nothing and say 'CUDA out of memory': raise it, or set pin_memory to false in the offload blocks"
         )
 
 

@@ -50,6 +50,11 @@ def show_bytes(size: float) -> str:
     return f"{size / 2**20:.1f} MiB" if abs(size) < 0.1 * 2**30 else f"{size / 2**30:.2f} GiB"
 
 
+# Lockable memory: Linux's old default of 64 KiB stops RDMA and some drivers' pinned memory; 8 MiB is the present default, and enough for
+# CUDA, whose pinning does not count against it.
+LOCK_LEAST_BYTES = 2**20
+
+
 @dataclass(frozen=True)
 class HostMemory:
     """Memory of the host that a job may use.

@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def host_pinned_bytes(self) -> int:
-        """One rank's page-locked memory; a container's lock limit (`ulimit -l`) must allow it."""
+        """One rank's page-locked memory."""
         return page_locked_bytes(self.input)
 
     @cached_property

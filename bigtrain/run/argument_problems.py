@@ -7,13 +7,13 @@ import errno
 import glob
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bigtrain import shapes
 from bigtrain.config import load, parse
-from bigtrain.errors import ConfigError
+from bigtrain.errors import ConfigError, UsageError
 from bigtrain.guards import listing
 from bigtrain.plan.spilled import share_problems
 from bigtrain.run import foreign
@@ -68,6 +68,25 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
             yield f"report_to {tracker!r}: expected {', '.join(TRACKERS)}, all or none"
         elif tracker in TRACKERS and importlib.util.find_spec(tracker) is None:
             yield f"report_to {tracker}: the package is not installed; run: pip install {tracker}"
+
+
+def all_of(*checks: Callable[[], Any]) -> list[Any]:
+    """What each returns.
+
+    Raises:
+        UsageError: what they refuse, all of it.
+    """
+    found, refused = [], []
+    for check in checks:
+        try:
+            found.append(check())
+        except UsageError as error:
+            refused.append(error)
+    if len(refused) > 1:
+        raise UsageError("\n".join([f"{len(refused)} problems:", *(f"  - {error}" for error in refused)]))
+    if refused:
+        raise refused[0]
+    return found
 
 
 _AT_LEAST_ONE = (

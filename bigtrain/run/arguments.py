@@ -11,20 +11,19 @@ Parsing needs no torch and raises `UsageError` with every problem found; nothing
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from bigtrain import defaults
 from bigtrain.errors import UsageError
 from bigtrain.plan.leaf_choice import LeafBlocks
-from bigtrain.run import foreign
+from bigtrain.run import foreign, spellings
 from bigtrain.run.argument_problems import TRACKERS, find_problems
 from bigtrain.runfile import read_run_file
 
@@ -337,29 +336,45 @@ def parse(argv: Sequence[str]) -> TrainArguments:
     parser = make_parser()
     flags, run_file = _split_run_file(_without_local_rank(argv))
     values = read_run_file(run_file) if run_file else {}
-    given = _given([*flags, *(f"--{key}" for key, value in values.items() if value is not None)], parser)
+    given = spellings.given([*flags, *(f"--{key}" for key, value in values.items() if value is not None)], parser)
     flags, left_out = foreign.sort_out(flags, given)
-    same = {key: value for key, value in values.items() if foreign.changes_nothing(key, _text(value), given)}
-    if left_out := left_out + [f"{key}: {_text(value)}" for key, value in same.items()]:
+    same = {key: value for key, value in values.items() if foreign.changes_nothing(key, spellings.text(value), given)}
+    if left_out := left_out + [f"{key}: {spellings.text(value)}" for key, value in same.items()]:
         logger.info("left out, because a run does so anyway: %s", ", ".join(left_out))
     values = {key: value for key, value in values.items() if key not in same}
     if not argv:
         raise UsageError(f"nothing to train was given. usage: {USAGE}\nRun launch/train.py --help for every flag.")
-    tokens = list(_file_tokens(str(run_file), values, parser))
-    _refuse_unknown([t.split("=", 1)[0] for t in flags if t.startswith("--")], parser, "flag")
-    _refuse_conflicting_spellings(flags, parser)
-    namespace = parser.parse_args(tokens + flags)
+    keys = [f"--{key}" for key in values]
+    unknown = [*spellings.unknown(keys, parser, f"key in {run_file}"), *spellings.unknown(flags, parser, "flag")]
+    in_file, flags = (spellings.known(words, parser) for words in (spellings.tokens(values), flags))
+    problems = [*unknown, *spellings.conflicts(keys, parser), *spellings.conflicts(flags, parser)]
+    try:
+        args = _made(parser.parse_args(in_file + flags))
+        problems += find_problems(args)
+    except UsageError as error:
+        if not problems:
+            raise
+        if not (unknown and "are required" in str(error)):  # one of the unknown may be what is missing
+            problems.append(str(error))
+    if not problems:
+        return args
+    if unknown:
+        problems.append("Run launch/train.py --help for the list.")
+    if unknown and len(problems) == len(unknown) + 1:
+        raise UsageError("\n".join(problems))
+    raise UsageError(
+        "\n".join([f"{len(problems) - bool(unknown)} problem(s) in the arguments:", *(f"  - {p}" for p in problems)])
+    )
+
+
+def _made(namespace: argparse.Namespace) -> TrainArguments:
     values = {f.name: getattr(namespace, f.name) for f in fields(TrainArguments)}
     if isinstance(values["warmup_steps"], float) and values["warmup_ratio"] is None:
         values["warmup_steps"], values["warmup_ratio"] = None, values["warmup_steps"]
     values["max_steps"] = None if values["max_steps"] == -1 else values["max_steps"]  # transformers' "as many as there are"
     for name in ("ds_config", "model_name_or_path", "tokenizer_name_or_path", "train_data", "eval_data", "copy_checkpoints_to"):
         values[name] = values[name] and os.path.expanduser(values[name])  # run files and --flag=~/x: no shell did it
-    args = TrainArguments(**values)
-    problems = list(find_problems(args))
-    if problems:
-        raise UsageError("\n".join([f"{len(problems)} problem(s) in the arguments:", *(f"  - {p}" for p in problems)]))
-    return args
+    return TrainArguments(**values)
 
 
 def _without_local_rank(argv: Sequence[str]) -> list[str]:
@@ -391,60 +406,3 @@ def _split_run_file(argv: list[str]) -> tuple[list[str], str | None]:
                 raise UsageError("--config needs the path of a YAML or JSON run file")
             return argv[:place] + argv[place + taken :], value
     return argv, None
-
-
-def _given(flags: Sequence[str], parser: argparse.ArgumentParser) -> set[str]:
-    """Names of the settings that are given, whatever the spelling."""
-    known = (parser._option_string_actions.get(flag.split("=", 1)[0]) for flag in flags)
-    return {action.dest for action in known if action is not None}
-
-
-def _text(value: Any) -> str:
-    """A value of a run file as it would stand on the command line."""
-    return str(value).lower() if isinstance(value, bool) else json.dumps(value) if isinstance(value, dict) else str(value)
-
-
-def _file_tokens(path: str, values: dict[str, Any], parser: argparse.ArgumentParser) -> Iterator[str]:
-    _refuse_unknown([f"--{key}" for key in values], parser, f"key in {path}")
-    _refuse_conflicting_spellings([f"--{key}" for key in values], parser)
-    for key, value in values.items():
-        if value is None:
-            continue
-        if isinstance(value, list):
-            nothing = ["none"] if key.replace("-", "_") == "report_to" else []  # an empty list is not the default there
-            yield from (f"--{key}", *map(str, value or nothing)) if value or nothing else ()
-        else:
-            yield f"--{key}={_text(value)}"
-
-
-def _refuse_unknown(names: Sequence[str], parser: argparse.ArgumentParser, what: str) -> None:
-    known = parser._option_string_actions
-    unknown = [n for n in names if n not in known]
-    if not unknown:
-        return
-    lines = [f"unknown {what} {name}{_hint(name, list(known))}" for name in unknown]
-    lines.append("Run launch/train.py --help for the list.")
-    raise UsageError("\n".join(lines))
-
-
-def _hint(name: str, known: list[str]) -> str:
-    if remedy := foreign.instead(name):
-        return f": {remedy}"
-    near = difflib.get_close_matches("--" + foreign.plain(name), [k for k in known if "-" not in k[2:]], n=3, cutoff=0.6)
-    return f": did you mean {' or '.join(near)}?" if near else ""
-
-
-def _refuse_conflicting_spellings(flags: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """--seq_len 512 --max_length 1024 is a contradiction; the same flag twice is not: the last one wins, and that is said."""
-    seen: dict[str, str] = {}
-    for token in flags:
-        action = parser._option_string_actions.get(token.split("=", 1)[0])
-        if action is None:
-            continue
-        name = token.split("=", 1)[0].replace("-", "_").replace("__", "--", 1)
-        first = seen.get(action.dest)
-        if first not in (None, name):
-            raise UsageError(f"{first} and {name} are two names of one setting: give one of them")
-        if first:
-            logger.warning("%s is given twice: what stands last is taken, and the rest passed over", name)
-        seen[action.dest] = name

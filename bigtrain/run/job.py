@@ -25,6 +25,7 @@ from bigtrain.errors import ModelError, UsageError
 from bigtrain.kernels.attach import use_liger
 from bigtrain.plan.spilled import asked_share
 from bigtrain.run import attention
+from bigtrain.run.argument_problems import all_of
 from bigtrain.run.arguments import TrainArguments
 from bigtrain.run.auto import AUTO
 
@@ -102,8 +103,8 @@ def read_ds_config(args: TrainArguments) -> dict[str, Any]:
         return {}  # chosen once the ranks have met and know what memory each has
     inline = args.ds_config.lstrip().startswith("{")
     config = ds.parse(args.ds_config) if inline else ds.load(args.ds_config)
-    ds.check(config, world_size=ranks.world_size(), run=run_values(args, None), device=device_type(), name=_config_name(args))
-    ds.refuse_undone(config, _config_name(args))
+    known = {"world_size": ranks.world_size(), "run": run_values(args, None), "device": device_type()}
+    ds.check(config, **known, name=_config_name(args), also=ds.undone(config))
     return config
 
 
@@ -151,13 +152,15 @@ def prepare(args: TrainArguments, config: dict[str, Any], resume: Path | None = 
         tokenizer = load_tokenizer(args)
     with ranks.together("reading the model's config"):
         model_config = load_model_config(args)
-        overrides, resize_to = vocabulary(args, model_config, tokenizer)
+        (overrides, resize_to), seq_len, *_ = all_of(
+            lambda: vocabulary(args, model_config, tokenizer),
+            lambda: choose_seq_len(args, model_config),
+            lambda: refuse_too_many_blocks(args, model_config),
+            lambda: data.isolation_for(model_config, args.packing),
+            lambda: attention.choose(args, model_config),
+        )
         tell_foreign_tokenizer(args, tokenizer)
-        seq_len = choose_seq_len(args, model_config)
         shape = ModelShape.from_config(model_config)
-        refuse_too_many_blocks(args, model_config)
-        data.isolation_for(model_config, args.packing)
-        attention.choose(args, model_config)  # refused before anything is built
     first = resolve(args, config, shape, None)
     share = asked_share(args.offload_gradients) or 0.0
     job = Job(

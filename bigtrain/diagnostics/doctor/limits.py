@@ -15,13 +15,11 @@ from pathlib import Path
 
 from bigtrain.diagnostics.doctor.finding import Finding, broken, ok, warning
 from bigtrain.plan.constants import process_bytes
-from bigtrain.plan.machine import host_memory, show_bytes
+from bigtrain.plan.machine import LOCK_LEAST_BYTES, host_memory, show_bytes
 
 _MIB, _GIB = 2**20, 2**30
 # NCCL's shared memory takes tens of MB a pair of ranks, data loader workers one batch each; docker gives 64 MB in all.
 SHM_LEAST_BYTES, SHM_BYTES, SHM_PROBE_BYTES = 128 * _MIB, _GIB, 64 * _MIB
-# Linux's old default of 64 KiB stops RDMA and some drivers' pinned memory; 8 MiB is the present default.
-LOCK_LEAST_BYTES = _MIB
 FILES_LEAST, FILES = 256, 1024
 # Besides the process itself: tiny model, compiler, what Python's allocator holds.
 RANK_BYTES = _GIB

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import resource
 import shlex
 import subprocess
@@ -269,10 +270,15 @@ def test_version_1_limits_and_no_limit(tmp_path):
 
 
 def test_B46_pinned_memory_above_the_lock_limit_is_named(capsys, monkeypatch):
-    monkeypatch.setattr(cli, "host_memory", lambda: HostMemory(2**40, None, lockable_bytes=2**26))
+    monkeypatch.setattr(cli, "host_memory", lambda: HostMemory(2**40, None, lockable_bytes=2**19))
     run("--model", "preset:llama-1b", "--offload", "optimizer", *LIMITS)
-    assert "the lock limit here (ulimit -l) is 64.0 MiB" in capsys.readouterr().out
+    assert "the lock limit here (ulimit -l) is 0.5 MiB, with which some drivers pin nothing" in capsys.readouterr().out
     run("--model", "preset:llama-1b", *LIMITS)
+    assert "lock limit" not in capsys.readouterr().out
+    monkeypatch.setattr(
+        cli, "host_memory", lambda: HostMemory(2**40, None, lockable_bytes=2**23)
+    )  # Linux's default: CUDA pins beyond it
+    run("--model", "preset:llama-1b", "--offload", "optimizer", *LIMITS)
     assert "lock limit" not in capsys.readouterr().out
 
 
@@ -368,6 +374,23 @@ def test_the_command_that_trains_so_has_all_that_the_choice_was_bound_by(tmp_pat
     assert args.model_name_or_path == str(folder) and args.freeze == ["model.embed_tokens", "model.layers"]
     assert (args.gradient_checkpointing, args.use_liger_kernel, args.mlp_tile_tokens) == (False, False, 512)
     assert args.offload_gradients == "0"
+    few = [
+        "--model",
+        "llama-8b",
+        "--gpus",
+        1,
+        "--gpu_memory",
+        "47.4GiB",
+        "--host_memory",
+        "128GiB",
+        "--auto",
+        "--global_batch",
+        8,
+    ]
+    assert run(*few) == 0  # it leaves some blocks as they are, which a run with other rates need not choose again
+    said = capsys.readouterr().out
+    chosen = re.search(r"\nchosen: .* checkpointing of (\d+) of 32 blocks", said)
+    assert chosen and f" --checkpoint_blocks {chosen[1]} " in said.splitlines()[-1]
     assert run("--model", "Llama-1B", *LIMITS, "--auto", "--checkpoint_blocks", 3, "--checkpointing_policy", "selective") == 0
     said = capsys.readouterr().out.splitlines()[-1]
     assert " preset:llama-1b " in said and " --checkpointing_policy selective --checkpoint_blocks 3 ..." in said

@@ -263,6 +263,28 @@ def test_a_folder_without_a_model_or_tokenizer_is_named_before_anything_is_loade
     assert parse(wanted).model_name_or_path == str(model)
 
 
+def test_all_problems_of_a_command_line_are_listed_at_once(base):
+    wrong = [
+        "--learning_rat",
+        "1",
+        "--seq_len",
+        "1",
+        "--max_length",
+        "8",
+        "--eval_data",
+        "nothing.jsonl",
+        "--save_total_limit",
+        "2",
+    ]
+    said = refusal([*base, *wrong])
+    for part in ("4 problem(s) in", "--learning_rat: did you mean --learning_rate", "two names of one setting", "nothing.jsonl does not exist",
+                 "save_total_limit without save_steps", "Run launch/train.py --help"):  # fmt: skip
+        assert part in said, said
+    said = refusal([*base, "--learning_rat", "1", "--max_steps", "many"])
+    assert "2 problem(s)" in said and "did you mean --learning_rate" in said and "invalid int value: 'many'" in said
+    assert "required" not in refusal(["--model", "x"]) and "use --model_name_or_path" in refusal(["--model", "x"])
+
+
 def test_going_on_and_starting_over_is_a_contradiction(base):
     said = refusal([*base, "--resume_from_checkpoint", "auto", "--overwrite_output_dir"])
     assert "contradict each other" in said

@@ -7,9 +7,17 @@ import pytest
 from transformers import AutoTokenizer, LlamaConfig
 
 from bigtrain.data.demo import train_tokenizer
-from bigtrain.errors import ModelError, UsageError
+from bigtrain.errors import ConfigError, ModelError, UsageError
+from bigtrain.run.argument_problems import all_of
 from bigtrain.run.arguments import TrainArguments
-from bigtrain.run.job import _named, choose_seq_len, load_model_config, load_tokenizer, tell_foreign_tokenizer
+from bigtrain.run.job import (
+    _named,
+    choose_seq_len,
+    load_model_config,
+    load_tokenizer,
+    read_ds_config,
+    tell_foreign_tokenizer,
+)
 
 ARGS = TrainArguments(model_name_or_path="m", train_data="d", output_dir="o", ds_config="c")
 
@@ -56,3 +64,34 @@ def test_a_value_that_a_config_cannot_have_is_told_for_tokenizer_and_model(tmp_p
         load_model_config(args)
     with pytest.raises(UsageError, match=said), _named("tokenizer"):
         load_tokenizer(args)
+
+
+def test_all_that_is_wrong_with_a_ds_config_is_in_one_report():
+    """What DeepSpeed would not take, and what it would and bigtrain does not follow; a section that is none is no traceback."""
+    wrong = {
+        "zero_optimization": {"stage": 7},
+        "optimizer": {"type": "Muon", "params": {"lr": 1e-3, "momentum": 0.5}},
+        "scheduler": "none",
+    }
+    with pytest.raises(ConfigError) as refused:
+        read_ds_config(replace(ARGS, ds_config=json.dumps(wrong)))
+    for part in ("zero_optimization.stage = 7", "optimizer.params.momentum", "scheduler"):
+        assert part in str(refused.value)
+
+
+def test_what_several_checks_refuse_is_said_at_once():
+    config = LlamaConfig(max_position_embeddings=64, num_hidden_layers=2)
+    checks = [
+        lambda: choose_seq_len(replace(ARGS, seq_len=65), config),
+        lambda: 3,
+        lambda: _raise(ModelError("too many tokens")),
+    ]
+    with pytest.raises(UsageError, match=r"(?s)2 problems:.* seq_len 65 is above.* too many tokens"):
+        all_of(*checks)
+    with pytest.raises(ModelError, match=r"^too many tokens$"):  # alone as it is
+        all_of(*checks[1:])
+    assert all_of(lambda: 1, lambda: 2) == [1, 2]
+
+
+def _raise(error):
+    raise error
