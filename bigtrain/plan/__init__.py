@@ -6,7 +6,7 @@ configuration that fits. `plan_input(config, ...)` makes the input from a Huggin
 The model        families (every named parameter), family_decoders, family_others (a family's own), family_defaults (sizes that a config
                  leaves out), parameters, parts (where they stand in a step), impossible (sizes that are refused)
 Activations      geometry (the sizes that decide), activations (what a block keeps), family_kept (a family's own), experts (a sparse
-                 block's backward), unfused (reads and writes without fused kernels)
+                 block's backward), moved (what its operations read and write)
 The run          zero_settings (a ds_config as numbers), states (bytes of each optimizer), leafs (leaf modules), inputs (all that a plan
                  is made from), constants (what no formula gives; what a run takes at a time)
 The GPU          device (a run, phase by phase; losses: its head and loss) writes a tape (tape); what is ZeRO's of it: zero_flat (stages 1, 2), zero_sliced (3), zero_none

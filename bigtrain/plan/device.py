@@ -12,9 +12,9 @@ from bigtrain.plan.family_kept import HALVES, NORM_LAST, TWO_TABLES
 from bigtrain.plan.gathered import Visit
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.losses import Losses
+from bigtrain.plan.moved import NO_ROTARY
 from bigtrain.plan.parts import parts_of
 from bigtrain.plan.tape import Tape
-from bigtrain.plan.unfused import NO_ROTARY
 from bigtrain.plan.zero_flat import FlatSharding, ranks_to_plan
 from bigtrain.plan.zero_none import Bf16Sharding, WholeSharding
 from bigtrain.plan.zero_sliced import SlicedSharding

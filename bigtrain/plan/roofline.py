@@ -1,6 +1,7 @@
 """Seconds of one optimizer step: matmul time, collectives, PCIe bytes, work on the host. A ranking, not a promise.
 
-The defaults were measured on one H100 80GB HBM3 with 16 cores (PCIe gen5). `bigtrain doctor` measures a machine's own and stores
+The defaults are of one H100 80GB HBM3 with 16 cores (PCIe gen5) and, where nothing else tells them, fitted to runs of H200s
+(docs/results/plan_accuracy.md). `bigtrain doctor` measures a machine's own and stores
 them; where it has, they are used (`stored_rates`), and `--calibration FILE.json` puts other numbers in their place.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -17,10 +19,10 @@ from bigtrain.errors import UsageError
 from bigtrain.plan.activations import block_bytes
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.leafs import leafs_of_plan
+from bigtrain.plan.moved import moved_bytes
 from bigtrain.plan.parts import feed_forward, parts_of
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.streamed import leaving_s, seconds
-from bigtrain.plan.unfused import PASSES, joined_bytes, unfused_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +30,14 @@ class Rates:
     """What a machine does in a second.
 
     Attributes:
-        matmul_flops: large bf16 matmul, FLOP/s. products_share, attention_share: part of it that a model's matrices and its attention reach.
-        device_bytes_s: GPU memory copied. h2d_bytes_s, d2h_bytes_s: pinned PCIe. pageable_bytes_s: unpinned.
+        matmul_flops: large bf16 matmul, FLOP/s. products_share, attention_share, experts_share: part of it that a model's matrices, its
+            attention, and products in groups of routed experts reach.
+        device_bytes_s: GPU memory copied, read and written (an H200's: the others were measured on an H100). h2d_bytes_s, d2h_bytes_s: pinned PCIe. pageable_bytes_s: unpinned.
         cpu_adam_s_per_elem: DeepSpeedCPUAdam; cpu_adam_8bit_s_per_elem: its 8-bit stand-in (assumed twice that).
-        launch_s_per_block: of the host's thread, to launch one block's forward on a GPU; its backward takes twice that, and
-            launch_s_per_tensor for each weight and bias in it.
+        launch_s_per_block: of the host's thread, to launch one block's forward on a GPU; its backward takes twice that.
         recompute_s_per_block: the same for a forward in backward, with the hooks around it.
         stage3_s_per_tensor: what stage 3's hooks add to each of these (to a backward twice) for each weight and bias of a block.
-        stage3_s_per_leaf: the same for each leaf module, whatever it holds.
+        stage3_s_per_leaf: the same for each leaf module, or less where its weights by themselves would take less.
         host_bytes_s: elementwise passes over host memory with all cores; host_copy_bytes_s: with one thread.
         link_bytes_s: collectives between the cards of one host; network_bytes_s: between hosts. stage3_bytes_s: those of stage 3, which
             come a module or a prefetch bucket at a time, are no faster than that.
@@ -44,24 +46,24 @@ class Rates:
     """
 
     matmul_flops: float = 784e12
-    products_share: float = 0.80
+    products_share: float = 0.865
     attention_share: float = 0.615
-    device_bytes_s: float = 2.95e12
+    experts_share: float = 0.47
+    device_bytes_s: float = 3.6e12
     h2d_bytes_s: float = 53e9
     d2h_bytes_s: float = 54e9
     pageable_bytes_s: float = 10e9
     cpu_adam_s_per_elem: float = 0.174e-9
     cpu_adam_8bit_s_per_elem: float = 0.348e-9
-    launch_s_per_block: float = 1.0e-3
-    launch_s_per_tensor: float = 0.17e-3
-    recompute_s_per_block: float = 0.9e-3
+    launch_s_per_block: float = 1.6e-3
+    recompute_s_per_block: float = 1.0e-3
     stage3_s_per_tensor: float = 0.43e-3
-    stage3_s_per_leaf: float = 0.8e-3
+    stage3_s_per_leaf: float = 2.5e-3
     host_bytes_s: float = 95e9
     host_copy_bytes_s: float = 28e9
     link_bytes_s: float = 200e9
     network_bytes_s: float = 40e9
-    stage3_bytes_s: float = 57e9
+    stage3_bytes_s: float = 80e9
     peak_flops: float = 989e12
     ranks_share_host: bool = True
 
@@ -124,19 +126,19 @@ class StepTime:
         return self.tokens / self.total_s
 
 
-def active_elems(plan: PlanInput, *, of_blocks: bool = False) -> int:
-    """Parameters that one token passes through (`of_blocks`: in the blocks): all of a dense model, the chosen experts of a sparse one."""
+def active_elems(plan: PlanInput, *, of_blocks: bool = False, of_experts: bool = False) -> int:
+    """Parameters that one token passes through (in the blocks, or in their routed experts): of these the chosen ones."""
     g = plan.geometry
 
     def count() -> int:
         total = 0
         for p in plan.parameters.items:
             sparse = ".experts." in p.name and g.experts
-            if p.block is not None or not of_blocks:
+            if (p.block is not None or not of_blocks) and (sparse or not of_experts):
                 total += p.elems * g.experts_per_token // g.experts if sparse else p.elems
         return total
 
-    return plan.parameters.fact(("active", of_blocks, g), count)
+    return plan.parameters.fact(("active", of_blocks, of_experts, g), count)
 
 
 def model_flops_per_token(plan: PlanInput) -> float:
@@ -146,13 +148,28 @@ def model_flops_per_token(plan: PlanInput) -> float:
 
 
 def _compute_s(plan: PlanInput, rates: Rates, *, forward: bool = False) -> float:
-    """Of one micro step on the card: matrices, attention, and passes over what a block keeps. `forward`: of its forward alone."""
-    g, share = plan.geometry, rates.products_share
-    again, of_attention = (0.0, 0.0) if forward else _again_flops_per_token(plan)
-    times, pairs = 1 if forward else 3, 2 * g.attended(plan.seq_len) * g.query
-    products = plan.tokens * (times * 2 * (active_elems(plan) - _looked_up_elems(plan)) + again) / (rates.matmul_flops * share)
-    attention = plan.tokens * (times * pairs + of_attention) / (rates.matmul_flops * rates.attention_share)
-    return products + attention + times * _passes_s(plan, rates) / 3
+    """Of one micro step on the card: matrices, attention, and what else the blocks move. `forward`: of its forward alone."""
+    times, again = (1.0, 0.0) if forward else (3.0, _recomputed(plan))
+    blocks = times * active_elems(plan, of_blocks=True) + (0 if forward else _again_elems(plan))
+    outside = times * (active_elems(plan) - active_elems(plan, of_blocks=True) - _looked_up_elems(plan))
+    experts = (times + again) * _experts_elems(plan)
+    # A row of logits that is no multiple of 16 bytes: products read it element by element.
+    outside *= 1 if plan.geometry.vocab % 8 == 0 else _UNALIGNED
+    products = (blocks - experts + outside) / rates.products_share + experts / rates.experts_share
+    seen, share = plan.geometry.attended(plan.seq_len), rates.attention_share
+    if plan.geometry.keeps.matrix:  # products of all scores, also those that the mask hides
+        seen, share = 2 * plan.geometry.layers * plan.seq_len, rates.products_share
+    attention = (times + (0 if plan.of_attention else again)) * seen * plan.geometry.query / share
+    return 2 * plan.tokens * (products + attention) / rates.matmul_flops + (times + again) / 3 * _passes_s(plan, rates)
+
+
+# Of the head's products, where rows of logits are no multiple of 16 bytes: seconds over those of others (Granite 3 2B, 49,155 columns).
+_UNALIGNED = 4.0
+
+
+def _experts_elems(plan: PlanInput) -> int:
+    """Of the routed experts of one token: products in groups of as many rows as chose each of them."""
+    return active_elems(plan, of_blocks=True, of_experts=True)
 
 
 def _looked_up_elems(plan: PlanInput) -> int:
@@ -170,38 +187,35 @@ def _looked_up_elems(plan: PlanInput) -> int:
 _LOOKED_UP = ("emb", "wte", "wpe", "shared")
 
 
-def _again_flops_per_token(plan: PlanInput) -> tuple[float, float]:
-    """(matrices, attention) of blocks that are recomputed; embedding and head are not among them.
+def _recomputed(plan: PlanInput) -> float:
+    """Which part of the blocks makes everything again in backward."""
+    return 0.0 if plan.checkpointing in ("none", "selective") else plan.recomputed_blocks / max(1, plan.block_count)
+
+
+def _again_elems(plan: PlanInput) -> float:
+    """Matrices' elements that a token passes through again in recomputed blocks; embedding and head are not among them.
 
     A recompute ends once everything is there that backward asks for: in a block that adds its last product to the stream, before it,
     and before a feed-forward part in tiles (models/tiles.py).
     """
     g = plan.geometry
-    if plan.checkpointing in ("none", "selective"):
-        return 0.0, 0.0
     left_out = 0
     if not g.experts and g.norms <= 2:
         feed = sum(plan.parameters.items[i].elems for part in feed_forward(plan.parameters) for i in part)
         left_out = feed if plan.tile_tokens else plan.block_count * g.ffn * g.hidden
-    part = plan.recomputed_blocks / max(1, plan.block_count)
-    attention = 0 if plan.of_attention else 2 * g.attended(plan.seq_len) * g.query
-    return 2 * part * max(0, active_elems(plan, of_blocks=True) - left_out), part * attention
+    return _recomputed(plan) * max(0, active_elems(plan, of_blocks=True) - left_out)
 
 
 def _passes_s(plan: PlanInput, rates: Rates) -> float:
-    """Of forward and backward, and half as much again of a block that is recomputed; over the logits too, where they come in chunks."""
-    g = plan.geometry
+    """Of forward and backward: what blocks move beside products; of which a recompute makes the forward's third again."""
+    return moved_bytes(plan) / rates.device_bytes_s
 
-    def kept(block: int) -> int:
-        return block_bytes(
-            g, plan.tokens, plan.kernels, block, plan.seq_len, plan.device
-        ).kept  # tiles make it too, piece by piece
 
-    all_kept = sum(map(kept, plan.parameters.blocks)) if len(g.unlike) > 1 else plan.block_count * kept(0)
-    part = plan.recomputed_blocks / max(1, plan.block_count) if plan.checkpointing not in ("none", "selective") else 0.0
-    logits = 40 * plan.tokens * g.vocab if plan.loss_kind in ("full", "in_place") else PASSES * 2 * plan.tokens * g.vocab
-    more = joined_bytes(plan) + (unfused_bytes(plan) if plan.kernels == "hf" else 0)
-    return ((PASSES * all_kept + more) * (1 + part / 3) + logits) / rates.device_bytes_s
+def _logits_s(plan: PlanInput, rates: Rates) -> float:
+    """Passes over the logits: two readings and a writing where the loss is one kernel. Where operations in fp32 are it, their softmax reads
+    a row that no cache holds three times forward, and twice backward. Between them: scaled in bf16, made fp32 for one kernel, and back."""
+    per_logit = {"full": 52, "in_place": 30}.get(plan.loss_kind, 6)
+    return per_logit * plan.tokens * plan.geometry.vocab / rates.device_bytes_s
 
 
 def _communication_s(plan: PlanInput, rates: Rates) -> float:
@@ -282,11 +296,11 @@ def host_s(plan: PlanInput, rates: Rates | None = None) -> float:
     recompute = rates.recompute_s_per_block + (_WATCHED_S if plan.of_attention else 0.0)
     launches = 3 * plan.block_count * rates.launch_s_per_block + plan.recomputed_blocks * recompute
     tensors = [i for block in plan.parameters.blocks.values() for i in block]
-    launches += len(tensors) * rates.launch_s_per_tensor
     if plan.settings.stage == 3:
         leafs = leafs_of_plan(plan)
-        inside = [leafs[i] for i in tensors if i in leafs]
-        hooks = (len(tensors) - len(inside)) * rates.stage3_s_per_tensor + len(set(inside)) * rates.stage3_s_per_leaf
+        inside = Counter(leafs[i] for i in tensors if i in leafs)
+        alone = (len(tensors) - inside.total()) * rates.stage3_s_per_tensor
+        hooks = alone + sum(min(rates.stage3_s_per_leaf, n * rates.stage3_s_per_tensor) for n in inside.values())
         launches += (3 + plan.recomputed_blocks / max(1, plan.block_count)) * hooks
     return launches
 
@@ -328,7 +342,7 @@ def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
     """Seconds of one step of this plan."""
     rates = rates or Rates()
     model = model_flops_per_token(plan)
-    compute = _compute_s(plan, rates) + _tiles_s(plan, rates)
+    compute = _compute_s(plan, rates) + _logits_s(plan, rates) + _tiles_s(plan, rates)
     if plan.checkpointing == "selective":
         compute += _elementwise_s(plan, rates)
     if plan.checkpointing in ("offload", "offload_inputs"):  # beside the computation, or longer than it

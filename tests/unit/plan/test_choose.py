@@ -9,9 +9,9 @@ import pytest
 from bigtrain import shapes
 from bigtrain.errors import UsageError
 from bigtrain.plan import Rates, ZeroSettings, choose, plan_input, predict, rates_from, step_time
-from bigtrain.plan.activations import block_bytes
 from bigtrain.plan.choose import _SPARED, _families
 from bigtrain.plan.judge import judge, state_bytes
+from bigtrain.plan.moved import moved_bytes
 from bigtrain.plan.roofline import host_s
 from bigtrain.plan.settled import filled
 from bigtrain.plan.states import LAYOUTS
@@ -210,7 +210,7 @@ def test_a_recompute_is_a_forward_of_the_blocks():
     blocks = sum(p.elems for p in plan.parameters.items if p.block is not None)
     products = 2 * (blocks - 16 * 2048 * 8192) / rates.products_share
     attention = 2 * 16 * plan.seq_len * 2048 / rates.attention_share
-    passes = 2.8 / 3 * 16 * block_bytes(plan.geometry, plan.tokens, "liger").kept / rates.device_bytes_s
+    passes = moved_bytes(plan) / 3 / rates.device_bytes_s
     again = plan.tokens * (products + attention) / rates.matmul_flops + passes
     none = plan.but(checkpointing="none")
     assert step_time(plan).compute_s - step_time(none).compute_s == pytest.approx(again, rel=1e-9)
@@ -220,7 +220,7 @@ def test_a_recompute_is_a_forward_of_the_blocks():
 def test_a_small_micro_batch_takes_what_its_launches_take():
     plan = base("llama-1b", checkpointing="full", micro_batch=1, seq_len=16, kernels="liger", settings=ZeroSettings(stage=2))
     rates = Rates()
-    launches = 16 * (3 * rates.launch_s_per_block + 9 * rates.launch_s_per_tensor + rates.recompute_s_per_block)
+    launches = 16 * (3 * rates.launch_s_per_block + rates.recompute_s_per_block)
     assert host_s(plan) == pytest.approx(launches, rel=1e-9)
     assert step_time(plan).total_s - step_time(plan).optimizer_s == pytest.approx(launches, rel=1e-3)
 

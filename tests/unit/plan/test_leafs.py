@@ -128,6 +128,5 @@ def test_a_leaf_module_spares_the_host_the_hooks_of_each_weight():
     whole, feed = (plan({"classes": [BLOCK]}), plan({"name_suffixes": ["mlp"]}))
     whole, feed = whole.but(checkpointing="full"), feed.but(checkpointing="full")
     assert host_s(whole) - host_s(stage2) == pytest.approx(visits * rates.stage3_s_per_leaf, rel=1e-9)
-    of_feed = 6 * rates.stage3_s_per_tensor + rates.stage3_s_per_leaf  # two norms and four of attention; the feed-forward part
-    assert host_s(feed) - host_s(stage2) == pytest.approx(visits * of_feed, rel=1e-9)
-    assert step_time(whole).total_s < step_time(feed).total_s < step_time(stage3).total_s
+    assert host_s(feed) == pytest.approx(host_s(stage3), rel=1e-9)  # three weights by themselves take less than a leaf module
+    assert step_time(whole).total_s < step_time(feed).total_s
