@@ -36,7 +36,7 @@ def precision(work: Work) -> None:
 def accumulation_dtype(work: Work) -> None:
     """fp32 gradient accumulation wherever DeepSpeed 0.19.8 can do it (measured: tests/ranks/test_config.py).
 
-    Stage 0: it cannot (NotImplementedError), micro steps add up in bf16. Stage 1: in fp32, but the sum is rounded to
+    Stage 0: it cannot (NotImplementedError); the Engine's own optimizer does (engine/master.py). Stage 1: in fp32, but the sum is rounded to
     bf16 on its way through the reduction unless communication_data_type is fp32, which costs little there because
     stage 1 reduces once a step. Stages 2 and 3, with and without offload: in fp32. Not added beside bf16 master
     weights or ZenFlow, which bring their own arrangement.
@@ -56,7 +56,7 @@ def accumulation_dtype(work: Work) -> None:
         work.set(path, short, "file", f"micro steps add up in {short}")
     elif work.ctx.stage == 0:
         work.drop(path, "default", "not possible at stage 0")
-        work.say(path, "bf16", "default", "stage 0 adds up micro steps in bf16; stage 1 does it in fp32")
+        work.say(path, "fp32", "default", "stage 0: by bigtrain's Engine; DeepSpeed alone adds up in bf16 there")
     elif special:
         work.say(path, "bf16", "default", "bf16 master weights or ZenFlow: left as DeepSpeed has it")
     else:
