@@ -30,7 +30,7 @@ from bigtrain.config import ModelShape
 from bigtrain.diagnostics.metrics import flops_formula
 from bigtrain.engine import Engine
 from bigtrain.hosts import placement
-from bigtrain.run import attention, capacity, failure
+from bigtrain.run import attention, capacity, failure, model_files
 from bigtrain.run import job as jobs
 from bigtrain.run.arguments import TrainArguments, parse
 
@@ -86,8 +86,8 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, TrainArguments]:
 
 def make_job(args: TrainArguments, config: dict[str, Any]) -> jobs.Job:
     """What launch/train.py prepares from files, here without data."""
-    model_config = jobs.load_model_config(args)
-    seq_len = jobs.choose_seq_len(args, model_config)
+    model_config = model_files.load_model_config(args)
+    seq_len = model_files.choose_seq_len(args, model_config)
     resolved = jobs.resolve(args, config, ModelShape.from_config(model_config), args.max_steps)
     run = resolved.run
     assert run.micro_batch and run.accumulation and args.max_steps

@@ -28,7 +28,8 @@ from bigtrain.plan.states import layout_name
 from bigtrain.run import leaf_blocks, shortage
 from bigtrain.run.arguments import Policy, TrainArguments
 from bigtrain.run.auto import AUTO, flags, pick
-from bigtrain.run.job import Job, choose_seq_len, device_type, fused_kernels, load_model_config, run_values
+from bigtrain.run.job import Job, device_type, fused_kernels, run_values
+from bigtrain.run.model_files import choose_seq_len, load_model_config
 from bigtrain.run.runfolder import RunFolder
 
 logger = logging.getLogger(__name__)

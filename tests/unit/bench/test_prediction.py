@@ -16,7 +16,8 @@ from bigtrain.plan.show import plan_text
 from bigtrain.plan.spilled import asked_share
 from bigtrain.run import capacity
 from bigtrain.run.arguments import TrainArguments
-from bigtrain.run.job import Job, load_model_config, run_values
+from bigtrain.run.job import Job, run_values
+from bigtrain.run.model_files import load_model_config
 
 H100 = Machine(device="cuda", card="NVIDIA H100 80GB HBM3", gpu_bytes=80 * 2**30, host_bytes=126 * 2**30)
 BASE = {"seq_len": 4096, "micro_batch": 2, "gradient_checkpointing": True}

@@ -11,7 +11,7 @@ from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.choose import rows_per_rank
 from bigtrain.plan.inputs import plan_input
 from bigtrain.plan.zero_settings import settings_from_config
-from bigtrain.run import capacity
+from bigtrain.run import capacity, model_files
 from bigtrain.run import job as jobs
 from bigtrain.run.arguments import TrainArguments
 from bigtrain.run.auto import config_of, pick
@@ -74,7 +74,7 @@ def test_what_auto_chose_is_said_to_be_its_choice(card, monkeypatch):
         learning_rate=1e-4, seq_len=2048,
     )  # fmt: skip
     args, config = capacity.choose(asked)
-    model = jobs.load_model_config(args)
+    model = model_files.load_model_config(args)
     resolved = jobs.resolve(args, config, ModelShape.from_config(model), 10)
     job = jobs.Job(args=args, resolved=resolved, tokenizer=None, seq_len=2048, rows=None, eval_rows=None, steps=None, model_config=model,
                    config_overrides={}, resize_vocab_to=None, offload_gradients=float(args.offload_gradients))  # fmt: skip

@@ -10,14 +10,8 @@ from bigtrain.data.demo import train_tokenizer
 from bigtrain.errors import ConfigError, ModelError, UsageError
 from bigtrain.run.argument_problems import all_of
 from bigtrain.run.arguments import TrainArguments
-from bigtrain.run.job import (
-    _named,
-    choose_seq_len,
-    load_model_config,
-    load_tokenizer,
-    read_ds_config,
-    tell_foreign_tokenizer,
-)
+from bigtrain.run.job import read_ds_config
+from bigtrain.run.model_files import about_files, choose_seq_len, load_model_config, load_tokenizer, tell_foreign_tokenizer
 
 ARGS = TrainArguments(model_name_or_path="m", train_data="d", output_dir="o", ds_config="c")
 
@@ -62,7 +56,7 @@ def test_a_value_that_a_config_cannot_have_is_told_for_tokenizer_and_model(tmp_p
     args = replace(ARGS, model_name_or_path=str(tmp_path))
     with pytest.raises(ModelError, match=said):
         load_model_config(args)
-    with pytest.raises(UsageError, match=said), _named("tokenizer"):
+    with pytest.raises(UsageError, match=said), about_files("tokenizer"):
         load_tokenizer(args)
 
 

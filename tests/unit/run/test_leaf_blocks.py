@@ -11,7 +11,7 @@ from bigtrain.config import ModelShape
 from bigtrain.errors import UsageError
 from bigtrain.plan.inputs import plan_input
 from bigtrain.plan.leaf_choice import with_leafs
-from bigtrain.run import capacity, leaf_blocks
+from bigtrain.run import capacity, leaf_blocks, model_files
 from bigtrain.run import job as jobs
 from bigtrain.run.arguments import TrainArguments, parse
 from bigtrain.run.auto import config_of, flags
@@ -25,7 +25,7 @@ GIB = 2**30
 def job(said="auto", classes=BLOCK, **zero):
     args = TrainArguments(model_name_or_path="preset:llama-8b", ds_config="c", train_data="x", output_dir="y", leaf_blocks=said,
                           seq_len=4096, optim="adamw_split_8bit", gradient_checkpointing=True)  # fmt: skip
-    model = jobs.load_model_config(args)
+    model = model_files.load_model_config(args)
     config = {"zero_optimization": {"stage": 3, **zero}, "bf16": {"enabled": True}}
     done = jobs.resolve(args, config, ModelShape.from_config(model), 10)
     return Job(args=args, resolved=done, tokenizer=None, seq_len=4096, model_config=model, config_overrides={}, resize_vocab_to=None,

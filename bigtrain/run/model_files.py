@@ -1,0 +1,128 @@
+"""The model that was named: its tokenizer and config, and whether the command line's tokens, rows and blocks fit them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from bigtrain import defaults, plan, ranks, shapes
+from bigtrain.data.tokens import model_limits
+from bigtrain.errors import ModelError, UsageError
+from bigtrain.run.arguments import TrainArguments
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def about_files(what: str) -> Iterator[None]:
+    """Turn what a library raises about files into a UsageError that names the flag."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_about_files(error):
+            raise
+        raise UsageError(f"the {what} cannot be loaded: {error}") from error
+
+
+def _is_about_files(error: Exception) -> bool:
+    """True for what a file holds; huggingface_hub's own class, for values of a config.json that cannot be, is none of Python's."""
+    return isinstance(error, OSError | ValueError | ImportError) or type(error).__name__.startswith("StrictDataclass")
+
+
+def load_tokenizer(args: TrainArguments) -> Any:
+    """The tokenizer that was named, else the model's."""
+    from transformers import AutoTokenizer
+
+    name = args.tokenizer_name_or_path or args.model_name_or_path
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+
+
+def load_model_config(args: TrainArguments) -> Any:
+    """The Hugging Face config of a preset, a folder or a hub id."""
+    from transformers import AutoConfig
+
+    name = args.model_name_or_path
+    if shapes.is_preset(name):
+        values = shapes.config_dict(name)
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+    except Exception as error:
+        if not _is_about_files(error):
+            raise
+        raise ModelError(f"the config of {name} cannot be read: {error}") from error
+
+
+def vocabulary(args: TrainArguments, model_config: Any, tokenizer: Any) -> tuple[dict[str, Any], int | None]:
+    """(config overrides, new number of embeddings): the model must know every token, and a preset the special ones.
+
+    `model_config` is changed to match, so that the data can be checked against it.
+
+    Raises:
+        ModelError: the tokenizer has more tokens than the model and nobody allowed it to grow.
+    """
+    text = model_config.get_text_config()
+    size, needed = int(text.vocab_size), len(tokenizer)
+    overrides: dict[str, Any] = {}
+    if shapes.is_preset(args.model_name_or_path):
+        overrides = {n: getattr(tokenizer, n) for n in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    grown = None
+    if needed > size:
+        if not args.resize_vocab:
+            raise ModelError(
+                f"the tokenizer has {needed} tokens, the model's embedding {size}: pass --resize_vocab to grow the embedding, "
+                "or use the model's own tokenizer"
+            )
+        grown = -(-needed // 64) * 64  # a multiple of 64 keeps the output matrix on the fast tensor-core path
+        text.vocab_size = grown
+        if overrides:
+            overrides["vocab_size"], grown = grown, None
+    return overrides, grown
+
+
+def tell_foreign_tokenizer(args: TrainArguments, tokenizer: Any) -> None:
+    """Warn where a tokenizer that was named means other tokens by the ids that a pretrained model has learned."""
+    if not args.tokenizer_name_or_path or shapes.is_preset(args.model_name_or_path) or not ranks.is_main():
+        return
+    try:
+        own = load_tokenizer(replace(args, tokenizer_name_or_path=None)).get_vocab()
+    except (OSError, ValueError, ImportError):
+        return  # the model comes without one
+    given = tokenizer.get_vocab()
+    same = sum(own.get(token) == number for token, number in given.items())
+    if 2 * same < len(given):
+        logger.warning(
+            "%s is another tokenizer than that of %s: %d of its %d tokens have the same id there",
+            args.tokenizer_name_or_path, args.model_name_or_path, same, len(given),
+        )  # fmt: skip
+
+
+def choose_seq_len(args: TrainArguments, model_config: Any) -> int:
+    """Tokens per row: see `defaults.seq_len`.
+
+    Raises:
+        UsageError: the model has no positions for so many.
+    """
+    limit = model_limits(model_config)[1]
+    if limit and (args.seq_len or 0) > limit:
+        raise UsageError(
+            f"seq_len {args.seq_len} is above the max_position_embeddings {limit} of {args.model_name_or_path}: write --seq_len {limit}, or less"
+        )
+    return defaults.seq_len(args.seq_len, limit)
+
+
+def refuse_too_many_blocks(args: TrainArguments, model_config: Any) -> None:
+    """Compare --checkpoint_blocks with the model's layers, where its config tells how many there are.
+
+    Raises:
+        UsageError: with both numbers.
+    """
+    asked, there = args.recomputed_blocks, plan.block_count(model_config.to_dict())
+    if asked is not None and there is not None and asked > there:
+        raise UsageError(
+            f"--checkpoint_blocks {asked}, but {args.model_name_or_path} has {there} blocks: give a number from 1 to {there}, "
+            "auto, or leave it out to recompute all"
+        )
