@@ -48,6 +48,20 @@ def once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return values
 
 
+class _Exponent(float):
+    """A number that YAML 1.1 takes for text, since it has no point (1e-3); it prints as written: a name may be meant (run 12e4)."""
+
+    written: str
+
+    def __new__(cls, written: str) -> _Exponent:
+        made = super().__new__(cls, written)
+        made.written = written
+        return made
+
+    def __str__(self) -> str:
+        return self.written
+
+
 def _yaml(text: str) -> Any:
     import yaml
 
@@ -57,9 +71,9 @@ def _yaml(text: str) -> Any:
                 once([(self.construct_object(key, deep=True), None) for key, _ in node.value])
             return super().construct_mapping(node, deep)
 
-    # YAML 1.1 takes 1e-3 for text, since it has no point
     number = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    Loader.add_implicit_resolver("!exponent", number, list("-+0123456789"))
+    Loader.add_constructor("!exponent", lambda _, node: _Exponent(node.value))
     values = yaml.load(text, Loader)
     try:
         json.dumps(values, default=str, skipkeys=True)

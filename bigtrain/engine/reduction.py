@@ -229,6 +229,10 @@ class Reduction:
         self._see(param)
         self._reduce(param, *group)
 
+    def kept_sums(self) -> list[torch.Tensor]:
+        """Memory of sums of gradients that stays from step to step, where DeepSpeed knows nothing of it."""
+        return [] if self._kept_sums is None else self._kept_sums.tensors()
+
     def _see(self, param: torch.nn.Parameter) -> None:
         """Note that a parameter's gradient has come.
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class KeptSums:
     """Substitutes what makes the buffers on one DeepSpeed optimizer instance.
@@ -45,6 +47,10 @@ class KeptSums:
         if self._keep and (made.flat_partition.is_cuda or not self.on_gpu_only):
             self._kept[group] = made
         return made
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What is kept, on its device also between steps."""
+        return [kept.flat_partition for kept in self._kept.values()]
 
     def begin_backward(self, only: bool) -> None:
         """Before each backward; with `only`, which is all of its step, nothing is kept: the next forward may be the largest."""

@@ -30,9 +30,11 @@ def compute_in_fp32(model: torch.nn.Module) -> None:
                     stats.data = stats.data.float()
 
 
-def _forward_in_fp32(layer: torch.nn.Module, own: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _forward_in_fp32(layer: torch.nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    x, *rest = (*args, *kwargs.values())  # the activations come first, by whatever name they are given
     with _raised(layer):
-        return own(x.float(), *args, **kwargs).to(x.dtype)
+        out = own(x.float(), *args[1:], **kwargs) if args else own(**dict(zip(kwargs, (x.float(), *rest))))
+    return out.to(x.dtype)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ together; ranks of other hosts hear of it by the watch.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import sys
@@ -167,7 +168,8 @@ def held_bytes(model: Any, engine: Any, device: torch.device) -> dict[str, int]:
     out = dict.fromkeys(CATEGORIES, 0)
     inner = getattr(getattr(engine, "_ds", None), "optimizer", None)  # DeepSpeed's: looked at after the fact only
     params = list(model.parameters()) if model is not None else []
-    parts = (weights(params, inner), gradients(params, inner), states(inner))
+    sums = engine._reduction.kept_sums() if inner is not None else []
+    parts = (weights(params, inner), itertools.chain(sums, gradients(params, inner)), states(inner))
     for name, tensors in zip(CATEGORIES, parts):
         for tensor in tensors:
             storage = tensor.untyped_storage()

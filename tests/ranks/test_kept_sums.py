@@ -11,6 +11,7 @@ from bigtrain.engine import Engine
 from bigtrain.engine.sums import KeptSums
 from bigtrain.models import build_model
 from bigtrain.optim.stream import Stream
+from bigtrain.run.shortage import held_bytes
 from bigtrain.zero import flat
 from tests.ranks.test_optim_stream import Late
 from tests.ranks.tiny import VOCAB, Block, TinyLM, config, rows, share, whole_weights
@@ -66,6 +67,9 @@ def _train(optimizer, where, keep):
             result = engine.train_step(batches)
             curve.append((result.loss, result.grad_norm if result.applied else None, result.applied))
             buffers.append([kept.flat_partition.data_ptr() for kept in sums._kept.values()])
+            if not where:  # out of memory in the next forward, they are not called activations
+                held = held_bytes(model, engine, torch.device("cpu"))["gradients"]
+                assert held == sum(kept.flat_partition.nbytes for kept in sums._kept.values())
             if step == 1:
                 curve.append(engine.evaluate(share(rows(50, 12), engine.rank, engine.world_size, 1)).loss)
         weights = whole_weights(model)

@@ -16,6 +16,7 @@ from bigtrain.models import (
     refuse_batchnorm_micro_batch_1,
     set_moe_leaf_modules,
 )
+from bigtrain.models.batchnorm import compute_in_fp32
 from bigtrain.weights.companions import exported_config
 from tests.ranks import families
 
@@ -173,6 +174,13 @@ def test_fused_experts_and_decoders_need_nothing():
 
 
 # ---------------------------------------------------------------- BatchNorm and dtypes
+
+
+def test_a_bf16_batchnorm_takes_its_activations_by_name():
+    model = nn.Sequential(nn.BatchNorm1d(3)).bfloat16()
+    compute_in_fp32(model)
+    x = torch.randn(4, 3).bfloat16()
+    assert torch.equal(model[0](input=x), model[0](x))
 
 
 def test_batchnorm_with_a_micro_batch_of_one_is_refused():

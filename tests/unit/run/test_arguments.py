@@ -406,6 +406,14 @@ def test_run_file(base, tmp_path, kind):
     assert parse(["--config", str(file), "--learning_rate", "2e-5"]).learning_rate == 2e-5
 
 
+def test_a_name_that_looks_like_a_number_is_taken_as_it_is_written(base, tmp_path):
+    """`12e34567`, a short commit id, became `inf`, and `12e4` `120000.0`."""
+    rest = "".join(f"{k}: {v}\n" for k, v in as_mapping(base).items() if k not in ("output_dir", "learning_rate"))
+    (tmp_path / "run.yaml").write_text(rest + "output_dir: 12e4\nrun_name: 12e34567\nlearning_rate: 1e-3\n")
+    args = parse([str(tmp_path / "run.yaml")])
+    assert (args.output_dir, args.run_name, args.learning_rate) == ("12e4", "12e34567", 1e-3)
+
+
 def test_no_tracker_in_a_run_file_is_none(base, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({**as_mapping(base), "report_to": []}))
     assert parse([str(tmp_path / "run.json")]).trackers == ()

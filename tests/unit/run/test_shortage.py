@@ -1,5 +1,7 @@
 """Out of memory explained: categories of planned and held bytes, and what would fit instead."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -34,7 +36,8 @@ def test_held_counts_each_storage_once_and_only_on_the_device():
     model.weight.grad = torch.zeros(10, 100)
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.step()
-    engine = type("E", (), {"_ds": type("D", (), {"optimizer": optimizer})()})()
+    reduction = SimpleNamespace(kept_sums=lambda: [model.weight.grad])
+    engine = SimpleNamespace(_ds=SimpleNamespace(optimizer=optimizer), _reduction=reduction)
     held = held_bytes(model, engine, torch.device("cpu"))
     # Adam: two moments of 4,000 bytes and its step count; the weight is in its groups too and counts once.
     assert held["weights"] == 4000 and held["gradients"] == 4000 and held["optimizer states"] == 8004
