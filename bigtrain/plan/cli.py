@@ -22,7 +22,7 @@ from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.impossible import refuse_wrong_types
 from bigtrain.plan.inputs import Checkpointing, PlanInput, plan_input
 from bigtrain.plan.leaf_choice import LeafBlocks, LeafChoice, as_said, choose_leafs, leafed
-from bigtrain.plan.longest import longest
+from bigtrain.plan.longest import length_text, longest
 from bigtrain.plan.machine import LOCK_LEAST_BYTES, expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
 from bigtrain.plan.roofline import Rates, rates_from, speed_numbers, step_time, stored_rates
@@ -316,6 +316,7 @@ def run(args: argparse.Namespace) -> int:
         settle = partial(settled, gpu=gpu, host=host, rates=rates, share=share is None, blocks=args.blocks == AUTO)
         if args.seq_len == MAX:  # buffers take what is left
             base = longest(base, gpu, host, position_limit(config) if config else None, partial(settle, buffers=False))
+            print(f"seq_len {MAX}: {length_text(base.seq_len, position_limit(config) if config else None)}", file=sys.stderr)
         base = settle(base, buffers=buffers)
         leafs = choose_leafs(base, gpu, host) if args.leaf_blocks == AUTO else None
         if leafs is not None:
@@ -333,8 +334,7 @@ def _print_choice(args: argparse.Namespace, choice: Choice, rates: Rates, assume
         said = {**choice.to_json(), **_values(assumed), "plan": plan.to_json() if plan else None}
         print(json.dumps({**said, **({"measured": measured} if measured else {})}, indent=2))
     else:
-        print(assumed_text(assumed), end="")
-        print(choice_text(choice))
+        print(assumed_text(assumed) + choice_text(choice))
         if best is not None and plan is not None:
             print(f"\n{measured_text(measured)}chosen: {best.describe()}\n")
             print(plan_text(plan, gpu, host, rates, args.formulas))
@@ -442,8 +442,9 @@ def _print_plan(
         limits = {"gpu_memory_bytes": gpu, "host_memory_bytes": host, "fits": fits}
         print(json.dumps({**plan.to_json(), **_values(assumed), **speed, **said, **limits}, indent=2))
     else:
-        print(assumed_text(assumed), end="")
-        print(plan_text(plan, gpu, host, rates, args.formulas))
+        print(assumed_text(assumed) + plan_text(plan, gpu, host, rates, args.formulas))
         print(_leafs_text(leafs), end="")
+        if not fits:
+            print("what would fit: `bigtrain plan --auto`, same model and memory, without --ds_config, --stage, --offload")
         _warn_about_locks(plan)
     return 0 if fits else DOES_NOT_FIT

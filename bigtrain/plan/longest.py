@@ -35,3 +35,9 @@ def longest(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * STEP_TOKENS) else (low, middle)
     return plan.but(seq_len=low * STEP_TOKENS)
+
+
+def length_text(tokens: int, limit: int | None) -> str:
+    """What a length that `longest` found is bound by."""
+    bound = "as many positions as the model has" if tokens == limit else "as many as fit, if any do"
+    return f"{tokens:,} tokens, {bound}"

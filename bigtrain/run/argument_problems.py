@@ -278,7 +278,7 @@ def _problems_with_files(args: TrainArguments) -> Iterator[str]:
                 f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(shapes.names())}"
             )
         if not args.tokenizer_name_or_path:
-            yield "tokenizer_name_or_path is needed: a preset has no tokenizer of its own"
+            yield "tokenizer_name_or_path is needed: a preset has no tokenizer of its own; any folder or hub id with one, as out/stdlib/tokenizer after `make train`"
     elif why := _no_such_folder(model):
         yield f"model_name_or_path: {why}"
     elif why := _no_model(Path(model).expanduser()):

@@ -30,10 +30,33 @@ LIMITS = ("--gpu_memory", "80GB", "--host_memory", "1TB")
 
 def test_exit_codes_say_whether_it_fits(capsys):
     assert run("--model", "preset:llama-1b", *LIMITS) == 0
+    assert "what would fit" not in capsys.readouterr().out
     assert run("--model", "preset:llama-1b", "--gpu_memory", "4GiB", "--host_memory", "1TB") == 3
     assert run("--model", "preset:llama-1b", "--offload", "all", "--gpu_memory", "80GB", "--host_memory", "8GiB") == 3
     out = capsys.readouterr().out
     assert "GPU: needs" in out and "DOES NOT FIT, short by" in out
+    assert out.count("what would fit: `bigtrain plan --auto`") == 2
+
+
+def test_the_longest_sequence_says_what_bounds_it(capsys):
+    for model, why in (
+        ("preset:llama-8b", "8,192 tokens, as many positions as the model has"),
+        ("preset:llama-8b-1m", "as many as fit"),
+    ):
+        run(
+            "--model",
+            model,
+            "--stage",
+            2,
+            "--optim",
+            "adamw_split_8bit",
+            "--seq_len",
+            "max",
+            "--gradient_checkpointing",
+            "--gpu_memory",
+            "140GiB",
+        )
+        assert why in capsys.readouterr().err
 
 
 def test_json_has_rows_that_sum(capsys):
