@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,11 @@ def run_export(args: argparse.Namespace) -> int:
         raise UsageError(
             f"{args.out} holds {listing(there)}: name another folder, or add --overwrite to replace the model there by that of {args.checkpoint}"
         )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        import torch
+
+        if not torch.distributed.is_initialized():  # each would wait for the others' files without hearing of them
+            torch.distributed.init_process_group("gloo")
     tagged = path if args.tag is None else store.named(path, args.tag)
     how = {"dtype": args.dtype, "model_dir": args.model, "max_shard_bytes": int(args.max_shard_gb * 1e9)}
     if not is_checkpoint(tagged) and (tagged.exists() or not is_checkpoint(path)):
@@ -112,10 +118,11 @@ def run_export(args: argparse.Namespace) -> int:
         from bigtrain.checkpoint.export import export_checkpoint
 
         done = export_checkpoint(tagged, args.out, **how)
-    sys.stdout.write(
-        f"{done.source} -> {done.path}: {done.tensors} tensors, {done.bytes / 1e9:.3f} GB in {len(done.files)} file{'s' * (len(done.files) != 1)}, "
-        f"{done.seconds:.1f} s\n"
-    )
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.write(
+            f"{done.source} -> {done.path}: {done.tensors} tensors, {done.bytes / 1e9:.3f} GB in {len(done.files)} file{'s' * (len(done.files) != 1)}, "
+            f"{done.seconds:.1f} s\n"
+        )
     return 0
 
 

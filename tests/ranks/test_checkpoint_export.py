@@ -1,6 +1,8 @@
 """`bigtrain verify`, `inspect` and `export` on checkpoints of real engines."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,24 @@ def test_export_of_a_model_without_config_and_refusal_of_damage(rank_pool, tmp_p
     assert "is damaged: master of" in capsys.readouterr().err and not (tmp_path / "again").exists()
     assert cli.main(["verify", str(tmp_path / "run")]) == 1
     assert "rank-00001-of-00002.safetensors is damaged: master of" in capsys.readouterr().err
+
+
+def test_the_verb_starts_its_ranks(rank_pool, tmp_path):
+    """Under torchrun each rank waited for ever: nobody had made a process group."""
+    rank_pool(1).run(_llama, tmp_path, 2, "adamw_torch")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "bigtrain",
+        "export",
+    ]
+    done = subprocess.run([*command, str(tmp_path / "run"), str(tmp_path / "out")], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tensors") == 1
+    ours, direct = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "direct"))
+    assert all(torch.equal(ours[n].float(), direct[n].float()) for n in direct)
