@@ -98,8 +98,8 @@ def run_export(args: argparse.Namespace) -> int:
     """Write a Hugging Face folder from a checkpoint, bigtrain's or DeepSpeed's; alone, or on several ranks under torchrun."""
     path = Path(args.checkpoint)
     _refuse_missing(path)
-    out = Path(args.out).expanduser()
-    if not args.overwrite and out.is_dir() and (there := sorted(p.name for p in out.iterdir())):
+    out = os.path.expanduser(args.out)
+    if not args.overwrite and os.path.isdir(out) and (there := sorted(os.listdir(out))):
         raise UsageError(
             f"{args.out} holds {listing(there)}: name another folder, or add --overwrite to replace the model there by that of {args.checkpoint}"
         )
@@ -113,11 +113,11 @@ def run_export(args: argparse.Namespace) -> int:
     if not is_checkpoint(tagged) and (tagged.exists() or not is_checkpoint(path)):
         from bigtrain.weights.deepspeed_export import export_deepspeed
 
-        done = export_deepspeed(args.checkpoint, args.out, tag=args.tag, **how)
+        done = export_deepspeed(args.checkpoint, out, tag=args.tag, **how)
     else:
         from bigtrain.checkpoint.export import export_checkpoint
 
-        done = export_checkpoint(tagged, args.out, **how)
+        done = export_checkpoint(tagged, out, **how)
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write(
             f"{done.source} -> {done.path}: {done.tensors} tensors, {done.bytes / 1e9:.3f} GB in {len(done.files)} file{'s' * (len(done.files) != 1)}, "
