@@ -60,7 +60,8 @@ def test_export_of_a_checkpoint_equals_the_engines_own(rank_pool, tmp_path, stag
     assert cli.main(["inspect", str(tmp_path / "run" / "checkpoint-2"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 2
     assert cli.main(["inspect", str(tmp_path / "out")]) == 0
-    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--model", str(tmp_path / "out")]) == 2
+    onto_itself = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--overwrite", "--model", str(tmp_path / "out")]
+    assert cli.main(onto_itself) == 2
     assert "is the model folder itself" in capsys.readouterr().err  # the base model's weights were replaced
 
 
