@@ -1,6 +1,7 @@
-"""Tests; `python_path` is what a process that a test starts finds packages by."""
+"""Tests; what processes that a test starts have in common."""
 
 import os
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -9,3 +10,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def python_path() -> str:
     """This checkout first, then what PYTHONPATH held: dependencies may be reachable by it alone."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def torchrun(ranks: int) -> list[str]:
+    """The command that starts so many ranks on this host; a script or `-m` and a module follow."""
+    return [sys.executable, *f"-m torch.distributed.run --standalone --nproc_per_node {ranks}".split()]

@@ -72,7 +72,7 @@ _MOST_PARTS = 32
 MICRO_STEP = ("steady forward", "loss", "loss backward", "backward", "bucket flush")
 
 
-class Run(Losses):
+class Run:
     """Forward and backward over the blocks; everything that is not about parameters and gradients."""
 
     def __init__(self, plan: PlanInput, tape: Tape, shards: Sharding):
@@ -83,6 +83,7 @@ class Run(Losses):
         self.before, self.after = self.parts.before, self.parts.after
         self.head = self.parts.head if self.g.vocab else []
         self.tied = bool(plan.parameters.tied)
+        self.losses = Losses(plan, tape, self.head, self.tied, self._open_backward, self._grad)
         self.costs = {
             b: block_bytes(self.g, self.t, plan.kernels, b, plan.seq_len, plan.device, plan.tile_tokens)
             for b in self._distinct_blocks()
@@ -215,7 +216,7 @@ class Run(Losses):
         self.tape.phase("loss")
         self.shards.fetch("head", self.head, backward=True, steady=steady)
         if self.g.vocab:
-            self._head_and_loss()
+            self.losses.run()
         else:
             self._open_backward()
         self.shards.release("head")

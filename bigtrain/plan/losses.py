@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from bigtrain.plan.activations import fused_loss_rows
 from bigtrain.plan.constants import CHUNK_LOGITS, SCALED_AT_A_TIME
-from bigtrain.plan.geometry import Geometry
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.tape import Tape
 
 
 class Losses:
-    """Forward and backward of the head and the cross entropy; `device.Run` has the rest of a micro step."""
+    """Forward and backward of the head and the cross entropy of one plan.
 
-    plan: PlanInput
-    tape: Tape
-    g: Geometry
-    t: int
-    head: list[int]
-    tied: bool
-    micro: int
-    last: bool
+    Args:
+        head: parameters of the head. tied: it is the embedding too.
+        open_backward: the backward of the micro step begins. deliver: autograd delivers the gradient of a parameter.
+    """
 
-    def _grad(self, i: int) -> None:
-        """Autograd delivers a gradient, unless the parameter is frozen."""
-        raise NotImplementedError
+    def __init__(
+        self,
+        plan: PlanInput,
+        tape: Tape,
+        head: Sequence[int],
+        tied: bool,
+        open_backward: Callable[[], None],
+        deliver: Callable[[int], None],
+    ):
+        self.plan, self.tape, self.head, self.tied = plan, tape, head, tied
+        self.g, self.t = plan.geometry, plan.tokens
+        self._open_backward, self._deliver = open_backward, deliver
 
-    def _open_backward(self) -> None:
-        """The backward of the micro step begins."""
-        raise NotImplementedError
-
-    def _head_and_loss(self) -> None:
+    def run(self) -> None:
+        """One micro step's."""
         match self.plan.loss_kind:
             case "full":
                 self._full_loss()
@@ -127,4 +130,4 @@ class Losses:
             self.tape.hold("tied", 2 * self.g.vocab * self.g.hidden, "gradient of the tied matrix")
             return
         for i in self.head:
-            self._grad(i)
+            self._deliver(i)

@@ -12,7 +12,7 @@ from bigtrain.memory.pinned import HostMemory
 from bigtrain.optim.lanes import Streams
 from bigtrain.optim.split import AdamWSplit
 from bigtrain.optim.stream import Stream
-from tests import python_path
+from tests import python_path, torchrun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -156,15 +156,7 @@ def test_two_cards_that_give_each_other_chunks_train_as_those_that_gather_once(t
         )
         (tmp_path / "story.py").write_text(code)
         env = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cuda"}
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            "2",
-            str(tmp_path / "story.py"),
-        ]
+        command = [*torchrun(2), str(tmp_path / "story.py")]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr[-3000:]
         found.append([json.loads((tmp_path / f"{file.name}{rank}").read_text()) for rank in (0, 1)])

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from safetensors.torch import load_file
 from bigtrain import cli
 from bigtrain.engine import Engine
 from bigtrain.models import build_model
+from tests import torchrun
 from tests.ranks.test_checkpoint_engine import _engine, _step
 from tests.ranks.tiny import VOCAB, config, rows
 
@@ -96,18 +96,8 @@ def test_export_of_a_model_without_config_and_refusal_of_damage(rank_pool, tmp_p
 def test_the_verb_starts_its_ranks(rank_pool, tmp_path):
     """Under torchrun each rank waited for ever: nobody had made a process group."""
     rank_pool(1).run(_llama, tmp_path, 2, "adamw_torch")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "-m",
-        "bigtrain",
-        "export",
-    ]
-    done = subprocess.run([*command, str(tmp_path / "run"), str(tmp_path / "out")], capture_output=True, text=True, timeout=60)
+    command = [*torchrun(2), "-m", "bigtrain", "export", str(tmp_path / "run"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tensors") == 1
     ours, direct = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "direct"))

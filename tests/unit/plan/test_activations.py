@@ -193,7 +193,7 @@ def test_bytes_of_the_fused_loss_are_those_of_its_tensors(stage):
     tape.phase("loss")
     run.shards.start_backward = lambda *_: None
     run._grad = lambda i: None
-    run._fused_loss()
+    run.losses._fused_loss()
     assert tape.ledger().peak_bytes == 2 * t * g.hidden + 2 * g.vocab * g.hidden + 2 * 2048 * g.vocab
 
 
