@@ -23,7 +23,8 @@ class BlockBytes:
         routing: router logits and gathered tokens of a sparse block. chosen: one tensor of its experts' inputs, or of their results.
         in_passing: the same where liger-kernel's experts do not keep it. shared: one feed-forward tensor of experts that all tokens use.
         forward_extra: most that is held for a moment in forward and not kept.
-        forward_attention: most that attention holds in forward where nothing is kept, if it has no fused kernel.
+        forward_attention: most that attention holds in forward where nothing is kept, if it has no fused kernel; scores_passing: beside
+            what it keeps, where it keeps it.
         attention_extra: gradients inside attention's backward (dout, dq, dk, dv, fp32 accumulator, expanded dk and dv).
         norm_extra: temporaries of a norm's backward.
         feed: width in bytes of one feed-forward tensor (2 t f).
@@ -42,6 +43,7 @@ class BlockBytes:
     routing: int
     forward_extra: int
     forward_attention: int
+    scores_passing: int
     attention_extra: int
     norm_extra: int
     feed: int
@@ -82,13 +84,15 @@ def norm_passing(g: Geometry, t: int, kernels: str) -> int:
 
 @dataclass(frozen=True)
 class _Attention:
-    """Bytes: kept for backward; most that a forward without gradients holds; gradients; results of the products; of one operator."""
+    """Bytes: kept for backward; most that a forward without gradients holds; gradients; results of the products; of one operator;
+    most that a forward holds beside what it keeps."""
 
     kept: int
     forward: int
     backward: int
     results: int
     fused: tuple[int, ...] = ()
+    in_passing: int = 0
 
 
 def _attention(g: Geometry, t: int, seq_len: int, device: str, bias: bool) -> _Attention:
@@ -114,9 +118,12 @@ def _by_operations(g: Geometry, t: int, seq_len: int, device: str) -> _Attention
     low, dropped = k.matrix == 2, 2 if k.attention_dropout else 0
     mask = _mask_bytes(device) + (2 if low else 0) if dropped else 0
     kept = wide + views + (k.matrix + mask) * matrix
-    forward = (4 + dropped if low else 10) * matrix
+    in_passing = (k.scores_passing + (dropped if low else 0)) * matrix
     passing = ((4 if low else 6) - dropped) * matrix  # what dropout left is freed before the softmax's gradient comes
-    return _Attention(kept, forward, _grads(g, t) + wide + passing, _grads(g, t) + 2 * t * _out(g) + 2 * matrix)
+    forward = _grads(g, t) + 2 * t * 3 * g.query + (k.matrix - k.capped + k.handed_on) * matrix + in_passing
+    results = _grads(g, t) + 2 * t * _out(g) + 2 * matrix
+    # Gradients of queries and keys come once the matrices are gone.
+    return _Attention(kept, forward, 2 * t * g.query + passing, results, in_passing=in_passing)
 
 
 def _in_fp32(g: Geometry, t: int, seq_len: int) -> _Attention:
@@ -227,8 +234,9 @@ def _whole_block(g: Geometry, t: int, kernels: str, block: int, seq_len: int, de
         middle=middle,
         gate=gate,
         routing=0 if dense else _routing(g, t) - (2 * chosen if fused_experts else 0),
-        forward_extra=max(3 * feed + 4 * t * d + (chosen if fused_experts else 0), (4 if fused else 14) * t * d),
+        forward_extra=max(_feed_forward_extra(g, t, feed, dense) + (chosen if fused_experts else 0), (4 if fused else 14) * t * d),
         forward_attention=max(a.forward for a in parts),
+        scores_passing=max(a.in_passing for a in parts),
         attention_extra=max(a.backward for a in parts),
         norm_extra=norm_passing(g, t, kernels),
         feed=feed,
@@ -240,6 +248,13 @@ def _whole_block(g: Geometry, t: int, kernels: str, block: int, seq_len: int, de
         shared=shared,
     )
     return replace(found, results_used=min(used, found.kept))
+
+
+def _feed_forward_extra(g: Geometry, t: int, feed: int, dense: bool) -> int:
+    """Most that a feed-forward part holds in forward where nothing is kept: two inputs and their product, or every step of gpt-oss's
+    experts, whose names last until all are done (transformers/integrations/moe.py, modeling_gpt_oss.py `_apply_gate`)."""
+    own = g.keeps.own_experts and not dense
+    return (9 if own else 3) * feed + 4 * t * g.hidden + (2 * t * g.hidden * g.experts_per_token if own else 0)
 
 
 def _norms(g: Geometry, t: int, kernels: str, cross: bool) -> tuple[int, int]:

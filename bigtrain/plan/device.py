@@ -128,6 +128,7 @@ class Run:
         tape.hold("batch", 24 * t, "batch")
         tape.hold("rotary", self._rotary_bytes(), "rotary tables")
         tape.hold("scores", g.keeps.scores * t * self.plan.seq_len * g.heads, "bias of all scores")
+        tape.hold("masks", 2 * g.keeps.causal_masks * t * self.plan.seq_len, "causal masks")
         self.shards.fetch("embedding", self.before, backward=False, steady=steady)
         tape.hold(("stream", 0), 2 * t * g.hidden, "activations, embedding and final norm")
         self.shards.release("embedding")
@@ -136,6 +137,8 @@ class Run:
         tape.hold("final norm", norm_kept(g, t, self.plan.kernels), "activations, embedding and final norm")
         # The last block's output is among what the norm keeps, the embedding's among the first block's.
         tape.drop(("stream", 0))
+        if not self.recomputed:
+            tape.drop("masks")
 
     def _rotary_bytes(self) -> int:
         """Cosines and sines in bf16, made once for all blocks, or for those of a sliding window and the others."""
@@ -163,6 +166,8 @@ class Run:
             return max(cost.stream, 2 * cost.feed)
         if cost.in_passing:  # liger-kernel's experts: what the last product reads, and its results, beside their sum
             return cost.stream + cost.in_passing + cost.feed - cost.shared
+        if self.g.keeps.own_experts and cost.chosen:  # clamped up, the bias of each row; its results are not there yet
+            return max(cost.stream, 3 * cost.feed - cost.chosen)
         if again and not self.of_tile and self.g.norms <= 2:
             return max(cost.stream, cost.chosen)
         if self.of_tile:
@@ -197,6 +202,7 @@ class Run:
         there = cost.stream if again and (self.plan.kernels == "liger" or not self.g.rms) else 0
         tape.hold(("norm1", block), cost.first_norm - there, "activations, norms")
         tape.hold(("attention", block), cost.attention, "activations, attention")
+        tape.touch(cost.scores_passing, "activations, in passing")
         tape.hold(("norm2", block), cost.second_norm, "activations, norms")
         tape.hold(("routing", block), cost.routing - 2 * cost.chosen, "activations, experts")
         for key in experts.keys(block):
@@ -234,7 +240,7 @@ class Run:
         tape.hold("dstream", 2 * self.t * self.g.hidden, "backward, residual stream")
         for block in reversed(self.blocks):
             self._block_backward(block, steady)
-        tape.drop("scores")
+        tape.drop("scores", "masks")
         self.shards.fetch("embedding", self.before, backward=False, steady=steady)
         for i in reversed(self.before):
             if self.plan.trains[i]:

@@ -72,7 +72,10 @@ class Keeps:
         activation: of the feed-forward width, beyond the activation's output; its backward makes as much as `derivative` in passing.
         router: of the residual stream's width, in a sparse block.
         fused_experts: liger-kernel has routed experts for this family. own_experts, own_qk_norm: it leaves these as they are.
-        matrix: for each head and key, where attention is made of single operations; 0: it goes through sdpa.
+        matrix: for each head and key, where attention is made of single operations; 0: it goes through sdpa. Beside it a forward holds
+            `scores_passing` at most; `capped` of it are there because tanh keeps its own result, and `handed_on` stays until the next
+            block has returned, whatever is kept.
+        causal_masks: of all tokens of a row for each token, made once for all blocks by a model whose attention is single operations.
         mask: for each key (a mask that each block makes for itself). scores: for each head and key, of a bias that the model makes for all.
         window: tokens that a sliding window sees, where it is a dense mask in longer rows, here of all blocks; 0: it is none.
         masked: sdpa is given a dense mask, which it keeps, and keys and values repeated for each head of queries.
@@ -96,6 +99,10 @@ class Keeps:
     own_experts: bool = False
     own_qk_norm: bool = False
     matrix: int = 0
+    scores_passing: int = 0
+    capped: int = 0
+    handed_on: int = 0
+    causal_masks: int = 0
     mask: int = 0
     scores: int = 0
     window: int = 0
@@ -146,6 +153,8 @@ FAMILIES: dict[str, Keeps] = {
 _MATRIX = {"gemma2": 6, "bloom": 6, "gpt_oss": 2}
 # The same where a class that has sdpa is told to do without.
 _EAGER, _EAGER_IN_BF16 = 6, {"gpt2": 2, "falcon": 2}
+# Beside these, a forward holds scores in bf16 and an fp32 copy of them; these classes have names for more of their steps.
+_PASSING, _PASSING_IN_BF16, _PASSING_OF = 4, 2, {"bloom": 6, "gpt_oss": 4, "falcon": 4}
 _EAGER_IS_ESTIMATED = {"falcon", "gptj", "deepseek_v2", "deepseek_v3"}
 # Bytes that an activation keeps beyond its output: one operation of torch's its input or nothing, those made of several more.
 ACTIVATIONS = {
@@ -222,10 +231,10 @@ def keeps(kind: str, c: Values, attention: Attention) -> Keeps:
     attention_key, attention_default = _ATTENTION.get(kind, ("attention_dropout", 0.0))
     dropped = bool(masks and c.get(key, default))
     matrix = _MATRIX.get(kind, _EAGER_IN_BF16.get(kind, _EAGER) if attention == "eager" else 0)
-    if kind == "gemma2" and c.get("attn_logit_softcapping", 50.0):
-        matrix += 2
+    passing = _PASSING_OF.get(kind, _PASSING_IN_BF16 if matrix == 2 else _PASSING)
+    capped = 2 if kind == "gemma2" and c.get("attn_logit_softcapping", 50.0) else 0
     if attention == "flex":  # its kernels cap scores themselves, and sinks change only what comes out
-        matrix = 0
+        matrix = passing = capped = 0
     # Falcon drops in attention with ALiBi only, where it then drops the residual stream too: rare enough to be left out.
     in_attention = kind != "falcon" and bool(c.get(attention_key, attention_default))
     return replace(
@@ -235,7 +244,11 @@ def keeps(kind: str, c: Values, attention: Attention) -> Keeps:
         own_qk_norm=kind in _OWN_QK_NORM,
         masks=masks if dropped else 0,
         feed_mask=found.feed_mask and dropped,
-        matrix=matrix,
+        matrix=matrix + capped,
+        scores_passing=passing if matrix else 0,
+        capped=capped,
+        handed_on=2 if matrix and kind == "bloom" else 0,
+        causal_masks=_causal_masks(kind, c) if matrix else 0,
         window=0 if attention == "varlen" else _window(kind, c),
         masked=attention == "masked",
         unseen=attention == "flex",
@@ -286,6 +299,14 @@ def _window(kind: str, c: Values) -> int:
     if "sliding_attention" not in types if types else kind not in _WINDOWS:
         return 0
     return int(c.get("sliding_window", _WINDOWS.get(kind, 0)) or 0)
+
+
+def _causal_masks(kind: str, c: Values) -> int:
+    """One, and another of a sliding window where blocks of both kinds take turns."""
+    if kind in _BERT or kind in T5 or kind == "vit":
+        return 0
+    types = c.get("layer_types")
+    return len(set(types)) if types else 2 if kind in ("gemma2", "gpt_oss", *_WHOLE_EVERY) else 1
 
 
 def _falcon(c: Values) -> Keeps:

@@ -78,6 +78,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "cuBLAS workspace": ("32 MiB for each of two threads", "torch aten/src/ATen/cuda/CublasHandlePool.cpp"),
     "rotary tables": ("4 t d_head", f"{_HF} *RotaryEmbedding.forward"),
     "bias of all scores": ("2 t x tokens of a row x heads", "transformers 5.24 modeling_falcon.py causal_mask, with ALiBi"),
+    "causal masks": ("2 t x tokens of a row, for each sort of blocks", "transformers 5.24 masking_utils.py eager_mask"),
     "batch": ("3 x 8 t", "input_ids, labels, position_ids in int64"),
     "update in passing": ("8 x a chunk (stage 0: a group); torch's AdamW on CPUs", "torch/optim/adam.py _single_tensor_adam"),
     "muon staging": ("momentum of a group once more", f"{_S2} _muon_staging_momentum"),

@@ -17,6 +17,7 @@ from bigtrain.plan.tape import Tape
 from tests.unit.plan.test_activations import NO_DROPOUT, sized
 
 ROWS, LENGTH, LAYERS = 2, 320, 3
+LONG = 768
 POSITIONS = {"max_position_embeddings": 512, "n_positions": 512}
 # One of each order of operations.
 FAMILIES = (
@@ -71,15 +72,15 @@ def config_of(name):
     return {key: value for key, value in config.items() if key != "mlp_only_layers"}
 
 
-def counted(config, recomputes):
+def counted(config, recomputes, attention="sdpa", length=LENGTH):
     """(most held in forward, in backward); gradients of weights go as soon as they are there."""
     hf = transformers.AutoConfig.for_model(**config)
-    model = transformers.AutoModelForCausalLM.from_config(hf, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+    model = transformers.AutoModelForCausalLM.from_config(hf, dtype=torch.bfloat16, attn_implementation=attention).train()
     (enable_activation_checkpointing if recomputes else disable_cache)(model)
     use_chunked_loss(model)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    ids = torch.randint(3, 100, (ROWS, LENGTH))
+    ids = torch.randint(3, 100, (ROWS, length))
     with _Held(model) as held:
         loss = model(input_ids=ids, labels=ids).loss
         held.phase = "backward"
@@ -89,8 +90,8 @@ def counted(config, recomputes):
 
 def planned(config, recomputes, **more):
     plan = plan_input(
-        config, micro_batch=ROWS, seq_len=LENGTH, device="cpu", kernels="hf", chunks_loss=True,
-        checkpointing="full" if recomputes else "none", **more,
+        config, micro_batch=ROWS, device="cpu", kernels="hf", chunks_loss=True,
+        checkpointing="full" if recomputes else "none", **{"seq_len": LENGTH, **more},
     )  # fmt: skip
     tape = Tape(unit=1)
     Run(plan, tape, _Taken(plan, tape)).micro_steps(steady=True)
@@ -103,6 +104,17 @@ def planned(config, recomputes, **more):
 def test_the_plan_holds_what_a_real_step_holds(name, recomputes):
     config = config_of(name)
     assert max(planned(config, recomputes)) == pytest.approx(max(counted(config, recomputes)), rel=0.03)
+
+
+@pytest.mark.parametrize("recomputes", (False, True), ids=("keeps", "recomputes"))
+@pytest.mark.parametrize("name", ("bloom", "gpt_oss", "gemma2", "llama", "gpt2"))
+def test_the_plan_holds_what_attention_of_single_operations_holds(name, recomputes):
+    """In long rows scores are nearly all there is: forward and backward each by itself, as either can be the most of a step."""
+    config = {**config_of(name), "max_position_embeddings": LONG, "n_positions": LONG}
+    for said, is_there in zip(
+        planned(config, recomputes, attention="eager", seq_len=LONG), counted(config, recomputes, "eager", LONG)
+    ):
+        assert said == pytest.approx(is_there, rel=0.05)
 
 
 @pytest.mark.parametrize("recomputes", (False, True), ids=("keeps", "recomputes"))
