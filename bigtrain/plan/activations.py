@@ -234,7 +234,9 @@ def _whole_block(g: Geometry, t: int, kernels: str, block: int, seq_len: int, de
         middle=middle,
         gate=gate,
         routing=0 if dense else _routing(g, t) - (2 * chosen if fused_experts else 0),
-        forward_extra=max(_feed_forward_extra(g, t, feed, dense) + (chosen if fused_experts else 0), (4 if fused else 14) * t * d),
+        forward_extra=max(
+            _feed_forward_extra(g, t, feed, dense) + (chosen if fused_experts else 0), (4 if fused else 14) * t * d
+        ),
         forward_attention=max(a.forward for a in parts),
         scores_passing=max(a.in_passing for a in parts),
         attention_extra=max(a.backward for a in parts),
