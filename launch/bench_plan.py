@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -106,6 +107,9 @@ def cell_again(row: dict[str, Any]) -> grid.Cell:
     if "leaf_module" not in row["ds_config"].get("zero_optimization", {}):  # else the file says it
         chosen = "leaf blocks" in row["predicted"].get("config", "")  # by auto, which older rows had not
         arguments.setdefault("leaf_blocks", "on" if chosen else "off")
+    blocks = re.search(r"(\d+) of \d+ blocks", row["predicted"].get("config", ""))
+    if blocks and arguments.get("checkpoint_blocks") == "auto":  # what it ran with, whatever would be chosen today
+        arguments["checkpoint_blocks"] = int(blocks[1])
     model = Path(arguments["model_name_or_path"])
     if not model.exists() and model.name in shapes.names():  # a folder that was written for the sweep (bench_load_cards.py)
         arguments["model_name_or_path"] = f"preset:{model.name}"
@@ -123,8 +127,9 @@ def predicted_again(row: dict[str, Any]) -> dict[str, Any]:
     """The row with what this code predicts for its cell."""
     limits = row["predicted"]
     machine = prediction.Machine(
-        device="cuda", card=row["card"], gpu_bytes=limits["gpu_limit_bytes"], host_bytes=limits["host_limit_bytes"]
-    )
+        device="cuda", card=row["card"], gpu_bytes=limits["gpu_limit_bytes"], host_bytes=limits["host_limit_bytes"],
+        transformers=row["versions"].get("transformers"),
+    )  # fmt: skip
     return {**row, "predicted": prediction.prediction(cell_again(row), machine)}
 
 

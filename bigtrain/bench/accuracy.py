@@ -6,6 +6,7 @@ Rows are those of OUT/rows.jsonl: what was predicted before the cell ran, and wh
 from __future__ import annotations
 
 import hashlib
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,14 +111,16 @@ def group_of(row: Row) -> str:
 def newest(rows: Iterable[Row]) -> list[Row]:
     """Of rows that ran one configuration, the last: the code that the others measured is gone.
 
-    One configuration: model, cards, batch, and in words what was planned. Caps, numbers of steps and where the weights came from count as
-    far as they are among these words.
+    One configuration: model, cards, batch, and in words what was planned, but for a number of blocks that the plan chose. Caps, numbers of
+    steps and where the weights came from count as far as they are among these words.
     """
-    found = {
-        (group_of(r), r["settings"].get("ds_config"), r["predicted"]["config"]): r
-        for r in sorted(rows, key=lambda r: r["ended"])
-    }
+    found = {(group_of(r), r["settings"].get("ds_config"), _words(r)): r for r in sorted(rows, key=lambda r: r["ended"])}
     return list(found.values())
+
+
+def _words(row: Row) -> str:
+    words = str(row["predicted"]["config"])
+    return re.sub(r" \d+ of \d+ blocks", "", words) if row["settings"].get("checkpoint_blocks") == "auto" else words
 
 
 def measured_need(row: Row) -> int:

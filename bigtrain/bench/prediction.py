@@ -15,10 +15,11 @@ from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cards import H100_FLOPS, peak_bf16_flops
 from bigtrain.plan.cli import model_config
 from bigtrain.plan.inputs import Checkpointing, PlanInput
+from bigtrain.plan.judge import time_on
 from bigtrain.plan.leaf_choice import LeafBlocks, as_said, with_leafs
 from bigtrain.plan.machine import expandable_segments
 from bigtrain.plan.predict import Plan
-from bigtrain.plan.roofline import step_time, stored_rates
+from bigtrain.plan.roofline import stored_rates
 from bigtrain.plan.settled import buffers_are_open, settled
 from bigtrain.plan.show import heading
 from bigtrain.plan.spilled import asked_share
@@ -30,13 +31,15 @@ _RUN_NAMES = {"per_device_train_batch_size": "micro_batch", "gradient_accumulati
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where the sweep runs. Sizes in bytes, None: not known (or, for the GPU, none there). `liger`: liger-kernel is installed."""
+    """Where the sweep runs. Sizes in bytes, None: not known (or, for the GPU, none there). `liger`: liger-kernel is installed.
+    `transformers`: its version; None: the installed one's."""
 
     device: str
     card: str
     gpu_bytes: int | None
     host_bytes: int | None
     liger: bool = True
+    transformers: str | None = None
 
 
 def run_values(cell: Cell) -> RunValues:
@@ -63,9 +66,8 @@ def _leafs(cell: Cell) -> LeafBlocks:
 def attention(cell: Cell, machine: Machine) -> plan.Attention:
     """Rows of a sweep are not packed unless told. Peers take sdpa."""
     asked = cell.arguments.get("attn_implementation", "auto" if cell.runner == "bigtrain" else "sdpa")
-    return plan.attention_of(
-        asked, cell.arguments.get("packing", "none"), machine.device, model_config(cell.model).get("model_type")
-    )
+    kind = model_config(cell.model).get("model_type")
+    return plan.attention_of(asked, cell.arguments.get("packing", "none"), machine.device, kind, machine.transformers)
 
 
 def kernels(cell: Cell, machine: Machine) -> dict[str, Any]:
@@ -186,7 +188,7 @@ def prediction(cell: Cell, machine: Machine) -> dict[str, Any]:
     except Exception as error:  # values of a type that the program will refuse: the cell says so
         return {"none": f"no plan: {error!r}"}
     gpu, host = limits(cell, machine)
-    time, allocated = step_time(found.input, stored_rates(machine.device)), found.gpu.steps_bytes
+    time, allocated = time_on(found, gpu, stored_rates(machine.device)), found.gpu.steps_bytes
     return {
         "config": spelled(found.input),
         "gpu_allocated_bytes": allocated,

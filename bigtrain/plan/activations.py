@@ -24,7 +24,7 @@ class BlockBytes:
         in_passing: the same where liger-kernel's experts do not keep it. shared: one feed-forward tensor of experts that all tokens use.
         forward_extra: most that is held for a moment in forward and not kept.
         forward_attention: most that attention holds in forward where nothing is kept, if it has no fused kernel; scores_passing: beside
-            what it keeps, where it keeps it.
+            what it keeps, where it keeps it; scores: the largest tensor of these.
         attention_extra: gradients inside attention's backward (dout, dq, dk, dv, fp32 accumulator, expanded dk and dv).
         norm_extra: temporaries of a norm's backward.
         feed: width in bytes of one feed-forward tensor (2 t f).
@@ -44,6 +44,7 @@ class BlockBytes:
     forward_extra: int
     forward_attention: int
     scores_passing: int
+    scores: int
     attention_extra: int
     norm_extra: int
     feed: int
@@ -85,7 +86,7 @@ def norm_passing(g: Geometry, t: int, kernels: str) -> int:
 @dataclass(frozen=True)
 class _Attention:
     """Bytes: kept for backward; most that a forward without gradients holds; gradients; results of the products; of one operator;
-    most that a forward holds beside what it keeps."""
+    most that a forward holds beside what it keeps; of one tensor of scores."""
 
     kept: int
     forward: int
@@ -93,6 +94,7 @@ class _Attention:
     results: int
     fused: tuple[int, ...] = ()
     in_passing: int = 0
+    scores: int = 0
 
 
 def _attention(g: Geometry, t: int, seq_len: int, device: str, bias: bool) -> _Attention:
@@ -105,7 +107,7 @@ def _attention(g: Geometry, t: int, seq_len: int, device: str, bias: bool) -> _A
     if g.keeps.matrix:
         return _by_operations(g, t, seq_len, device)
     if g.keeps.plain or (device == "cpu" and (g.keeps.attention_dropout or bias or g.value != g.key)):
-        return _in_fp32(g, t, seq_len)
+        return _in_fp32(g, t, seq_len, device)
     return _fused(g, t, seq_len, bias)
 
 
@@ -120,21 +122,30 @@ def _by_operations(g: Geometry, t: int, seq_len: int, device: str) -> _Attention
     kept = wide + views + (k.matrix + mask) * matrix
     in_passing = (k.scores_passing + (dropped if low else 0)) * matrix
     passing = ((4 if low else 6) - dropped) * matrix  # what dropout left is freed before the softmax's gradient comes
+    passing += _softmax_product(2 if low else 4, matrix, device)
     forward = _grads(g, t) + 2 * t * 3 * g.query + (k.matrix - k.capped + k.handed_on) * matrix + in_passing
     results = _grads(g, t) + 2 * t * _out(g) + 2 * matrix
     # Gradients of queries and keys come once the matrices are gone.
-    return _Attention(kept, forward, 2 * t * g.query + passing, results, in_passing=in_passing)
+    scores = (2 if low else 4) * matrix
+    return _Attention(kept, forward, 2 * t * g.query + passing, results, in_passing=in_passing, scores=scores)
 
 
-def _in_fp32(g: Geometry, t: int, seq_len: int) -> _Attention:
+def _softmax_product(width: int, matrix: int, device: str) -> int:
+    """On GPUs a softmax's backward makes the product of result and gradient first (aten/src/ATen/native/cuda/SoftMax.cu `softmax_backward_cuda_out`)."""
+    return width * matrix if device == "cuda" else 0
+
+
+def _in_fp32(g: Geometry, t: int, seq_len: int, device: str) -> _Attention:
     """torch's `_scaled_dot_product_attention_math`: fp32 copies, the probabilities and, with dropout, the mask and what it leaves."""
     k, matrix = g.keeps, t * seq_len * g.heads
     copies = 4 * t * (g.query + g.key + g.value if k.plain or g.latent else 3 * g.query)
     matrices, passing = (12 * matrix, 4 * matrix) if k.attention_dropout else (4 * matrix, 8 * matrix)
+    passing += _softmax_product(4, matrix, device)
     results = _grads(g, t) + 4 * matrix + 4 * t * _out(g)
     return _Attention(
-        copies + matrices + 2 * t * _out(g), copies + max(matrices, 8 * matrix), _grads(g, t) + copies + passing, results
-    )
+        copies + matrices + 2 * t * _out(g), copies + max(matrices, 8 * matrix), _grads(g, t) + copies + passing, results,
+        scores=4 * matrix,
+    )  # fmt: skip
 
 
 def _fused(g: Geometry, t: int, seq_len: int, bias: bool) -> _Attention:
@@ -239,6 +250,7 @@ def _whole_block(g: Geometry, t: int, kernels: str, block: int, seq_len: int, de
         ),
         forward_attention=max(a.forward for a in parts),
         scores_passing=max(a.in_passing for a in parts),
+        scores=max(a.scores for a in parts),
         attention_extra=max(a.backward for a in parts),
         norm_extra=norm_passing(g, t, kernels),
         feed=feed,

@@ -36,7 +36,7 @@ class Reserved:
     Attributes:
         peak_bytes: most that was reserved.
         short_bytes: most that was lacking at the limit, after all that is free was given back; 0: the tape fits.
-        returns: how often the limit was met and memory given back.
+        returns: how often the limit was met and memory given back in the last step, and so in each.
         after: reserved bytes after each event of the tape, if they were asked for.
     """
 
@@ -312,21 +312,23 @@ def replay(tape: Tape, limit_bytes: int | None = None, *, expandable: bool = Tru
     """
     memory = (_Expandable if expandable else _Segments)(limit_bytes)
     after: list[int] = []
-    late = tape.late
-    for kind, slot, size, stream in zip(tape.kinds, tape.slots, tape.sizes, tape.streams):
-        if kind == ALLOC:
-            memory.allocate(slot, size, stream)
-        elif kind == FREE:
-            memory.free(slot, slot in late)
-        elif kind == TOUCH:
-            memory.touch(slot, size, stream)
-        elif kind == RETURN:
-            memory.give_back(slot)
-        elif kind == EMPTY_CACHE:
-            memory.empty_cache()
-        if trace:
-            after.append(memory.reserved)
-    return Reserved(memory.peak, memory.short, memory.returns, tuple(after))
+    late, before = tape.late, 0
+    for part in (slice(tape.steady_from), slice(tape.steady_from, None)):
+        before = memory.returns
+        for kind, slot, size, stream in zip(tape.kinds[part], tape.slots[part], tape.sizes[part], tape.streams[part]):
+            if kind == ALLOC:
+                memory.allocate(slot, size, stream)
+            elif kind == FREE:
+                memory.free(slot, slot in late)
+            elif kind == TOUCH:
+                memory.touch(slot, size, stream)
+            elif kind == RETURN:
+                memory.give_back(slot)
+            elif kind == EMPTY_CACHE:
+                memory.empty_cache()
+            if trace:
+                after.append(memory.reserved)
+    return Reserved(memory.peak, memory.short, memory.returns - before, tuple(after))
 
 
 _TRIES = 12

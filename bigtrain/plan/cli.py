@@ -21,11 +21,12 @@ from bigtrain.plan.family_kept import attention_of, liger_for
 from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.impossible import refuse_wrong_types
 from bigtrain.plan.inputs import Checkpointing, PlanInput, plan_input
+from bigtrain.plan.judge import time_on
 from bigtrain.plan.leaf_choice import LeafBlocks, LeafChoice, as_said, choose_leafs, leafed
 from bigtrain.plan.longest import length_text, longest
 from bigtrain.plan.machine import LOCK_LEAST_BYTES, expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
-from bigtrain.plan.roofline import Rates, rates_from, speed_numbers, step_time, stored_rates
+from bigtrain.plan.roofline import Rates, rates_from, speed_numbers, stored_rates
 from bigtrain.plan.settled import buffers_are_open, settled
 from bigtrain.plan.show import assumed_text, choice_text, measured_text, plan_text
 from bigtrain.plan.spilled import AUTO, asked_share
@@ -339,7 +340,7 @@ def _print_choice(args: argparse.Namespace, choice: Choice, rates: Rates, assume
             print(f"\n{measured_text(measured)}chosen: {best.describe()}\n")
             print(plan_text(plan, gpu, host, rates, args.formulas))
             if args.leaf_blocks == AUTO:
-                print(_leafs_text(choose_leafs(best.input.but(leaf_classes=()), gpu, host)), end="")
+                _print_leafs(choose_leafs(best.input.but(leaf_classes=()), gpu, host))
             _warn_about_locks(plan)
             if args.model and not measured:
                 print(f"to train so, on such cards: {_command(args, best.input)} ...")
@@ -428,8 +429,8 @@ def _warn_about_locks(plan: Plan) -> None:
         )
 
 
-def _leafs_text(leafs: LeafChoice | None) -> str:
-    return "" if leafs is None else f"leaf_blocks auto: {leafs.text()}\n"
+def _print_leafs(leafs: LeafChoice | None) -> None:
+    print("" if leafs is None else f"leaf_blocks auto: {leafs.text()}\n", end="")
 
 
 def _print_plan(
@@ -437,13 +438,14 @@ def _print_plan(
 ) -> int:  # fmt: skip
     fits = plan.fits(gpu, host)
     if args.json:
-        speed = speed_numbers(plan.input.device, step_time(plan.input, rates))
-        said = {} if leafs is None else {"leaf_blocks": leafs._asdict()}
-        limits = {"gpu_memory_bytes": gpu, "host_memory_bytes": host, "fits": fits}
-        print(json.dumps({**plan.to_json(), **_values(assumed), **speed, **said, **limits}, indent=2))
+        speed = speed_numbers(plan.input.device, time_on(plan, gpu, rates))
+        said = {"gpu_memory_bytes": gpu, "host_memory_bytes": host, "fits": fits} | (
+            {"leaf_blocks": leafs._asdict()} if leafs else {}
+        )
+        print(json.dumps({**plan.to_json(), **_values(assumed), **speed, **said}, indent=2))
     else:
         print(assumed_text(assumed) + plan_text(plan, gpu, host, rates, args.formulas))
-        print(_leafs_text(leafs), end="")
+        _print_leafs(leafs)
         if not fits:
             print("what would fit: `bigtrain plan --auto`, same model and memory, without --ds_config, --stage, --offload")
         _warn_about_locks(plan)

@@ -66,8 +66,6 @@ def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:
     return SlicedSharding(plan, tape) if plan.settings.stage == 3 else WholeSharding(plan, tape)
 
 
-# Of what attention holds in backward: with a fused kernel it is seven of the stream's size for the largest of the presets.
-_MOST_PARTS = 32
 # Phases of a micro step, from the first update on.
 MICRO_STEP = ("steady forward", "loss", "loss backward", "backward", "bucket flush")
 
@@ -149,7 +147,9 @@ class Run:
         cost = self._cost(block)
         self.shards.fetch(f"f{block}", members, backward=False, steady=steady)
         if block in self.recomputed:
-            self.tape.touch(max(cost.forward_extra, cost.forward_attention), "activations, in passing")
+            row = "activations, in passing"
+            self.tape.touch(cost.forward_extra, row)
+            self._touch_scores(cost, cost.forward_attention, row)
             self._keep_input(block)
         else:
             self._keep_block(block)
@@ -201,13 +201,23 @@ class Run:
         cost, tape = self._cost(block), self.tape
         there = cost.stream if again and (self.plan.kernels == "liger" or not self.g.rms) else 0
         tape.hold(("norm1", block), cost.first_norm - there, "activations, norms")
-        tape.hold(("attention", block), cost.attention, "activations, attention")
-        tape.touch(cost.scores_passing, "activations, in passing")
+        self._hold_in_pieces(("attention", block), cost.attention, cost.scores or cost.attention, "activations, attention")
+        self._touch_scores(cost, cost.scores_passing, "activations, in passing")
         tape.hold(("norm2", block), cost.second_norm, "activations, norms")
         tape.hold(("routing", block), cost.routing - 2 * cost.chosen, "activations, experts")
         for key in experts.keys(block):
             tape.hold(key, cost.chosen, "activations, experts")
         self._keep_feed_forward(block, cost)
+
+    def _hold_in_pieces(self, key: tuple[object, ...], size: int, largest: int, row: str) -> list[tuple[object, ...]]:
+        """Tensors of a size that there can be, so that the allocator's replay finds room for them as it does in a run."""
+        keys = _pieces(key, size, largest)
+        for number, one in enumerate(keys):
+            self.tape.hold(one, min(largest, size - number * largest), row)
+        return keys
+
+    def _touch_scores(self, cost: BlockBytes, size: int, row: str) -> None:
+        self.tape.drop(*self._hold_in_pieces(("scores",), size, cost.scores or size, row))
 
     def _keep_feed_forward(self, block: int, cost: BlockBytes) -> None:
         tape = self.tape
@@ -246,6 +256,9 @@ class Run:
             if self.plan.trains[i]:
                 size = embedding_backward(self.plan.parameters.items[i].shape, self.t, self.plan.device)
                 self.tape.touch(size, "gradients, fresh from autograd")
+                if i in self.head and self.losses.sum_is_apart:
+                    both = 2 * 2 * self.plan.parameters.items[i].elems
+                    self.tape.touch(both, "gradients, fresh from autograd")
             if i in self.head:
                 self.tape.drop("tied")
             if i not in self.head or self.tied:
@@ -275,13 +288,10 @@ class Run:
             self._feed_forward_backward(block, cost, feed, self._grad)
         tape.touch(cost.norm_extra, "backward, norm temporaries")
         tape.drop(("norm2", block))
-        # Tensors of about the stream's size, but few: scores that no fused kernel spares are as large as the rows are long.
-        largest = max(cost.stream, -(-cost.attention_extra // _MOST_PARTS))
-        parts = [("dattention", at) for at in range(-(-cost.attention_extra // largest))]
-        for _, at in parts:
-            size = min(largest, cost.attention_extra - at * largest)
-            tape.hold(("dattention", at), size, "backward, attention gradients")
-        tape.drop(("attention", block))
+        # Tensors of about the stream's size, or of scores that no fused kernel spares.
+        extra, row = cost.attention_extra, "backward, attention gradients"
+        parts = self._hold_in_pieces(("dattention",), extra, max(cost.stream, cost.scores), row)
+        tape.drop(*_pieces(("attention", block), cost.attention, cost.scores or cost.attention))
         for i in reversed(attention):
             self._grad(i)
         tape.drop(*parts)
@@ -348,6 +358,10 @@ class Run:
             self.backward(steady)
 
 
+def _pieces(key: tuple[object, ...], size: int, largest: int) -> list[tuple[object, ...]]:
+    return [(*key, number) for number in range(-(-size // largest))] if size else []
+
+
 def device_tapes(plan: PlanInput, *, steady_only: bool = False) -> list[Tape]:
     """The GPU's tapes of the ranks that may hold most: one where all ranks hold the same."""
     return [device_tape(plan, rank=rank, steady_only=steady_only) for rank in ranks_to_plan(plan)]
@@ -369,6 +383,7 @@ def device_tape(plan: PlanInput, *, rank: int | None = None, steady_only: bool =
     if steady_only:
         shards.step(first=True)
     for step in (1,) if steady_only else (0, 1):
+        tape.steady_from = len(tape.kinds)
         run.micro_steps(steady=step > 0)
         shards.step(first=step == 0)
         if step == 0:

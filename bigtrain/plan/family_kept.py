@@ -6,6 +6,7 @@ Counted with torch's saved_tensors_hooks on transformers 5.24's own modules; tes
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import metadata
 from typing import Any, Literal
 
 from bigtrain.plan.family_others import ROBERTA, T5
@@ -46,15 +47,31 @@ def liger_for(kind: str | None) -> dict[str, Any]:
     return {"kernels": "liger"} if known else {"kernels": "hf", "chunks_loss": True}
 
 
-def attention_of(asked: str, packing: str, device: str, kind: str | None = None) -> Attention:
-    """Of a run's flags and its model's type. On GPUs variable-length kernels are taken unasked, but for families without sdpa."""
+def attention_of(asked: str, packing: str, device: str, kind: str | None = None, transformers: str | None = None) -> Attention:
+    """Of a run's flags and its model's type. On GPUs variable-length kernels are taken unasked, but for families without sdpa.
+
+    Args:
+        transformers: its version; None: the installed one's.
+    """
     if asked == "flex_attention":
         return "flex"
-    if asked == "eager" or (kind in _MATRIX and asked in ("auto", "sdpa")):
+    if asked == "eager" or (asked in ("auto", "sdpa") and (kind in _MATRIX or not _has_sdpa(kind, transformers))):
         return "eager"
     if device != "cpu" and asked != "sdpa":
         return "varlen"
     return "masked" if packing == "isolated" else "sdpa"
+
+
+def _has_sdpa(kind: str | None, transformers: str | None) -> bool:
+    since = _SDPA_SINCE.get(kind or "")
+    if since is None:
+        return True
+    if transformers is None:
+        try:
+            transformers = metadata.version("transformers")
+        except metadata.PackageNotFoundError:
+            return True
+    return tuple(map(int, transformers.split(".")[:2])) >= since
 
 
 @dataclass(frozen=True)
@@ -151,10 +168,12 @@ FAMILIES: dict[str, Keeps] = {
 }
 # Classes without sdpa, or with more in it than a product: the matrix is kept as softmax's output in fp32, in bf16, capped.
 _MATRIX = {"gemma2": 6, "bloom": 6, "gpt_oss": 2}
+# Classes that have had sdpa since this version of transformers.
+_SDPA_SINCE = {"gptj": (5, 24)}
 # The same where a class that has sdpa is told to do without.
 _EAGER, _EAGER_IN_BF16 = 6, {"gpt2": 2, "falcon": 2}
 # Beside these, a forward holds scores in bf16 and an fp32 copy of them; these classes have names for more of their steps.
-_PASSING, _PASSING_IN_BF16, _PASSING_OF = 4, 2, {"bloom": 6, "gpt_oss": 4, "falcon": 4}
+_PASSING, _PASSING_IN_BF16, _PASSING_OF = 4, 2, {"bloom": 6, "gpt_oss": 4, "falcon": 4, "gptj": 2}
 _EAGER_IS_ESTIMATED = {"falcon", "gptj", "deepseek_v2", "deepseek_v3"}
 # Bytes that an activation keeps beyond its output: one operation of torch's its input or nothing, those made of several more.
 ACTIVATIONS = {

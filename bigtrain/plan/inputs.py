@@ -25,6 +25,7 @@ Checkpointing = Literal["none", "full", "attention", "selective", "offload", "of
 _NO_TILES = {"opt", "bert", *ROBERTA}  # their blocks compute the feed-forward part themselves (models/feedforward.py)
 # Families whose forward does more with its logits than to hand them to the causal loss (kernels/attach.py `why_not_chunked`).
 _OWN_LOSS = {"granite", "granitemoe", "cohere", "cohere2", "bert", *ROBERTA, *T5, *VISION_LANGUAGE}
+_SCALES = {"granite", "granitemoe", "cohere", "cohere2"}  # of these, where that is a factor
 # Of these, where liger-kernel replaces the cross entropy alone (0.8.5 `apply_liger_kernel_to_granite`), not head and loss together.
 _IN_PLACE = {"granite"}
 # Beyond any run; without a bound a slip of the keyboard would keep the search busy for hours.
@@ -281,6 +282,11 @@ class PlanInput:
         if self.parameters.kind in _IN_PLACE:
             return "in_place"
         return "fused" if liger or self.device == "cuda" else "chunked"
+
+    @property
+    def scales_logits(self) -> bool:
+        """Whether the model makes its logits anew, times a factor, before the loss."""
+        return self.parameters.kind in _SCALES
 
     def but(self, **changes: Any) -> PlanInput:
         """A copy with other values; names of `ZeroSettings` are put there."""

@@ -31,6 +31,12 @@ class Losses:
         self.g, self.t = plan.geometry, plan.tokens
         self._open_backward, self._deliver = open_backward, deliver
 
+    @property
+    def sum_is_apart(self) -> bool:
+        """Whether a tied matrix's two gradients have a sum beside them: a linear layer's is transposed, and autograd adds to none that is a
+        view (torch/csrc/autograd/input_buffer.cpp `can_accumulate_inplace`)."""
+        return self.tied and self.plan.loss_kind in ("full", "in_place")
+
     def run(self) -> None:
         """One micro step's."""
         match self.plan.loss_kind:
@@ -46,18 +52,24 @@ class Losses:
     def _full_loss(self) -> None:
         tape, size = self.tape, self.t * self.g.vocab
         tape.hold("logits", 2 * size, "logits, bf16")
+        if self.plan.scales_logits:
+            tape.hold("scaled", 2 * size, "logits, bf16")
+            tape.drop("logits")
         if self.g.soft_cap:
             tape.hold("cap", 4 * size, "logits, soft cap")
         tape.hold("logits32", 4 * size, "logits, fp32")
         tape.hold("logp", 4 * size, "log-probabilities, fp32")
-        tape.drop("logits32", "logits")
+        tape.drop("logits32", "logits", "scaled")
         self.tape.phase("loss backward")
         self._open_backward()
         tape.hold("nll", 4 * size, "loss gradients, fp32")
         tape.hold("dlogits32", 4 * size, "loss gradients, fp32")
         tape.drop("nll", "logp")
+        if self.plan.scales_logits:
+            tape.hold("dscaled", 2 * size, "loss gradient, bf16")
+            tape.drop("dlogits32")
         tape.hold("dlogits", 2 * size, "loss gradient, bf16")
-        tape.drop("dlogits32", "cap")
+        tape.drop("dlogits32", "dscaled", "cap")
         self._head_backward()
 
     def _in_place_loss(self) -> None:

@@ -139,23 +139,28 @@ class Plan:
             return False
         if gpu_memory_bytes is None or self.input.device == "cpu":
             return True
-        return self.gpu_least_bytes() <= gpu_memory_bytes and self._plays_on(gpu_memory_bytes)
+        return self.gpu_least_bytes() <= gpu_memory_bytes and self._plays_on(gpu_memory_bytes) is not None
+
+    def returns(self, gpu_memory_bytes: int | None) -> int:
+        """How often in a step the allocator meets the limit of this card, which holds the plan, less the margin, and gives memory back."""
+        return 0 if gpu_memory_bytes is None or self.input.device == "cpu" else self._plays_on(gpu_memory_bytes) or 0
 
     @cached_property
-    def _played(self) -> dict[int, bool]:
+    def _played(self) -> dict[int, int | None]:
         return {}
 
-    def _plays_on(self, gpu_memory_bytes: int) -> bool:
-        """Whether the allocator gets by on this card, less the margin; a search asks for some plans again and again."""
+    def _plays_on(self, gpu_memory_bytes: int) -> int | None:
+        """`returns`, None if the allocator does not get by; a search asks for some plans again and again."""
         if gpu_memory_bytes not in self._played:
             self._played[gpu_memory_bytes] = self._plays(gpu_memory_bytes)
         return self._played[gpu_memory_bytes]
 
-    def _plays(self, gpu_memory_bytes: int) -> bool:
+    def _plays(self, gpu_memory_bytes: int) -> int | None:
         plan, limit = self.input, int(gpu_memory_bytes / (1 + GPU_MARGIN)) - beside_the_tape(self.input)
         ranks = [rank for rank in ranks_to_plan(plan) if not plan.expandable or enough_bytes(plan, rank) > limit]
         tapes = self.tapes or (device_tape(plan, rank=rank) for rank in ranks)
-        return not any(replay(tape, limit, expandable=plan.expandable).short_bytes for tape in tapes)
+        found = [replay(tape, limit, expandable=plan.expandable) for tape in tapes]
+        return None if any(one.short_bytes for one in found) else max((one.returns for one in found), default=0)
 
     @property
     def save_copy_bytes(self) -> int:

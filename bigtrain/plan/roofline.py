@@ -125,6 +125,11 @@ class StepTime:
     def tokens_per_s(self) -> float:
         return self.tokens / self.total_s
 
+    def later(self, seconds: float) -> StepTime:
+        """The step with so much more."""
+        total = self.total_s + seconds
+        return replace(self, total_s=total, mfu=self.mfu * self.total_s / total)
+
 
 def active_elems(plan: PlanInput, *, of_blocks: bool = False, of_experts: bool = False) -> int:
     """Parameters that one token passes through (in the blocks, or in their routed experts): of these the chosen ones."""

@@ -14,7 +14,7 @@ from bigtrain.plan.activations import BlockBytes, block_bytes
 from bigtrain.plan.constants import GPU_MARGIN
 from bigtrain.plan.device import MICRO_STEP
 from bigtrain.plan.inputs import Checkpointing, PlanInput
-from bigtrain.plan.judge import Candidate, judge
+from bigtrain.plan.judge import Candidate, judge, time_on
 from bigtrain.plan.predict import beside_the_tape, quick
 from bigtrain.plan.roofline import Rates, forward_s, step_time
 from bigtrain.plan.spilled import least_share
@@ -61,7 +61,11 @@ def settled(
     other = fill(plan.but(checkpointing=without))
     fits = quick(found).fits(gpu, host)
     # Where the bus is what a step waits for, both take about as long: then it is not worth the host's memory.
-    return found if fits and step_time(found, rates).total_s < 0.99 * step_time(other, rates).total_s else other
+    return (
+        found
+        if fits and time_on(quick(found), gpu, rates).total_s < 0.99 * time_on(quick(other), gpu, rates).total_s
+        else other
+    )
 
 
 def filled(
@@ -83,8 +87,24 @@ def filled(
         plan = plan.but(offload_gradients=least_share(plan, gpu, host))
     blocks = blocks and plan.blocks_are_all
     most = _spare_buffers(plan, gpu, host, rates) if buffers else plan
-    if not blocks:
-        return most
+    return _with_fewer_returns(_filled(plan, most, gpu, host, rates), gpu, host, rates) if blocks else most
+
+
+def _with_fewer_returns(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> PlanInput:
+    """A block more recomputed, or some, where the allocator would else meet its limit in each step and that takes longer."""
+    best, least_s = plan, time_on(quick(plan), gpu, rates).total_s
+    for blocks in range(plan.recomputed_blocks + 1, plan.block_count + 1):
+        more = plan.but(checkpointing=_policy(plan), checkpoint_blocks=blocks)
+        if step_time(more, rates).total_s >= least_s:
+            break
+        found = quick(more)
+        if found.fits(gpu, host) and (total_s := time_on(found, gpu, rates).total_s) < least_s:
+            best, least_s = more, total_s
+    return best
+
+
+def _filled(plan: PlanInput, most: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> PlanInput:
+    """Blocks, and buffers in their place where that is faster. `most`: with as many buffers as the card holds."""
     found = _fewest_blocks(most, gpu, host)
     if most == plan or not found.recomputed_blocks:
         return found

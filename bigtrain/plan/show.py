@@ -8,10 +8,10 @@ from typing import Any
 from bigtrain.plan.choose import Choice
 from bigtrain.plan.constants import GPU_MARGIN, HOST_MARGIN
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.judge import Candidate
+from bigtrain.plan.judge import Candidate, time_on
 from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.predict import Plan, Tree
-from bigtrain.plan.roofline import Rates, step_time
+from bigtrain.plan.roofline import Rates
 
 _LADDER_LINES = 12
 
@@ -82,14 +82,14 @@ def plan_text(
     if plan.input.device == "cuda":
         lines.append(_verdict("GPU", plan.gpu_need_bytes(), gpu_memory, GPU_MARGIN, plan.fits(gpu_memory, None)))
     lines.append(_verdict("host", plan.host_need_bytes(), host_memory, HOST_MARGIN, plan.fits(None, host_memory)))
-    lines.append(_speed(plan.input, rates))
+    lines.append(_speed(plan, gpu_memory, rates))
     return "\n".join(lines)
 
 
-def _speed(plan: PlanInput, rates: Rates | None) -> str:
-    if plan.device != "cuda":
+def _speed(plan: Plan, gpu_memory: int | None, rates: Rates | None) -> str:
+    if plan.input.device != "cuda":
         return "speed: not planned for CPUs; `bigtrain bench` measures it"
-    time = step_time(plan, rates)
+    time, returns = time_on(plan, gpu_memory, rates), plan.returns(gpu_memory)
     card = (
         "with rates measured (bigtrain doctor, or --calibration)"
         if rates not in (None, Rates())
@@ -98,7 +98,7 @@ def _speed(plan: PlanInput, rates: Rates | None) -> str:
     return (
         f"speed (roofline): {time.total_s:.2f} s a step, {time.tokens_per_s:,.0f} tokens/s, MFU {time.mfu:.1%} "
         f"(compute {time.compute_s:.2f}, communication {time.communication_s:.2f}, fetch {time.fetch_s:.2f}, "
-        f"optimizer {time.optimizer_s:.2f}), {card}"
+        f"optimizer {time.optimizer_s:.2f}{f', allocator at its limit {returns} times' if returns else ''}), {card}"
     )
 
 

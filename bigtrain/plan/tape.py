@@ -53,6 +53,7 @@ class Tape:
         self.names: list[str] = []
         self.streams: list[int] = []
         self._open: dict[Hashable, int] = {}
+        self.steady_from = 0  # the event at which the last step begins; before it lie start-up and the first step
         self.late: set[int] = set()  # slots whose memory comes back after they are freed, with `returned`
         self._away: dict[Hashable, int] = {}
 

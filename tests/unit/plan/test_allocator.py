@@ -62,6 +62,18 @@ def test_at_the_limit_the_allocator_waits_for_other_streams(expandable):
     assert (found.peak_bytes, found.short_bytes, found.returns) == (40 * MIB, 0, 1)
 
 
+def test_returns_are_those_of_the_last_step():
+    """What the first step met once is met no more; what two pools take from each other comes back in each step."""
+    step = [hold("a", 60), ("drop", "a"), hold("b", 60, 1), ("drop", "b")]
+    for steps, returns in ((1, 1), (2, 2)):  # of two steps the second begins at the limit, where the first ended
+        tape = play(*step * steps)
+        tape.steady_from = (steps - 1) * len(step)
+        assert replay(tape, 100 * MIB).returns == returns
+    tape = play(*step, *[hold("b", 60, 1), ("drop", "b")])
+    tape.steady_from = len(step)
+    assert replay(tape, 100 * MIB).returns == 0
+
+
 @pytest.mark.parametrize("expandable", RULES)
 def test_what_is_short_at_the_limit_is_counted(expandable):
     found = replay(play(hold("a", 40), hold("b", 40)), 70 * MIB, expandable=expandable)

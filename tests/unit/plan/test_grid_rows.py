@@ -34,11 +34,17 @@ def predicted(row, gpu_bytes, host_bytes=250 * GIB):
     arguments = {k: v for k, v in row["settings"].items() if k not in OWN}
     if "leaf_module" not in row["ds_config"]["zero_optimization"]:
         arguments.setdefault("leaf_blocks", "off")  # rows from before it was a choice
-    arguments["model_name_or_path"] = "preset:" + Path(arguments["model_name_or_path"]).name
+    arguments["model_name_or_path"] = "preset:" + Path(arguments["model_name_or_path"]).name.removeprefix("preset:")
     cell = grid.Cell(
         num_gpus=row["num_gpus"], ds_config=row["ds_config"], ds_name=row["settings"]["ds_config"], arguments=arguments
     )
-    machine = prediction.Machine(device="cuda", card=row["card"], gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    machine = prediction.Machine(
+        device="cuda",
+        card=row["card"],
+        gpu_bytes=gpu_bytes,
+        host_bytes=host_bytes,
+        transformers=row["versions"]["transformers"],
+    )
     return prediction.prediction(cell, machine)
 
 
@@ -158,6 +164,42 @@ def test_eleven_more_families_are_allocated_as_measured():
         least = KNOWN.get((Path(row["model"]).name, row["settings"]["ds_config"]), -0.003)
         most = 0.01 if row["settings"]["ds_config"] == "zero2_offload" else 0.001  # today's seconds ask for other buffers
         assert least <= error <= most, row["label"]
+
+
+# Blocks as leaf modules at stage 3, by what is not explained; GPT-J, whose plan knew of no scores when it ran and took other buffers.
+KNOWN_3 = {
+    ("zero3_offload", "nemotron-mini-4b"): -0.006,
+    ("zero3_offload", "stablelm-2-1.6b"): -0.006,
+    ("zero2_offload", "gpt-j-6b"): -0.03,
+}
+
+
+def test_ten_more_families_are_allocated_as_measured():
+    """Bloom, GPT-J, gpt-oss and Command were planned 2 to 3.3 % too low: a softmax's backward, sums of a tied matrix; nothing is fitted to these."""
+    rows = list(map(json.loads, ROWS.with_name("plan_held_out_3_rows.jsonl").read_text().splitlines()))
+    rows = [row for row in rows if row["status"] == "ok"]
+    assert len(rows) == 23
+    for row in rows:
+        row["settings"].setdefault("leaf_blocks", "auto")
+        said = predicted(row, row["predicted"]["gpu_limit_bytes"], row["predicted"]["host_limit_bytes"])
+        error = said["gpu_allocated_bytes"] / row["gpu_allocated_bytes"] - 1
+        least = KNOWN_3.get((row["settings"]["ds_config"], Path(row["model"]).name), -0.0035)
+        assert least <= error <= 0.0015, row["label"]
+
+
+def test_what_the_allocator_did_at_its_limit_in_each_step_was_planned():
+    """1B on two H200 capped at 24 GiB: two returns a step, and 20 % longer ones than without."""
+    rows = list(map(json.loads, ROWS.with_name("plan_two_cards_rows.jsonl").read_text().splitlines()))
+    capped = [row for row in rows if row["settings"].get("gpu_memory_cap")]
+    assert [row["gpu_alloc_retries"] for row in capped] == [2, 2]
+    row = capped[1]
+    row["settings"]["checkpoint_blocks"] = 4  # as it ran: today one more is recomputed
+    said = predicted(row, row["predicted"]["gpu_limit_bytes"], row["predicted"]["host_limit_bytes"])
+    assert abs(said["step_time_s"] / row["step_time_s"]["median"] - 1) <= 0.1
+    row["settings"]["checkpoint_blocks"] = "auto"
+    assert (
+        "5 of 16 blocks" in predicted(row, row["predicted"]["gpu_limit_bytes"], row["predicted"]["host_limit_bytes"])["config"]
+    )
 
 
 def test_without_fused_kernels_products_are_as_fast_and_the_rest_is_counted():

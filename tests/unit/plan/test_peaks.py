@@ -127,6 +127,29 @@ def test_falcons_positions_are_a_bias_of_all_scores_that_stays_to_the_end_of_bac
     assert bias > 4 * 0.03 * most
 
 
+@pytest.mark.parametrize("in_chunks", (False, True))
+def test_a_tied_matrix_has_the_sum_of_its_gradients_beside_them_unless_the_loss_goes_in_chunks(in_chunks):
+    """Autograd adds to no gradient that is a view, as a linear layer's is: 2 GB of Command-R7B that were not planned."""
+    config = {**config_of("gemma"), "vocab_size": 4000}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    if in_chunks:
+        use_chunked_loss(model)
+    ids = torch.randint(3, 100, (1, 8))
+    loss = model(input_ids=ids, labels=ids).loss
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as seen:
+        loss.backward()
+    sums = [e.name for e in seen.events() if e.name.startswith("aten::add") and e.input_shapes[:1] == [[4000, 192]]]
+    assert sums == ["aten::add_" if in_chunks else "aten::add"]
+    plan = plan_input(config, micro_batch=1, seq_len=8, device="cpu", kernels="hf", chunks_loss=in_chunks)
+    tape = Tape(unit=1)
+    run = Run(plan, tape, _Taken(plan, tape))
+    run.micro_steps(steady=True)
+    assert run.losses.sum_is_apart != in_chunks
+    # Both gradients and their sum, or one added to the other: the logits of eight tokens are less.
+    of_one = 2 * 4000 * 192
+    assert (2 if in_chunks else 3) * of_one <= tape.ledger().by_phase["backward"] < (2.5 if in_chunks else 3.5) * of_one
+
+
 class _InPlace(torch.autograd.Function):
     """As liger-kernel's cross entropy: the gradient takes the place of the logits (its kernel is not launched; it decides no size)."""
 

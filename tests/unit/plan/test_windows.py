@@ -90,6 +90,24 @@ def test_which_attention_a_run_takes(asked, packing, device, how):
     assert attention_of(asked, packing, device, "gemma2") == capped  # it has no sdpa
 
 
+@pytest.mark.parametrize(
+    "version, how", [("5.17.0", "eager"), ("5.23.1", "eager"), ("5.24.0", "varlen"), ("6.0.0.dev0", "varlen")]
+)
+def test_gptj_has_scores_before_the_version_that_gave_it_sdpa(version, how):
+    """GPT-J 6B under transformers 5.17 held 1.2 GiB more than was planned."""
+    assert attention_of("auto", "none", "cuda", "gptj", version) == how
+    assert attention_of("auto", "none", "cuda", "llama", version) == "varlen"
+
+
+def test_a_softmax_on_a_gpu_makes_a_product_more_in_backward():
+    """aten/src/ATen/native/cuda/SoftMax.cu: result times gradient, in the dtype of the softmax. Bloom and gpt-oss held 1 GiB more for it."""
+    t = 2048
+    for name, width in (("bloom-1b7", 4), ("gpt-oss-20b", 2)):
+        g = geometry(shapes.config_dict(name), "eager")
+        on = {device: block_bytes(g, t, "hf", 0, t, device).attention_extra for device in ("cpu", "cuda")}
+        assert on["cuda"] - on["cpu"] == width * g.heads * t * t
+
+
 def test_gemma2_keeps_its_scores_but_in_a_compiled_kernel():
     config, t = shapes.config_dict("gemma-2-2b"), 8192
     kept = {how: block_bytes(geometry(config, how), t, "liger", 0, t).attention for how in ("eager", "flex")}
