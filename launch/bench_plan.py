@@ -108,7 +108,8 @@ def cell_again(row: dict[str, Any]) -> grid.Cell:
         chosen = "leaf blocks" in row["predicted"].get("config", "")  # by auto, which older rows had not
         arguments.setdefault("leaf_blocks", "on" if chosen else "off")
     blocks = re.search(r"(\d+) of \d+ blocks", row["predicted"].get("config", ""))
-    if blocks and arguments.get("checkpoint_blocks") == "auto":  # what it ran with, whatever would be chosen today
+    # What it ran with, whatever would be chosen today; beside streamed state buffers were chosen with them, whose number is not known.
+    if blocks and arguments.get("checkpoint_blocks") == "auto" and "offload" not in str(row["settings"]["ds_config"]):
         arguments["checkpoint_blocks"] = int(blocks[1])
     model = Path(arguments["model_name_or_path"])
     if not model.exists() and model.name in shapes.names():  # a folder that was written for the sweep (bench_load_cards.py)

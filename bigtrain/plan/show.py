@@ -89,7 +89,7 @@ def plan_text(
 def _speed(plan: Plan, gpu_memory: int | None, rates: Rates | None) -> str:
     if plan.input.device != "cuda":
         return "speed: not planned for CPUs; `bigtrain bench` measures it"
-    time, returns = time_on(plan, gpu_memory, rates), plan.returns(gpu_memory)
+    time, returns = time_on(plan, gpu_memory, rates), plan.returns(gpu_memory) if plan.input.world_size > 1 else 0
     card = (
         "with rates measured (bigtrain doctor, or --calibration)"
         if rates not in (None, Rates())
