@@ -22,6 +22,7 @@ from bigtrain.errors import RanksDisagreeError
 from bigtrain.whereabouts import HERE, after
 
 SLOTS = 6
+MEET_S = 120.0  # longest wait for the other ranks where a script calls between steps: a save, a load, an export
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")  # gloo's words
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import guards, ranks, watch, weights, zero
+from bigtrain import guards, meeting, ranks, watch, weights, zero
 from bigtrain.checkpoint import deepspeed_format
 from bigtrain.checkpoint.native import Checkpoints
 from bigtrain.config import Resolved, RunValues
@@ -361,7 +361,7 @@ class Engine(NotCopied):
 
     def export(self, directory: str | Path, dtype: str = "bfloat16", tokenizer: Any = None) -> Path:
         """Write the model as a Hugging Face folder, its weights in `dtype`; all ranks call it. Errors: `weights.export_model`."""
-        meet(Point.EXPORT, self.global_step, 0, limit_s=120.0)
+        meet(Point.EXPORT, self.global_step, 0, limit_s=meeting.MEET_S)
         weights.export_model(self.module, directory := Path(directory), dtype=dtype, tokenizer=tokenizer)
         return directory
 

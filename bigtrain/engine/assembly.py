@@ -20,7 +20,7 @@ from bigtrain.engine.misuse import refuse_compiled
 from bigtrain.engine.precision import refuse_other_dtypes, refuse_other_kinds, to_bf16
 from bigtrain.engine.reduction import Reduction
 from bigtrain.engine.settings import Settings
-from bigtrain.engine.writes import ForeignWrites, MasterOf
+from bigtrain.engine.writes import ForeignWrites
 from bigtrain.errors import ModelError
 from bigtrain.memory import heap
 from bigtrain.models.batchnorm import compute_in_fp32
@@ -101,9 +101,7 @@ def assemble(
     optim.after_initialize(s.optimizer, ds)
     if isinstance(optimizer, MasterOptimizer):
         optimizer.take_weights()
-    master_of: MasterOf = optimizer.master_of if isinstance(optimizer, MasterOptimizer) else zero.master_of
-    if getattr(ds.optimizer, "round_robin_gradients", False):
-        master_of = flat.master_of(ds.optimizer)
+    master_of = flat.master_of(ds.optimizer)
     _fill_masters(model, master_of)
     heap.give_back()
     restored = buffers.restore(model, saved)
@@ -151,7 +149,7 @@ def _refuse(model: torch.nn.Module, s: Settings, leaf_modules: Sequence[type]) -
         raise ModelError(f"leaf_modules: the model has no module of {[c.__name__ for c in leaf_modules]}")
 
 
-def _with_masters(params: Sequence[torch.nn.Parameter], master_of: MasterOf, s: Settings) -> list[int]:
+def _with_masters(params: Sequence[torch.nn.Parameter], master_of: flat.MasterOf, s: Settings) -> list[int]:
     """Indices of parameters that have a master on some rank, and move in steps only; ranks share masters at stages 1 and 2."""
     if _zenflow(s):
         return []  # its updates run on beside the next steps
@@ -163,7 +161,7 @@ def _zenflow(s: Settings) -> bool:
     return bool((s.config.get("zero_optimization") or {}).get("zenflow"))
 
 
-def _fill_masters(model: torch.nn.Module, master_of: MasterOf) -> None:
+def _fill_masters(model: torch.nn.Module, master_of: flat.MasterOf) -> None:
     """Give the fp32 masters the bits that the model's own bf16 weights lost when they were read from finer files."""
     directory = getattr(getattr(model, "bigtrain_info", None), "finer_files", None)
     if directory is None:

@@ -61,7 +61,6 @@ __all__ = [
     "is_persistent",
     "leaf_of",
     "mark_leaf",
-    "master_of",
     "on_nvme",
     "optimizer_kind",
     "partition_of",
@@ -206,26 +205,6 @@ def partition_of(param: Any) -> tuple[int, int, torch.Tensor]:
     if getattr(param, "ds_secondary_tensor", None) is not None:
         raise ModelError("zero_hpz_partition_size keeps a second copy of each partition, which would be stale: leave it out")
     return int(param.ds_zero_partition_rank), int(param.ds_zero_partition_world_size), param.ds_tensor.data
-
-
-def master_of(param: Any) -> tuple[int, torch.Tensor] | None:
-    """`(start, flat)`: this rank's part of the fp32 master copy of a trained parameter, in place; None if it has none.
-
-    `flat` covers the elements from `start` on (at stage 3 with the padding of the partition). Call after `initialize`.
-    Internal attributes of 0.19.8: stage 3 `_z3_optimizer`, `grad_position`, `fp32_partitioned_groups_flat`; stages 1 and 2
-    `_hp_mapping` with `lp_fragment_address` and `hp_fragment`.
-    """
-    sharded = getattr(param, "_z3_optimizer", None)
-    if sharded is not None and param.requires_grad:
-        group, offset, count = sharded.grad_position[sharded.get_param_id(param)]
-        flat = sharded.fp32_partitioned_groups_flat[group]
-        if flat is None or flat.dtype != torch.float32 or flat.numel() < offset + count:
-            return None  # swapped out, or there is no fp32 master
-        return int(param.ds_zero_partition_rank) * int(param.ds_tensor.ds_numel), flat.data.narrow(0, offset, count)
-    mapping = getattr(param, "_hp_mapping", None)
-    if mapping is None or mapping.hp_fragment.dtype != torch.float32:
-        return None
-    return int(mapping.lp_fragment_address.start), mapping.hp_fragment.data.view(-1)
 
 
 # ---------------------------------------------------------------- running
