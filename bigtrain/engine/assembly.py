@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,10 +95,10 @@ def assemble(
     names, params = [n for n, _ in named], [p for _, p in named]
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     flags = GradientFlags(params if trace_gradients else [], device)
-    optimizer = _optimizer(param_groups(model, s.weight_decay), s)
+    optimizer = _optimizer(param_groups(model, s.options.weight_decay), s)
     own = s.stage in (1, 2) and optim.OPTIMIZERS[s.optimizer].own_offload
     with SharedMaster() if own else contextlib.nullcontext():
-        ds = zero.initialize(model, s.config, optimizer, through_host=s.offload_gradients > 0.0)
+        ds = zero.initialize(model, s.config, optimizer, through_host=bool(s.options.offload and s.options.offload.gradients))
     optim.after_initialize(s.optimizer, ds)
     if isinstance(optimizer, MasterOptimizer):
         optimizer.take_weights()
@@ -175,27 +176,10 @@ def _fill_masters(model: torch.nn.Module, master_of: flat.MasterOf) -> None:
 
 
 def _optimizer(groups: list[dict[str, Any]], s: Settings) -> torch.optim.Optimizer:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return build_optimizer(
-            s.optimizer,
-            groups,
-            lr=s.learning_rate,
-            betas=s.betas,
-            eps=s.eps,
-            weight_decay=s.weight_decay,
-            offload=s.offload,
-            offload_ratio=s.offload_ratio,
-            pin_memory=s.pin_memory,
-            offload_buffers=s.offload_buffers,
-            offload_gradients=s.offload_gradients,
-            device=device,
-        )
-
+    build = partial(build_optimizer, s.optimizer, options=s.options)
     if s.stage > 0:
         return build(groups)
-    if device == "cuda":
+    if torch.cuda.is_available():
         for group in groups:
             for param in group["params"]:
                 param.data = param.data.cuda()

@@ -12,6 +12,8 @@ _HOMES = {
     "engine_config_patch": "table",
     "state_bytes": "table",
     "schedule": "schedules",
+    "Offload": "options",
+    "Options": "options",
     "build_optimizer": "build",
     "after_initialize": "build",
     "param_groups": "groups",
@@ -19,7 +21,9 @@ _HOMES = {
 
 __all__ = [
     "OPTIMIZERS",
+    "Offload",
     "Optimizer",
+    "Options",
     "after_initialize",
     "build_optimizer",
     "canonical_name",

@@ -23,7 +23,7 @@ def base(stage=2, **more):
 def test_arguments_win_over_the_config_and_it_is_said():
     config = base(optimizer={"type": "AdamW", "params": {"lr": 0.5, "weight_decay": 0.1}}, gradient_clipping=0.3)
     s = settle(config, optim="adamw", learning_rate=1e-3, max_grad_norm=0.7)
-    assert (s.learning_rate, s.weight_decay, s.max_grad_norm) == (1e-3, 0.1, 0.7)
+    assert (s.options.lr, s.options.weight_decay, s.max_grad_norm) == (1e-3, 0.1, 0.7)
     text = " ".join(s.notes)
     assert "two optimizers" in text and "0.5" in text and "0.3" in text
     assert "optimizer" not in s.config and s.config["gradient_clipping"] == 0.7
@@ -159,7 +159,7 @@ def test_a_preset_name_is_a_config_and_auto_is_filled_from_model_and_arguments()
     config, _ = read("zero3_offload", learning_rate=1e-3, micro_batch=4, total_steps=9, model_config={"hidden_size": 64})
     assert config["zero_optimization"]["reduce_bucket_size"] == 64 * 64
     s = settle(config, learning_rate=1e-3, micro_batch=4, total_steps=9)
-    assert (s.learning_rate, s.micro_batch, s.bf16, s.notes) == (1e-3, 4, True, [])
+    assert (s.options.lr, s.micro_batch, s.bf16, s.notes) == (1e-3, 4, True, [])
 
 
 def test_what_the_file_contradicts_is_still_said_and_what_it_leaves_open_is_no_contradiction():
