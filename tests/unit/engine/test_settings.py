@@ -42,6 +42,8 @@ def test_a_share_of_gradients_is_a_number_from_0_to_1(share):
         ({"max_grad_norm": float("nan")}, "max_grad_norm is nan"),
         ({"warmup_steps": 0.1, "total_steps": 100}, "warmup_steps is 0.1"),
         ({"total_steps": 10.7}, "total_steps is 10.7"),
+        ({"adam_beta2": 1.0}, r"betas are \(0.9, 1.0\)"),
+        ({"learning_rate": -1.0}, "the learning rate is -1.0"),
     ],
 )
 def test_values_that_would_be_read_as_others_are_refused(given, said):
