@@ -42,34 +42,11 @@ from bigtrain.errors import ModelError
 from bigtrain.hosts import network
 from bigtrain.hosts.ports import free_port
 from bigtrain.zero import startup
-from bigtrain.zero.adam import cpu_adam, replay_cpu_adam, why_no_cpu_adam
-from bigtrain.zero.building import Partitioner, inside_zero_init
-
-__all__ = [
-    "Partitioner",
-    "before_reading",
-    "checkpoint_classes",
-    "cpu_adam",
-    "full_numel",
-    "full_shape",
-    "gathered",
-    "init_distributed",
-    "initialize",
-    "inside_zero_init",
-    "is_available",
-    "is_partitioned",
-    "is_persistent",
-    "leaf_of",
-    "mark_leaf",
-    "on_nvme",
-    "optimizer_kind",
-    "partition_of",
-    "replay_cpu_adam",
-    "set_leaf_modules",
-    "skip_shm_op",
-    "slice_of",
-    "why_no_cpu_adam",
-]
+from bigtrain.zero.adam import cpu_adam as cpu_adam
+from bigtrain.zero.adam import replay_cpu_adam as replay_cpu_adam
+from bigtrain.zero.adam import why_no_cpu_adam as why_no_cpu_adam
+from bigtrain.zero.building import Partitioner as Partitioner
+from bigtrain.zero.building import inside_zero_init as inside_zero_init
 
 
 def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store | None = None) -> None:
