@@ -303,8 +303,8 @@ def settings_of(engine: Any) -> dict[str, Any]:
     """What a user chose that decides how training goes on; JSON."""
     s, o = engine.settings, engine.settings.options
     chosen = {name: getattr(s, name) for name in SETTINGS}
-    chosen |= {"learning_rate": o.lr, "betas": list(o.betas), "eps": o.eps, "weight_decay": o.weight_decay}
-    return {**chosen, "global_batch": s.micro_batch * s.accumulation * engine.world_size}
+    optimizer = {"learning_rate": o.lr, "eps": o.eps, "weight_decay": o.weight_decay}
+    return {**optimizer, **chosen, "betas": list(o.betas), "global_batch": s.micro_batch * s.accumulation * engine.world_size}
 
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -205,10 +205,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def summary(settings: Any, world_size: int, module: torch.nn.Module, reduction: Any) -> dict[str, Any]:
     """What an engine runs with: stage, batch, optimizer, schedule, dtypes."""
-    names = ("stage", "micro_batch", "accumulation", "optimizer", "scheduler", "warmup_steps", "total_steps", "max_grad_norm")
-    chosen = {name: getattr(settings, name) for name in names}
-    options = settings.options
-    chosen |= {"learning_rate": options.lr, "weight_decay": options.weight_decay}
+    options, names = settings.options, ("stage", "micro_batch", "accumulation", "optimizer", "scheduler")
+    chosen = {name: getattr(settings, name) for name in names} | {"learning_rate": options.lr}
+    chosen |= {name: getattr(settings, name) for name in ("warmup_steps", "total_steps", "max_grad_norm")}
+    chosen |= {"weight_decay": options.weight_decay}
     loss = "mean over all target tokens of the global batch"
     more = {"world_size": world_size, "offload_optimizer": options.offload is not None, "loss": loss}
     more |= {"offload_gradients": options.offload.gradients} if options.offload and options.offload.gradients else {}
