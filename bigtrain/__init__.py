@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -23,13 +25,19 @@ if TYPE_CHECKING:
     from bigtrain.engine import Engine
     from bigtrain.models import build_model
 
-_LAZY = {"Engine": "bigtrain.engine", "build_model": "bigtrain.models"}
 __all__ = ["Engine", "__version__", "build_model"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'bigtrain' has no attribute '{name}'")
-    from importlib import import_module
+def lazily(package: str, **homes: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose names load on first use: by module, the names that live there."""
+    home = {name: module for module, names in homes.items() for name in names.split()}
 
-    return getattr(import_module(_LAZY[name]), name)
+    def find(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{home[name]}"), name)
+
+    return find
+
+
+__getattr__ = lazily(__name__, engine="Engine", models="build_model")

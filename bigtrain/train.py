@@ -57,7 +57,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     from bigtrain.engine import Engine, steps
     from bigtrain.hosts import placement, rollcall
     from bigtrain.models import hub
-    from bigtrain.run import capacity, preflight, restart, sameness
+    from bigtrain.run import capacity, disk, left_open, preflight, restart, sameness, search
     from bigtrain.run import job as jobs
     from bigtrain.run.runfolder import RunFolder
     from bigtrain.run.shortage import Explained
@@ -83,14 +83,14 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     resume, reached = ranks.main_decides(lambda: folder.start_point(args.resume_from_checkpoint), "looking for a checkpoint")
     asked = args
     if asked.ds_config == jobs.AUTO:
-        args, config = capacity.choose(args)
+        args, config = search.choose(args)
     limits = capacity.memory_limits(args.gpu_memory_cap)
-    job = capacity.settle(jobs.prepare(args, config, resume), *limits, resume)
+    job = left_open.settle(jobs.prepare(args, config, resume), *limits, resume)
     layout = capacity.plan_of(job, limits[0])
     planned = None if args.no_plan else capacity.check_fit(layout, *limits)  # before the data is tokenised, for hours maybe
-    job = capacity.named_auto(jobs.with_data(job, config, reached), asked)
+    job = search.named_auto(jobs.with_data(job, config, reached), asked)
     jobs.check_engine(job)
-    ranks.main_decides(lambda: capacity.check_disk(job, folder, reached[0]), "looking at the disk")
+    ranks.main_decides(lambda: disk.check(job, folder, reached[0]), "looking at the disk")
     with folder.replacing(), Explained(layout, *limits, folder) as explained:
         ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
         sameness.refuse_split_output(folder.root, saves=args.saves)

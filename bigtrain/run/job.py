@@ -205,7 +205,7 @@ def with_data(job: Job, config: dict[str, Any], reached: tuple[int, int] = (0, 0
 
 
 def _as_planned(done: Resolved, planned: Resolved) -> Resolved:
-    """With what the plan had decided (`capacity.settle`), which the number of steps does not change."""
+    """With what the plan had decided (`left_open.settle`), which the number of steps does not change."""
     known = {decision.path for decision in done.decisions}
     more = [decision for decision in planned.decisions if decision.path not in known]
     config = {**done.config, **{name: planned.config[name] for name in ("zero_optimization",) if name in planned.config}}
