@@ -15,6 +15,7 @@ from bigtrain.errors import UsageError
 from bigtrain.guards import listing
 from bigtrain.partition import owned_range
 from bigtrain.weights.inspect import inspect_folder, report
+from bigtrain.weights.replace import refuse_foreign
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # What is said of the run's state, and under which name: its `tokens` are those that count in the loss (`Engine.tokens`).
@@ -54,7 +55,9 @@ def add_parsers(subparsers: Any) -> None:
     )
     parser.add_argument("--tag", help="which checkpoint of the folder")
     parser.add_argument("--max_shard_gb", type=_positive, default=5.0, metavar="GB", help="largest file, in 1e9 bytes")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT, if it is an earlier export")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace what is in OUT, if it is an earlier export by bigtrain"
+    )
     parser.set_defaults(run=run_export)
 
 
@@ -99,6 +102,7 @@ def run_export(args: argparse.Namespace) -> int:
     path = Path(args.checkpoint)
     _refuse_missing(path)
     out = os.path.expanduser(args.out)
+    refuse_foreign(out)
     if not args.overwrite and os.path.isdir(out) and (there := sorted(os.listdir(out))):
         raise UsageError(
             f"{args.out} holds {listing(there)}: name another folder, or add --overwrite to replace the model there by that of {args.checkpoint}"

@@ -63,7 +63,21 @@ def read_header(path: str | Path) -> list[TensorInfo]:
     Raises:
         WeightsError: the file is missing, cut off or damaged; says expected and actual.
     """
-    path = str(path)
+    return parse_header(str(path), *_header_text(str(path)))
+
+
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """What a safetensors file says of itself, by its writer's names; nothing else of the header is checked.
+
+    Raises:
+        WeightsError: as `read_header`, where there is no header to read.
+    """
+    found: dict[str, str] = _load_json(str(path), _header_text(str(path))[0]).get("__metadata__", {})
+    return found
+
+
+def _header_text(path: str) -> tuple[bytes, int]:
+    """The JSON part, and the length of the whole file in bytes."""
     try:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -73,7 +87,7 @@ def read_header(path: str | Path) -> list[TensorInfo]:
                 text += part
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read: {error.strerror}. Download or copy this file again.", file=path) from error
-    return parse_header(path, text, size)
+    return text, size
 
 
 def _header_length(path: str, first: bytes, size: int) -> int:
