@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bigtrain import standins
 from bigtrain.errors import WeightsError
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -91,11 +92,13 @@ def _header_text(path: str) -> tuple[bytes, int]:
 
 
 def _header_length(path: str, first: bytes, size: int) -> int:
+    length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
+    if (len(first) < 8 or 8 + length > size) and (why := standins.instead(path)):
+        raise WeightsError(f"{path} is {why}.", file=path)
     if len(first) < 8:
         raise WeightsError(
             f"{path}: {size} bytes long, a safetensors file has at least 8. The file is cut off: copy it again.", file=path
         )
-    length = struct.unpack("<Q", first)[0]
     if length > MAX_HEADER_BYTES:
         raise WeightsError(
             f"{path}: the header claims {length} bytes, the format allows {MAX_HEADER_BYTES}. "
