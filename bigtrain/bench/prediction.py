@@ -30,13 +30,17 @@ _RUN_NAMES = {"per_device_train_batch_size": "micro_batch", "gradient_accumulati
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where the sweep runs. Sizes in bytes, None: not known (or, for the GPU, none there). `liger`: liger-kernel is installed."""
+    """Where the sweep runs. Sizes in bytes, None: not known (or, for the GPU, none there). `liger`: liger-kernel is installed.
+
+    `cards`: nvidia-smi's numbers of those that ranks see, in their order; empty: not known.
+    """
 
     device: str
     card: str
     gpu_bytes: int | None
     host_bytes: int | None
     liger: bool = True
+    cards: tuple[int, ...] = ()
 
 
 def run_values(cell: Cell) -> RunValues:
