@@ -163,7 +163,8 @@ def read_cell(out: Path, ended: Ended, steps: int, limit: str) -> tuple[str, str
     if status == "ok":
         return status, "", rows
     if status == "timeout":
-        return status, f"{_out_of_time(len(rows[0]), steps, limit, ended.seconds)}; last words: {_last_line(failed[0])}", rows
+        last = _last_line(failed[0])
+        return status, _out_of_time(len(rows[0]), steps, limit, ended.seconds) + (f"; last words: {last}" if last else ""), rows
     return status, error_line(_most_telling(logs, ended, status)), rows
 
 

@@ -111,6 +111,8 @@ def _read_config(path: str) -> dict[str, Any]:
     file = os.path.join(path, "config.json")
     if not os.path.lexists(file):
         return {}
+    if not os.path.isfile(file):  # also a pipe, which would be waited for
+        raise WeightsError(f"{file} is {standins.instead(file)}.", file=file)
     try:
         with open(file, encoding="utf-8") as handle:
             config = json.load(handle)
