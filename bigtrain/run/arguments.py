@@ -358,13 +358,10 @@ def parse(argv: Sequence[str]) -> TrainArguments:
             problems.append(str(error))
     if not problems:
         return args
-    if unknown:
-        problems.append("Run launch/train.py --help for the list.")
-    if unknown and len(problems) == len(unknown) + 1:
-        raise UsageError("\n".join(problems))
-    raise UsageError(
-        "\n".join([f"{len(problems) - bool(unknown)} problem(s) in the arguments:", *(f"  - {p}" for p in problems)])
-    )
+    lines = problems
+    if len(problems) > len(unknown):
+        lines = [f"{len(problems)} problem(s) in the arguments:", *(f"  - {p}" for p in problems)]
+    raise UsageError("\n".join([*lines, *(["Run launch/train.py --help for the list of flags."] if unknown else [])]))
 
 
 def _made(namespace: argparse.Namespace) -> TrainArguments:

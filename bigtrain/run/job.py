@@ -154,7 +154,7 @@ def prepare(args: TrainArguments, config: dict[str, Any], resume: Path | None = 
         CheckpointError, WeightsError: the checkpoint is damaged.
     """
     name = args.tokenizer_name_or_path or args.model_name_or_path
-    with ranks.main_first("reading the tokenizer"), about_files(f"tokenizer of {name}"):
+    with ranks.main_first("reading the tokenizer"), about_files(f"tokenizer of {name}", name):
         tokenizer = load_tokenizer(args)
     with ranks.together("reading the model's config"):
         model_config = load_model_config(args)

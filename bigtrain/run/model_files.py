@@ -6,9 +6,10 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from bigtrain import defaults, plan, ranks, shapes
+from bigtrain import defaults, plan, ranks, shapes, standins
 from bigtrain.data.tokens import model_limits
 from bigtrain.errors import ModelError, UsageError
 from bigtrain.run.arguments import TrainArguments
@@ -17,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def about_files(what: str) -> Iterator[None]:
-    """Turn what a library raises about files into a UsageError that names the flag."""
+def about_files(what: str, folder: str | None = None) -> Iterator[None]:
+    """Turn what a library raises about files (of `folder`, if it is one) into a UsageError that names the flag."""
     try:
         yield
     except Exception as error:
         if not _is_about_files(error):
             raise
-        raise UsageError(f"the {what} cannot be loaded: {error}") from error
+        raise UsageError(f"the {what} cannot be loaded: {standins.among(folder or '') or error}") from error
 
 
 def _is_about_files(error: Exception) -> bool:
@@ -53,7 +54,9 @@ def load_model_config(args: TrainArguments) -> Any:
     except Exception as error:
         if not _is_about_files(error):
             raise
-        raise ModelError(f"the config of {name} cannot be read: {error}") from error
+        why = standins.instead(Path(name) / "config.json") if Path(name).is_dir() else ""
+        told = f"its config.json is {why}" if why else str(error)
+        raise ModelError(f"the config of {name} cannot be read: {told}") from error
 
 
 def vocabulary(args: TrainArguments, model_config: Any, tokenizer: Any) -> tuple[dict[str, Any], int | None]:

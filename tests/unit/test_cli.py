@@ -24,6 +24,11 @@ def test_help_lists_every_verb(capsys):
     assert all(f"  {verb} " in printed for verb in cli.VERBS) and "deepspeed launch/train.py" in printed
 
 
+def test_the_module_is_the_command_too():
+    done = subprocess.run([sys.executable, "-m", "bigtrain.cli", "pln"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "did you mean plan?" in done.stderr  # it was silent, and ended well
+
+
 def test_no_verb_is_bad_usage(capsys):
     assert cli.main([]) == 2
     assert "verbs:" in capsys.readouterr().out

@@ -278,8 +278,11 @@ def test_all_problems_of_a_command_line_are_listed_at_once(base):
     ]
     said = refusal([*base, *wrong])
     for part in ("4 problem(s) in", "--learning_rat: did you mean --learning_rate", "two names of one setting", "nothing.jsonl does not exist",
-                 "save_total_limit without save_steps", "Run launch/train.py --help"):  # fmt: skip
+                 "save_total_limit without save_steps"):  # fmt: skip
         assert part in said, said
+    *problems, hint = said.splitlines()[1:]
+    assert len(problems) == 4 and all(line.startswith("  - ") for line in problems)
+    assert hint == "Run launch/train.py --help for the list of flags."  # none of the problems
     said = refusal([*base, "--learning_rat", "1", "--max_steps", "many"])
     assert "2 problem(s)" in said and "did you mean --learning_rate" in said and "invalid int value: 'many'" in said
     assert "required" not in refusal(["--model", "x"]) and "use --model_name_or_path" in refusal(["--model", "x"])
