@@ -315,7 +315,7 @@ def run(args: argparse.Namespace) -> int:
         settle = partial(settled, gpu=gpu, host=host, rates=rates, share=share is None, blocks=args.blocks == AUTO)
         if args.seq_len == MAX:  # buffers take what is left
             base = longest(base, gpu, host, position_limit(config) if config else None, partial(settle, buffers=False))
-            print(f"seq_len {MAX}: {length_text(base.seq_len, position_limit(config) if config else None)}", file=sys.stderr)
+            print(f"--seq_len {MAX}: {length_text(base.seq_len, position_limit(config) if config else None)}", file=sys.stderr)
         base = settle(base, buffers=buffers)
         leafs = choose_leafs(base, gpu, host) if args.leaf_blocks == AUTO else None
         if leafs is not None:
@@ -413,7 +413,7 @@ def _warn(base: PlanInput, config: dict[str, Any]) -> None:
     limit, warnings, world, host = position_limit(config), contradicting_sizes(config), base.world_size, base.ranks_per_node
     if limit is not None and base.seq_len > limit:
         warnings.append(
-            f"seq_len {base.seq_len} is above the model's max_position_embeddings {limit}: launch/train.py refuses it"
+            f"--seq_len {base.seq_len} is above the model's max_position_embeddings {limit}: launch/train.py refuses it"
         )
     if world % host:
         warnings.append(f"{world} ranks on hosts of {host}: one host has {world % host}; a full one is planned")
@@ -432,7 +432,7 @@ def _warn_about_locks(plan: Plan) -> None:
 
 
 def _leafs_text(leafs: LeafChoice | None) -> str:
-    return "" if leafs is None else f"leaf_blocks auto: {leafs.text()}\n"
+    return "" if leafs is None else f"--leaf_blocks auto: {leafs.text()}\n"
 
 
 def _print_plan(
