@@ -13,9 +13,9 @@ from bigtrain.bench.grid import Cell
 from bigtrain.bench.prediction import Machine
 from bigtrain.errors import UsageError
 from bigtrain.plan.choose import Candidate
+from bigtrain.plan.command import train_command
 from bigtrain.plan.machine import gpu_memory
 from bigtrain.plan.roofline import speed_numbers
-from bigtrain.plan.show import train_command
 from bigtrain.run.auto import config_of, flags
 
 STEPS, WARMUP = 6, 3

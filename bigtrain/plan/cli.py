@@ -15,6 +15,7 @@ from bigtrain import defaults, shapes
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cards import card_name, peak_bf16_flops
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
+from bigtrain.plan.command import command_for
 from bigtrain.plan.families import contradicting_sizes, position_limit
 from bigtrain.plan.family_kept import attention_of, liger_for
 from bigtrain.plan.family_others import VISION_LANGUAGE
@@ -26,7 +27,7 @@ from bigtrain.plan.machine import LOCK_LEAST_BYTES, expandable_segments, gpu_mem
 from bigtrain.plan.predict import Plan, predict
 from bigtrain.plan.roofline import Rates, rates_from, speed_numbers, step_time, stored_rates
 from bigtrain.plan.settled import buffers_are_open, settled
-from bigtrain.plan.show import assumed_text, choice_text, measured_text, plan_text, train_command
+from bigtrain.plan.show import assumed_text, choice_text, measured_text, plan_text
 from bigtrain.plan.spilled import AUTO, asked_share
 from bigtrain.plan.states import LAYOUTS, layout_name
 
@@ -341,33 +342,8 @@ def _print_choice(args: argparse.Namespace, choice: Choice, rates: Rates, assume
                 print(_leafs_text(choose_leafs(best.input.but(leaf_classes=()), gpu, host)), end="")
             _warn_about_locks(plan)
             if args.model and not measured:
-                print(f"to train so (the words in capitals are yours to fill in):\n{_command(args, best.input)}")
+                print(f"to train so (the words in capitals are yours to fill in):\n{command_for(args, best.input)}")
     return 0 if choice.best else DOES_NOT_FIT
-
-
-def _command(args: argparse.Namespace, best: PlanInput) -> str:
-    """What chooses `best` again on the machine that has the cards: with what the choice was bound by.
-
-    What was open in a way that competes for memory (blocks to recompute, gradients that leave, buffers) stays open: a number for one of
-    them would change what is left for the others.
-    """
-    path, preset = Path(args.model), shapes.PREFIX + args.model.lower().removeprefix(shapes.PREFIX)
-    values = {
-        "model_name_or_path": path.parent if path.is_file() else path if path.exists() else preset,
-        "seq_len": best.seq_len,
-        "optim": best.optimizer,
-        "per_device_train_batch_size": best.micro_batch,
-        "gradient_accumulation_steps": best.accumulation,
-        "gradient_checkpointing": None if args.recompute is None else str(args.recompute).lower(),
-        "checkpointing_policy": args.policy if args.policy != defaults.CHECKPOINTING_POLICY else None,
-        "checkpoint_blocks": args.blocks,
-        "mlp_tile_tokens": args.mlp_tile_tokens or None,
-        "offload_gradients": args.offload_gradients if args.offload_gradients != AUTO else None,
-        "leaf_blocks": args.leaf_blocks if args.leaf_blocks != AUTO else None,
-        "use_liger_kernel": "false" if best.device == "cuda" and best.kernels == "hf" and not best.chunks_loss else None,
-    }
-    words = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
-    return train_command(best, ["--ds_config", AUTO, *words, *(["--freeze", *args.freeze] if args.freeze else [])])
 
 
 def _values(assumed: Assumed) -> dict[str, Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bigtrain import shapes
 from bigtrain.plan.choose import Choice
 from bigtrain.plan.constants import GPU_MARGIN, HOST_MARGIN
 from bigtrain.plan.inputs import PlanInput
@@ -145,23 +143,6 @@ def _alike_text(choice: Choice) -> list[str]:
         f"  the first {alike} are within 1% of each other, which is less than a plan can tell: `bigtrain plan --auto --measure {alike}` "
         "runs them on the cards. Of equals, what leaves the host alone stands first, then the better known optimizer"
     ]
-
-
-def train_command(plan: PlanInput, flags: Sequence[str]) -> str:
-    """The command that starts launch/train.py on as many ranks, complete but for the words in capitals.
-
-    Args:
-        flags: of the run, --model_name_or_path among them; data, output folder and what else the model needs are added.
-    """
-    hosts = plan.world_size > plan.ranks_per_node
-    if plan.device == "cpu":
-        start = ["DS_ACCELERATOR=cpu", "deepspeed", "--num_accelerators", str(plan.ranks_per_node)]
-    else:
-        start = ["deepspeed", "--num_gpus", str(plan.ranks_per_node)]
-    start += ["--hostfile", "HOSTFILE"] if hosts else []
-    name = flags[flags.index("--model_name_or_path") + 1]
-    needed = ["--tokenizer_name_or_path", "TOKENIZER"] if shapes.is_preset(name) else []
-    return shlex.join([*start, "launch/train.py", *flags, *needed, "--train_data", "DATA", "--output_dir", "OUT"])
 
 
 def _on_cards(candidate: Candidate) -> bool:

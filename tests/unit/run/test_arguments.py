@@ -26,7 +26,9 @@ def base(tmp_path):
 
 
 # `ds_config` is also what the file is called.
-BARE = re.compile(rf"(?<![\w./=-])({'|'.join(f.name for f in fields(TrainArguments) if '_' in f.name and f.name != 'ds_config')})(?![\w./=])")
+BARE = re.compile(
+    rf"(?<![\w./=-])({'|'.join(f.name for f in fields(TrainArguments) if '_' in f.name and f.name != 'ds_config')})(?![\w./=])"
+)
 
 
 def refusal(flags):
@@ -129,7 +131,10 @@ def test_warmup_steps_below_one_are_a_share_as_in_transformers_5(base, tmp_path)
         ("--save_strategy epoch --save_steps 5", "--save_strategy epoch and --save_steps 5 are two ways to say one thing"),
         ("--save_strategy epoch --save_total_limit 1 --keep_every 2", "keep_every counts steps"),
         ("--eval_strategy epoch", "eval_strategy epoch without anything to evaluate on"),
-        ("--evaluation_strategy epoch --eval_fraction 0.1 --eval_steps 2", "--eval_strategy epoch and --eval_steps 2 are two ways"),
+        (
+            "--evaluation_strategy epoch --eval_fraction 0.1 --eval_steps 2",
+            "--eval_strategy epoch and --eval_steps 2 are two ways",
+        ),
         (
             "--save_steps 4 --eval_strategy epoch --eval_fraction 0.1 --load_best_model_at_end",
             "give --eval_strategy and --save_strategy the same value",
@@ -466,6 +471,18 @@ def test_the_help_can_be_read():
     assert "(default: 3.0)" in said and "(default: tensorboard)" in said and said.count("(default: isolated)") == 1
 
 
+def test_the_help_has_the_default_of_every_flag():
+    """Some stood nowhere, such as the rows of a micro step."""
+    parser = make_parser()
+    texts = {a.dest: parser._get_formatter()._get_help_string(a) for a in parser._actions if a.dest != "help"}
+    assert [name for name, text in texts.items() if text.count("(default") != 1] == [
+        "model_name_or_path", "train_data", "output_dir", "ds_config",
+    ]  # fmt: skip
+    for name, default in {"learning_rate": "5e-05", "warmup_steps": "0", "weight_decay": "0.0", "optim": "adamw", "resize_vocab": "false",
+                          "per_device_train_batch_size": "1", "gradient_checkpointing": "false", "freeze": "none"}.items():  # fmt: skip
+        assert texts[name].endswith(f"(default: {default})"), texts[name]
+
+
 def test_what_is_missing_is_named_once():
     with pytest.raises(UsageError, match=r"required: --model_name_or_path, --train_data, --output_dir, --ds_config$"):
         parse(["--seed", "1"])
@@ -512,7 +529,10 @@ def test_once_an_epoch_is_said_in_the_words_of_transformers(base):
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_told_with_the_other_problems(base, tmp_path):
     """It was told after the ranks had met and the machine was looked at. A token that is added and in the vocabulary counts once."""
-    vocabulary = {"model": {"vocab": {f"t{n}": n for n in range(99)}}, "added_tokens": [{"content": "t0"}, {"content": "<end>"}]}
+    vocabulary = {
+        "model": {"vocab": {f"t{n}": n for n in range(99)}},
+        "added_tokens": [{"content": "t0"}, {"content": "<end>"}],
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
     model = tmp_path / "model"
     model.mkdir()
