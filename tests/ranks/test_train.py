@@ -350,7 +350,7 @@ def test_when_rank_0_is_killed_the_next_one_says_so(demo, tmp_path):
 
 def test_a_rank_killed_before_the_first_step_is_named(demo, tmp_path):
     ranks = scripts.Ranks([TRAIN, *flags(demo, tmp_path / "out", max_steps=4000)], environment(), tmp_path / "said")
-    while ranks.poll() is None and "ds_config, who decided what" not in ranks.said():
+    while ranks.poll() is None and "with who decided it" not in ranks.said():
         time.sleep(0.01)
     os.kill(ranks.ranks[1].pid, signal.SIGKILL)
     assert ranks.ranks[0].wait(LIMIT_S) == 1
