@@ -271,10 +271,10 @@ class Run:
             if self.saving.resumable and self.saving.step != self.engine.global_step:
                 self.save()
             self.engine.checkpoints.wait()
-            if self.args.load_best_model_at_end:
-                self.saving.load_best()
-            if not self.args.no_export:
-                self.engine.export(self.folder.root / "model", tokenizer=self.job.tokenizer)
+            if self.is_exported():
+                logger.info("%s is there: nothing was trained since it was written", self.folder.root / "model")
+            else:
+                self.export()
         self.progress.close()
         summary = self._summarise(outcome) if self.main else {}
         if outcome != "finished":
@@ -282,6 +282,24 @@ class Run:
                 raise StoppedError(outcome)
             raise BigtrainError(outcome)
         return summary
+
+    def is_exported(self) -> bool:
+        """True if OUT/model is the one that this run would write: a finished run that was resumed, with nothing left to train."""
+        from bigtrain import ranks
+
+        step = (self.saving.best() if self.args.load_best_model_at_end else None) or self.engine.global_step
+        return self.engine.global_step == self.start and ranks.main_decides(
+            lambda: self.folder.has_model(step), "looking for the exported model"
+        )
+
+    def export(self) -> None:
+        """Write OUT/model, of the best step where that was asked for."""
+        if self.args.load_best_model_at_end:
+            self.saving.load_best()
+        if not self.args.no_export:
+            self.engine.export(self.folder.root / "model", tokenizer=self.job.tokenizer)
+            if self.main:
+                self.folder.update_run(model_step=self.engine.global_step)
 
     def failed(self, error: Exception) -> None:
         """Write down how it ended; `python -m bigtrain.diagnostics.report OUT` shows what there is."""

@@ -226,6 +226,12 @@ class RunFolder:
         found = store.open_checkpoint(checkpoint).run["state"]["user"]
         return found if isinstance(found, dict) else {}
 
+    def has_model(self, step: int) -> bool:
+        """Whether `model` is a whole folder with the weights of this step, as run.json says."""
+        folder = self.root / "model"
+        whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+        return whole and self.read_run().get("model_step") == step
+
     def read_run(self) -> dict[str, Any]:
         """run.json as it is, empty if there is none, or one that a crash of the machine has emptied."""
         path = self.root / "run.json"

@@ -154,10 +154,12 @@ def check_resume(make, out, before):
     """torchrun continues what deepspeed began: the same folder, more steps, no row lost or doubled."""
     with open(out / "metrics.jsonl", "a") as file:
         file.write(json.dumps({**before[-1], "step": 13}) + "\n")  # as if the run had died after step 13, before a checkpoint
-    line = run([*make, "--dry-run"]).replace("\\\n", " ").split(TRAIN)[1].split("echo")[0]
-    asked = [word for word in shlex.split(line) if word != "--overwrite_output_dir"]
+    said = run([*make, "--dry-run"])
+    assert "To start over: rm -r" in said
+    line = said.replace("\\\n", " ").split(TRAIN)[1].split("echo")[0]
+    asked = shlex.split(line)
     asked[asked.index("--max_steps") + 1] = "14"
-    said = run([*TORCHRUN, *asked, "--resume_from_checkpoint", "auto"])
+    said = run([*TORCHRUN, *asked])
     assert "resumed from" in said and "at step 12" in said and "other data" not in said
     told = json.loads((out / "checkpoint-14" / "run.json").read_text())["state"]["user"]
     assert {"rows", "data_seed", "content"} <= set(told)
