@@ -21,6 +21,11 @@ if os.path.isdir(_compiled := os.path.join(sys.prefix, "torch_extensions")):
 # Each rank would warn so on a machine with CUDA's toolkit and no card, where the run is on the CPU: nothing that a user could mend.
 logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime is found" not in str(record.msg))
 
+# liger-kernel looks for each of its kernels in every backend that there could be, and takes another one where a backend is not installed.
+logging.getLogger("liger_kernel.backends.registry").addFilter(
+    lambda record: not (str(record.msg).startswith("Backend impl ") and "ModuleNotFoundError" in (record.args or ()))
+)
+
 if TYPE_CHECKING:
     from bigtrain.engine import Engine
     from bigtrain.models import build_model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import shlex
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -16,6 +15,7 @@ from bigtrain import defaults, shapes
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cards import card_name, peak_bf16_flops
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
+from bigtrain.plan.command import command_for
 from bigtrain.plan.families import contradicting_sizes, position_limit
 from bigtrain.plan.family_kept import attention_of, liger_for
 from bigtrain.plan.family_others import VISION_LANGUAGE
@@ -196,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
         settle = partial(settled, gpu=gpu, host=host, rates=rates, share=share is None, blocks=args.blocks == AUTO)
         if args.seq_len == MAX:  # buffers take what is left
             base = longest(base, gpu, host, position_limit(config) if config else None, partial(settle, buffers=False))
-            print(f"seq_len {MAX}: {length_text(base.seq_len, position_limit(config) if config else None)}", file=sys.stderr)
+            print(f"--seq_len {MAX}: {length_text(base.seq_len, position_limit(config) if config else None)}", file=sys.stderr)
         base = settle(base, buffers=buffers)
         leafs = choose_leafs(base, gpu, host) if args.leaf_blocks == AUTO else None
         if leafs is not None:
@@ -222,29 +222,8 @@ def _print_choice(args: argparse.Namespace, choice: Choice, rates: Rates, assume
                 _print_leafs(choose_leafs(best.input.but(leaf_classes=()), gpu, host))
             _warn_about_locks(plan)
             if args.model and not measured:
-                print(f"to train so, on such cards: {_command(args, best.input)} ...")
+                print(f"to train so (the words in capitals are yours to fill in):\n{command_for(args, best.input)}")
     return 0 if choice.best else DOES_NOT_FIT
-
-
-def _command(args: argparse.Namespace, best: PlanInput) -> str:
-    """What chooses `best` again on the machine that has the cards: with what the choice was bound by."""
-    path, preset = Path(args.model), shapes.PREFIX + args.model.lower().removeprefix(shapes.PREFIX)
-    values = {
-        "model_name_or_path": path.parent if path.is_file() else path if path.exists() else preset,
-        "seq_len": best.seq_len,
-        "optim": best.optimizer,
-        "per_device_train_batch_size": best.micro_batch,
-        "gradient_accumulation_steps": best.accumulation,
-        "gradient_checkpointing": None if args.recompute is None else str(args.recompute).lower(),
-        "checkpointing_policy": args.policy if args.policy != defaults.CHECKPOINTING_POLICY else None,
-        "checkpoint_blocks": best.checkpoint_blocks if best.checkpoint_blocks and best.checkpointing != "none" else args.blocks,
-        "mlp_tile_tokens": args.mlp_tile_tokens or None,
-        "offload_gradients": args.offload_gradients if args.offload_gradients != AUTO else None,
-        "leaf_blocks": args.leaf_blocks if args.leaf_blocks != AUTO else None,
-        "use_liger_kernel": "false" if best.device == "cuda" and best.kernels == "hf" and not best.chunks_loss else None,
-    }
-    words = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
-    return shlex.join(["launch/train.py", "--ds_config", AUTO, *words, *(["--freeze", *args.freeze] if args.freeze else [])])
 
 
 def _values(assumed: Assumed) -> dict[str, Any]:
@@ -267,7 +246,7 @@ def _warn(base: PlanInput, config: dict[str, Any]) -> None:
     limit, warnings, world, host = position_limit(config), contradicting_sizes(config), base.world_size, base.ranks_per_node
     if limit is not None and base.seq_len > limit:
         warnings.append(
-            f"seq_len {base.seq_len} is above the model's max_position_embeddings {limit}: launch/train.py refuses it"
+            f"--seq_len {base.seq_len} is above the model's max_position_embeddings {limit}: launch/train.py refuses it"
         )
     if world % host:
         warnings.append(f"{world} ranks on hosts of {host}: one host has {world % host}; a full one is planned")
@@ -286,7 +265,7 @@ def _warn_about_locks(plan: Plan) -> None:
 
 
 def _print_leafs(leafs: LeafChoice | None) -> None:
-    print("" if leafs is None else f"leaf_blocks auto: {leafs.text()}\n", end="")
+    print("" if leafs is None else f"--leaf_blocks auto: {leafs.text()}\n", end="")
 
 
 def _print_plan(

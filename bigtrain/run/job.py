@@ -34,6 +34,7 @@ from bigtrain.run.model_files import (
     tell_foreign_tokenizer,
     vocabulary,
 )
+from bigtrain.weights.companions import also_end_at
 
 logger = logging.getLogger(__name__)
 
@@ -320,6 +321,7 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
     attention.tell(args, model, job.seq_len)
     isolation = data.prepare_isolation(model, args.packing)
     models.disable_cache(model)
+    also_end_at(model, job.rows.turn_end)
     if fused_kernels(args):
         use_liger(model)
     if args.mlp_tile_tokens:

@@ -50,7 +50,7 @@ def settle(job: Job, gpu: int | None, host: int | None, resume: Path | None = No
     if not blocks:
         return job
     if found is None or not found.blocks_are_all:
-        logger.warning("checkpoint_blocks auto: there is no plan of this model's blocks, so all of them are recomputed")
+        logger.warning("--checkpoint_blocks auto: there is no plan of this model's blocks, so all of them are recomputed")
         return _with_blocks(job, None, "all: this model's blocks are not in the plan")
     few, total = found.recomputed_blocks, found.block_count
     return _with_blocks(
@@ -84,7 +84,7 @@ def _with_policy(job: Job, asked: plan.PlanInput, found: plan.PlanInput) -> Job:
 
 
 def _policy_decided(job: Job, policy: Policy, why: str) -> Job:
-    logger.warning("checkpointing_policy %s: %s is taken: %s", job.args.checkpointing_policy, policy, why)
+    logger.warning("--checkpointing_policy %s: %s is taken: %s", job.args.checkpointing_policy, policy, why)
     job = _decided(job, Decision("checkpointing_policy", policy, "plan", why))
     return replace(job, args=replace(job.args, checkpointing_policy=policy))
 
@@ -97,7 +97,7 @@ def _limits(gpu: int | None, host: int | None) -> str:
 
 def _with_blocks(job: Job, blocks: int | None, reason: str) -> Job:
     """The job with that many blocks recomputed; 0: none, None: all."""
-    logger.info("checkpoint_blocks auto: %s (%s)", "all" if blocks is None else blocks, reason)
+    logger.info("--checkpoint_blocks auto: %s (%s)", "all" if blocks is None else blocks, reason)
     job = _decided(job, Decision("checkpoint_blocks", "all" if blocks is None else blocks, "plan", reason))
     run = replace(job.resolved.run, gradient_checkpointing=blocks != 0)
     args = replace(job.args, checkpoint_blocks=str(blocks) if blocks else None, gradient_checkpointing=blocks != 0)

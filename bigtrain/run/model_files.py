@@ -12,6 +12,7 @@ from typing import Any
 from bigtrain import defaults, plan, ranks, shapes, standins
 from bigtrain.data.tokens import model_limits
 from bigtrain.errors import ModelError, UsageError
+from bigtrain.run.argument_problems import too_many_tokens
 from bigtrain.run.arguments import TrainArguments
 
 logger = logging.getLogger(__name__)
@@ -75,10 +76,7 @@ def vocabulary(args: TrainArguments, model_config: Any, tokenizer: Any) -> tuple
     grown = None
     if needed > size:
         if not args.resize_vocab:
-            raise ModelError(
-                f"the tokenizer has {needed} tokens, the model's embedding {size}: pass --resize_vocab to grow the embedding, "
-                "or use the model's own tokenizer"
-            )
+            raise ModelError(too_many_tokens(needed, size))
         grown = -(-needed // 64) * 64  # a multiple of 64 keeps the output matrix on the fast tensor-core path
         text.vocab_size = grown
         if overrides:
@@ -112,7 +110,7 @@ def choose_seq_len(args: TrainArguments, model_config: Any) -> int:
     limit = model_limits(model_config)[1]
     if limit and (args.seq_len or 0) > limit:
         raise UsageError(
-            f"seq_len {args.seq_len} is above the max_position_embeddings {limit} of {args.model_name_or_path}: write --seq_len {limit}, or less"
+            f"--seq_len {args.seq_len} is above the max_position_embeddings {limit} of {args.model_name_or_path}: write --seq_len {limit}, or less"
         )
     return defaults.seq_len(args.seq_len, limit)
 

@@ -74,6 +74,6 @@ def named_auto(job: Job, asked: TrainArguments) -> Job:
 
     def renamed(one: Decision) -> Decision:
         found = one.source == "file" or (one.source == "flag" and one.path in filled)
-        return replace(one, source="auto", reason="ds_config auto: the fastest that fits") if found else one
+        return replace(one, source="auto", reason="--ds_config auto: the fastest that fits") if found else one
 
     return replace(job, resolved=replace(job.resolved, decisions=[renamed(one) for one in job.resolved.decisions]))

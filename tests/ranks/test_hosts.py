@@ -199,7 +199,7 @@ class TestTwoHostNames:
             assert f"train_data: {tmp_path}/disk/t.jsonl: content " in parts[2] and " on host-a; content " in parts[2]
             assert "u.jsonl: 2 bytes on host-a; 4 bytes on host-b" in parts[3]
             assert parts[3].count("PASSED") == 2  # equal copies; an output folder that both see
-            assert "host-b does not see output_dir" in parts[4] and "--save_steps" in parts[4]
+            assert "host-b does not see --output_dir" in parts[4] and "--save_steps" in parts[4]
             assert "PASSED" in parts[4]  # without checkpoints
             assert "resume_from_checkpoint='auto', overwrite_output_dir=False" in parts[4]
             assert "resume_from_checkpoint='elsewhere', overwrite_output_dir=False" in parts[4]

@@ -155,10 +155,12 @@ def check_resume(make, out, before):
     """torchrun continues what deepspeed began: the same folder, more steps, no row lost or doubled."""
     with open(out / "metrics.jsonl", "a") as file:
         file.write(json.dumps({**before[-1], "step": 11}) + "\n")  # as if the run had died after step 11, before a checkpoint
-    line = run([*make, "--dry-run"]).replace("\\\n", " ").split(TRAIN)[1].split("echo")[0]
-    asked = [word for word in shlex.split(line) if word != "--overwrite_output_dir"]
+    said = run([*make, "--dry-run"])
+    assert "To start over: rm -r" in said
+    line = said.replace("\\\n", " ").split(TRAIN)[1].split("echo")[0]
+    asked = shlex.split(line)
     asked[asked.index("--max_steps") + 1] = "11"
-    said = run([*TORCHRUN, *asked, "--resume_from_checkpoint", "auto"])
+    said = run([*TORCHRUN, *asked])
     assert "resumed from" in said and "at step 10" in said and "other data" not in said
     told = json.loads((out / "checkpoint-11" / "run.json").read_text())["state"]["user"]
     assert {"rows", "data_seed", "content"} <= set(told)
@@ -351,7 +353,7 @@ def test_when_rank_0_is_killed_the_next_one_says_so(demo, tmp_path):
 
 def test_a_rank_killed_before_the_first_step_is_named(demo, tmp_path):
     ranks = scripts.Ranks([TRAIN, *flags(demo, tmp_path / "out", max_steps=4000)], environment(), tmp_path / "said")
-    while ranks.poll() is None and "ds_config, who decided what" not in ranks.said():
+    while ranks.poll() is None and "with who decided it" not in ranks.said():
         time.sleep(0.01)
     os.kill(ranks.ranks[1].pid, signal.SIGKILL)
     assert ranks.ranks[0].wait(LIMIT_S) == 1

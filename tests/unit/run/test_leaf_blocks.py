@@ -163,7 +163,7 @@ def test_what_the_search_chose_is_a_decision_of_the_run(micro_batch, value):
     one = job(**config_of(chosen.settings)["zero_optimization"])
     one = replace(one, args=replace(asked, **flags(chosen)))
     done = search.named_auto(leaf_blocks.decided(leaf_blocks.as_said(one), None, None, None), asked)
-    assert how(done) == [(value, "auto", "ds_config auto: the fastest that fits")] and done.leaf_blocks is (value == "on")
+    assert how(done) == [(value, "auto", "--ds_config auto: the fastest that fits")] and done.leaf_blocks is (value == "on")
 
 
 @pytest.mark.parametrize("said", ["on", "off", "auto"])
