@@ -118,14 +118,14 @@ def test_shipped_grids_are_readable(name):
 @pytest.mark.parametrize(
     "values, said",
     [
-        ({"checkpoint_blocks": "some"}, "checkpoint_blocks must be .* got 'some'"),
-        ({"checkpoint_blocks": 0}, "checkpoint_blocks must be .* got '0'"),
+        ({"checkpoint_blocks": "some"}, "--checkpoint_blocks must be .* got 'some'"),
+        ({"checkpoint_blocks": 0}, "--checkpoint_blocks must be .* got '0'"),
         ({"checkpoint_blocks": True}, "checkpoint_blocks is True"),
-        ({"checkpoint_blocks": [2, -1]}, "checkpoint_blocks must be .* got '-1'"),
+        ({"checkpoint_blocks": [2, -1]}, "--checkpoint_blocks must be .* got '-1'"),
         ({"checkpointing_policy": "half"}, "checkpointing_policy is 'half'"),
         (
             {"checkpoint_blocks": 2, "gradient_checkpointing": False},
-            "checkpoint_blocks 2 goes with gradient_checkpointing, which is false",
+            "--checkpoint_blocks 2 goes with --gradient_checkpointing, which is false",
         ),
     ],
 )

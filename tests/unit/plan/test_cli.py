@@ -418,7 +418,7 @@ def flags_of(said):
     "model, gpus, card, seq_len, what",
     [
         ("llama-1b", 1, "8GiB", 8192, "and 72% of the gradients"),
-        ("llama-3b", 2, "24GiB", 1024, "43 buffers, checkpointing of 21 of 28 blocks"),
+        ("llama-3b", 2, "24GiB", 1024, "43 buffers, checkpointing of 22 of 28 blocks"),
         ("llama-8b", 1, "24GiB", 1024, "72% of the gradients, adamw_split_8bit, checkpointing of 30 of 32 blocks"),
         ("llama-3b", 1, "80GiB", 1024, "no checkpointing"),
     ],
