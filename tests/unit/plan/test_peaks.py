@@ -148,28 +148,3 @@ def test_a_tied_matrix_has_the_sum_of_its_gradients_beside_them_unless_the_loss_
     # Both gradients and their sum, or one added to the other: the logits of eight tokens are less.
     of_one = 2 * 4000 * 192
     assert (2 if in_chunks else 3) * of_one <= tape.ledger().by_phase["backward"] < (2.5 if in_chunks else 3.5) * of_one
-
-
-class _InPlace(torch.autograd.Function):
-    """As liger-kernel's cross entropy: the gradient takes the place of the logits (its kernel is not launched; it decides no size)."""
-
-    @staticmethod
-    def forward(ctx, logits, target):
-        losses = torch.zeros(len(logits))
-        ctx.save_for_backward(logits.detach())
-        return losses.sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.saved_tensors[0].mul_(grad), None
-
-
-def test_logits_whose_gradient_takes_their_place(monkeypatch):
-    """liger-kernel has no fused loss for Granite, which scales its logits: 6 bytes of a logit, where torch's loss takes 12."""
-    monkeypatch.setattr(torch.nn.functional, "cross_entropy", lambda logits, target, **_: _InPlace.apply(logits, target))
-    config = {**config_of("granite"), "vocab_size": 30_000}
-    logits = ROWS * LENGTH * 30_000
-    counts, plans = counted(config, True), planned(config, True, loss="in_place")
-    assert 6 * logits < max(counts) < 7 * logits
-    assert plans == pytest.approx(counts, rel=0.001)
-    assert max(planned(config, True)) > 12 * logits
