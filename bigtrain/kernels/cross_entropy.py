@@ -2,7 +2,8 @@
 
 Logits are the largest tensor of a training step: 16,384 tokens by 128,256 words are 8.4 GB in fp32. Here a chunk of tokens at a
 time goes through head, softmax and both gradients, in one pass during the forward; what is kept are the gradients of the hidden
-states and of the head, which any way of computing would have to hold, and the backward scales them where they lie.
+states and of the head, which any way of computing would have to hold, and the backward scales them where they lie. A factor of the logits and a soft cap are part of that pass, in fp32,
+where transformers rounds to bf16 after each of them.
 
 On a GPU with Triton the chunk's logits are bf16 (the weight's dtype), become their gradient in place, and the head's gradient is
 summed up in its own dtype over at most 16 chunks. Relative error of that gradient against fp64 (16,384 tokens, bf16 products; a

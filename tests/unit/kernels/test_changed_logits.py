@@ -18,6 +18,7 @@ from transformers import (
 )  # fmt: skip
 
 from bigtrain.errors import ModelError
+from bigtrain.kernels import attach
 from bigtrain.kernels.attach import _use, use_chunked_loss, why_not_chunked
 from bigtrain.kernels.cross_entropy import linear_cross_entropy
 from bigtrain.kernels.logits import Change, Step, change_by, use_of
@@ -208,3 +209,17 @@ def test_a_factor_that_is_no_number_keeps_the_models_own_loss(caplog):
     assert use_chunked_loss(model).kind == "model" and "logit_scale = Parameter" in caplog.text
     _loss(model).backward()
     assert model.logit_scale.grad is not None
+
+
+@pytest.mark.parametrize("name", ["granite", "gemma2"])
+def test_beside_liger_kernel_the_loss_is_bigtrains(name, monkeypatch):
+    """Its own could not read a partitioned head, and for Granite it took torch's cross entropy from the whole process."""
+    seen = {}
+
+    def apply(model, cross_entropy=True, fused_linear_cross_entropy=True):
+        seen.update(cross_entropy=cross_entropy, fused=fused_linear_cross_entropy)
+
+    monkeypatch.setattr(attach, "_liger_for", lambda kind: ("", apply))
+    config_class, model_class, kw, _ = MODELS[name]
+    model = _build(config_class, model_class, **kw)
+    assert attach.use_liger(model).kind == "chunked" and seen == {"cross_entropy": False, "fused": False}
