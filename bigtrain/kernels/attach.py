@@ -214,7 +214,7 @@ def _loss_function(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -
     now = self._bigtrain_running[-1]
     if not (_is_alias(logits, now.loss) if now.change is None else _is_changed(self, logits, now.change)):
         raise ModelError(
-            f"{type(self).__name__} changes its logits between lm_head and loss, which the chunked loss never makes. Wrap the head "
+            f"{type(self).__name__} changes its logits between lm_head and loss by more than its own factor and cap, and the chunked loss never makes them. Wrap the head "
             "(LoRA) before use_chunked_loss or use_liger; or train without them (use_liger_kernel false)"
         )
     now.handed = logits

@@ -73,10 +73,13 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-6), (torch.bfloat16, 2**-5)])
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-6), (torch.bfloat16, 2**-4)])
 @pytest.mark.parametrize("tied", [True, False])
 def test_equals_transformers(name, dtype, bound, tied, small_chunks):  # noqa: F811
-    """In bf16 transformers rounds logits again after each of its operations (2^-9 of each), which the chunked loss does not."""
+    """In bf16 transformers rounds logits again after each of its operations (2^-9 of each), which the chunked loss does not.
+
+    Gradients of Gemma 2 are then 3 % of their largest apart, and both 4 to 6 % from those of fp64.
+    """
     config_class, model_class, kw, change = MODELS[name]
     model = _build(config_class, model_class, dtype, tie_word_embeddings=tied, **kw)
     expected, expected_grads = _loss_and_grads(model, num_items_in_batch=23)
