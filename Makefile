@@ -1,4 +1,4 @@
-# make train    new environment, then a first run with pictures in out/first (under ten minutes on two CPU cores)
+# make train    new environment, then a first run with pictures in out/first (under ten minutes on two CPU cores); again: it goes on
 # make test     the test suite
 # make lint     ruff and mypy
 # make bench    a sweep: memory against throughput, predicted beside measured, with raw DeepSpeed and the Trainer as peers
@@ -36,10 +36,11 @@ JOB = --model_name_or_path preset:llama-tiny --tokenizer_name_or_path $(DATA)/to
       --train_data $(DATA)/train.jsonl --seq_len 256 --per_device_train_batch_size 4 --learning_rate 3e-3
 
 train: $(VENV)/.installed $(DATA)/train.jsonl
+	@test ! -e $(OUT)/run.json || echo "$(OUT) holds a run: this one goes on from its last checkpoint. To start over: rm -r $(OUT)"
 	deepspeed -q --num_accelerators $(RANKS) launch/train.py --ds_config ds_configs/zero3_offload.json $(JOB) \
 	    --max_steps $(STEPS) --lr_scheduler_type cosine --warmup_steps 10 \
 	    --eval_data $(DATA)/validation.jsonl --eval_steps 30 --save_steps 30 --save_total_limit 1 \
-	    --output_dir $(OUT) --overwrite_output_dir
+	    --output_dir $(OUT) --resume_from_checkpoint auto
 	@echo "Look at $(OUT)/report.html. For commands of your own: . $(VENV)/bin/activate"
 
 $(DATA)/train.jsonl: | $(VENV)/.installed

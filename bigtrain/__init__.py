@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -19,17 +21,28 @@ if os.path.isdir(_compiled := os.path.join(sys.prefix, "torch_extensions")):
 # Each rank would warn so on a machine with CUDA's toolkit and no card, where the run is on the CPU: nothing that a user could mend.
 logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime is found" not in str(record.msg))
 
+# liger-kernel looks for each of its kernels in every backend that there could be, and takes another one where a backend is not installed.
+logging.getLogger("liger_kernel.backends.registry").addFilter(
+    lambda record: not (str(record.msg).startswith("Backend impl ") and "ModuleNotFoundError" in (record.args or ()))
+)
+
 if TYPE_CHECKING:
     from bigtrain.engine import Engine
     from bigtrain.models import build_model
 
-_LAZY = {"Engine": "bigtrain.engine", "build_model": "bigtrain.models"}
 __all__ = ["Engine", "__version__", "build_model"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'bigtrain' has no attribute '{name}'")
-    from importlib import import_module
+def lazily(package: str, **homes: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose names load on first use: by module, the names that live there."""
+    home = {name: module for module, names in homes.items() for name in names.split()}
 
-    return getattr(import_module(_LAZY[name]), name)
+    def find(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{home[name]}"), name)
+
+    return find
+
+
+__getattr__ = lazily(__name__, engine="Engine", models="build_model")

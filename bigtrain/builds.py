@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,16 @@ from torch.utils.cpp_extension import _get_build_directory
 
 log = logging.getLogger(__name__)
 TELL_S = 30.0  # between two words to somebody who waits
+
+
+def why_no_tools() -> str | None:
+    """Why no op can be compiled here; None if it can."""
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler: {compiler!r} is not on PATH; install g++ or set CXX"
+    if shutil.which("ninja") is None:
+        return "no ninja on PATH; `pip install ninja`"
+    return None
 
 
 def wait_for_build(op: str, idle_s: float = 300.0, poll_s: float = 0.5) -> bool:

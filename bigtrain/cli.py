@@ -155,3 +155,9 @@ def _run(words: list[str]) -> int:
     if args.verb == "plan":  # nor does it know what a ds_config may say
         args.reader = _resolved_config
     return int(args.run(args) or 0)
+
+
+if __name__ == "__main__":  # it was silent, and ended well
+    from bigtrain.stopping import end_process
+
+    end_process(main())

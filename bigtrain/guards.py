@@ -113,13 +113,13 @@ def differing(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     return {name: values for name, values in table.items() if any(v != values[0] for v in values[1:])}
 
 
-def report_differences(differences: dict[str, list[Any]], step: int, shown: int = 12, buffers: Sequence[str] = ()) -> str:
-    """The message for `differing`, in its order, at most `shown` lines; `buffers`: those that are no parameters."""
+def report_differences(differences: dict[str, list[Any]], step: int, buffers: Sequence[str] = ()) -> str:
+    """The message for `differing`, in its order, at most 12 lines; `buffers`: those that are no parameters."""
     lines = []
-    for name, values in list(differences.items())[:shown]:
+    for name, values in list(differences.items())[:12]:
         lines.append(f"  {name}: " + ", ".join(f"rank {r} {v}" for r, v in enumerate(values)))
-    if len(differences) > shown:
-        lines.append(f"  and {len(differences) - shown} more")
+    if len(differences) > 12:
+        lines.append(f"  and {len(differences) - 12} more")
     if buffers and len(buffers) == len(differences):
         why = (
             "\nThese are buffers, of which a checkpoint keeps rank 0's. What forward makes of a rank's own samples must be made the same on every "

@@ -22,6 +22,7 @@ from bigtrain.errors import RanksDisagreeError
 from bigtrain.whereabouts import HERE, after
 
 SLOTS = 6
+MEET_S = 120.0  # longest wait for the other ranks where a script calls between steps: a save, a load, an export
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")  # gloo's words
 
 
@@ -99,12 +100,10 @@ def meet(point: Point, step: int, count: int, values: Sequence[int] = (), limit_
     return [row[3 : 3 + len(values)] for row in told]
 
 
-def announce_failure(step: int, limit_s: float = 20.0) -> None:
-    """Tell the others, at whatever point they are, that this rank is about to raise; returns when they know or in `limit_s`."""
-    try:
-        meet(Point.FAILED, step, 0, limit_s=limit_s)
-    except RanksDisagreeError:
-        return
+def announce_failure(step: int) -> None:
+    """Tell the others, at whatever point they are, that this rank is about to raise; returns when they know, or in 20 s."""
+    with contextlib.suppress(RanksDisagreeError):
+        meet(Point.FAILED, step, 0, limit_s=20.0)
 
 
 def _apart(told: list[list[int]]) -> RanksDisagreeError:

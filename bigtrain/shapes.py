@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+from bigtrain import standins
 from bigtrain.errors import UsageError
 from bigtrain.shapes_families import FURTHER
 
@@ -356,6 +358,8 @@ def read_config(source: str | Path) -> dict[str, Any]:
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
+        if os.path.lexists(file):
+            raise UsageError(f"{file} is {standins.instead(file)}")
         raise UsageError(f"{path}: no config.json there; give a model folder, a config.json or {PREFIX}NAME")
     config = read_json(file, "the model config")
     if not isinstance(config, dict):
@@ -370,4 +374,4 @@ def read_json(path: str | Path, what: str) -> Any:
     except OSError as error:
         raise UsageError(f"cannot read {what} '{path}': {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of thousands of digits; nested without end
-        raise UsageError(f"{what} '{path}' is not JSON: {error}") from error
+        raise UsageError(f"{what} '{path}' is {standins.instead(path) or f'not JSON: {error}'}") from error

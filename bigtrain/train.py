@@ -57,7 +57,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     from bigtrain.engine import Engine, steps
     from bigtrain.hosts import placement, rollcall
     from bigtrain.models import hub
-    from bigtrain.run import capacity, preflight, restart, sameness
+    from bigtrain.run import capacity, disk, left_open, preflight, restart, sameness, search
     from bigtrain.run import job as jobs
     from bigtrain.run.runfolder import RunFolder
     from bigtrain.run.shortage import Explained
@@ -83,14 +83,14 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     resume, reached = ranks.main_decides(lambda: folder.start_point(args.resume_from_checkpoint), "looking for a checkpoint")
     asked = args
     if asked.ds_config == jobs.AUTO:
-        args, config = capacity.choose(args)
+        args, config = search.choose(args)
     limits = capacity.memory_limits(args.gpu_memory_cap)
-    job = capacity.settle(jobs.prepare(args, config, resume), *limits, resume)
+    job = left_open.settle(jobs.prepare(args, config, resume), *limits, resume)
     layout = capacity.plan_of(job, limits[0])
     planned = None if args.no_plan else capacity.check_fit(layout, *limits)  # before the data is tokenised, for hours maybe
-    job = capacity.named_auto(jobs.with_data(job, config, reached), asked)
+    job = search.named_auto(jobs.with_data(job, config, reached), asked)
     jobs.check_engine(job)
-    ranks.main_decides(lambda: capacity.check_disk(job, folder, reached[0]), "looking at the disk")
+    ranks.main_decides(lambda: disk.check(job, folder, reached[0]), "looking at the disk")
     with folder.replacing(), Explained(layout, *limits, folder) as explained:
         ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
         sameness.refuse_split_output(folder.root, saves=args.saves)
@@ -124,7 +124,6 @@ class Run:
         from bigtrain.diagnostics.gpu_memory import GpuMemory, Thrash
         from bigtrain.diagnostics.metrics import ProcessMemory, RowLog, StepClock
         from bigtrain.diagnostics.progress import Progress, Trackers, open_trackers
-        from bigtrain.diagnostics.report import spelled
         from bigtrain.run.saving import Saving
 
         args = job.args
@@ -149,9 +148,7 @@ class Run:
             self.rows = RowLog(folder.root / "metrics.jsonl", keep_to_step=start)
             self.evals = RowLog(folder.root / "eval.jsonl", keep_to_step=start)
             self.trackers = open_trackers(args.trackers, folder.root, args.as_dict(), run_name=args.run_name, first_step=start)
-            summary = engine.summary()
-            folder.update_run(flops_formula=str(flops), engine=summary, resumed_at_step=start or None)
-            logger.info("engine:\n%s\n%s", "\n".join(f"  {name}: {value}" for name, value in spelled(summary)), flops)
+            folder.update_run(flops_formula=str(flops), engine=engine.summary(), resumed_at_step=start or None)
         self.evaluated_step = -1  # of eval.jsonl, once all ranks have one of these
         self.progress = Progress(
             total_steps=job.steps.steps,
@@ -274,10 +271,10 @@ class Run:
             if self.saving.resumable and self.saving.step != self.engine.global_step:
                 self.save()
             self.engine.checkpoints.wait()
-            if self.args.load_best_model_at_end:
-                self.saving.load_best()
-            if not self.args.no_export:
-                self.engine.export(self.folder.root / "model", tokenizer=self.job.tokenizer)
+            if self.is_exported():
+                logger.info("%s is there: nothing was trained since it was written", self.folder.root / "model")
+            else:
+                self.export()
         self.progress.close()
         summary = self._summarise(outcome) if self.main else {}
         if outcome != "finished":
@@ -285,6 +282,24 @@ class Run:
                 raise StoppedError(outcome)
             raise BigtrainError(outcome)
         return summary
+
+    def is_exported(self) -> bool:
+        """True if OUT/model is the one that this run would write: a finished run that was resumed, with nothing left to train."""
+        from bigtrain import ranks
+
+        step = (self.saving.best() if self.args.load_best_model_at_end else None) or self.engine.global_step
+        return self.engine.global_step == self.start and ranks.main_decides(
+            lambda: self.folder.has_model(step), "looking for the exported model"
+        )
+
+    def export(self) -> None:
+        """Write OUT/model, of the best step where that was asked for."""
+        if self.args.load_best_model_at_end:
+            self.saving.load_best()
+        if not self.args.no_export:
+            self.engine.export(self.folder.root / "model", tokenizer=self.job.tokenizer)
+            if self.main:
+                self.folder.update_run(model_step=self.engine.global_step)
 
     def failed(self, error: Exception) -> None:
         """Write down how it ended; `python -m bigtrain.diagnostics.report OUT` shows what there is."""
@@ -356,19 +371,18 @@ def check_places() -> list[Any]:
 
 
 def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str, Any] | None) -> None:
-    """Say, and write down, what is about to run: decisions, plan, versions."""
+    """Write down what is about to run: decisions, plan, versions; and say of it what a user cannot know."""
     import torch
 
-    from bigtrain.config import report, table
+    from bigtrain.run.beginning import story
     from bigtrain.run.runfolder import now, this_process
     from bigtrain.versions import versions
 
     resolved = job.resolved
     backend = torch.distributed.get_backend()
     logger.info("%d rank%s over %s", len(places), "s" * (len(places) != 1), backend)
-    logger.info("ds_config, who decided what:\n%s", table(resolved.decisions))
-    if resolved.problems:
-        logger.warning("%s", report(resolved.problems, "ds_config"))
+    for level, text in story(resolved, folder.root):
+        logger.log(level, "%s", text)
     logger.info("%s", job.steps.describe())
     decided_by = {d.path: f"{d.source}: {d.reason}" for d in resolved.decisions}
     # DeepSpeed and the linter pass over names that begin with an underscore, so the file still runs as it is.
@@ -382,6 +396,7 @@ def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str,
         device=places[0].device,
         placement=[p.as_dict() for p in places],
         decisions=[d.__dict__ for d in resolved.decisions],
+        problems=[p.to_dict() for p in resolved.problems],
         steps=job.steps.describe(),
         planned=planned,
         started=now(),

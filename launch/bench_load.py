@@ -196,23 +196,33 @@ def worker(way: str, folder: str, out: str, export: bool, phases: bool) -> None:
     dist.destroy_process_group()
 
 
-def run_cell(way: str, folder: Path, world: int, export: bool = False, phases: bool = False) -> list[dict[str, Any]]:
-    """Start `world` ranks, wait for them, and return what each measured."""
-    port = str(free_port())
+def run_ranks(script: str, world: int, words: list[str], limit_s: float = 600.0) -> list[dict[str, Any]]:
+    """Start `world` ranks of a program, whose last word is where they write; return what each measured."""
     with tempfile.TemporaryDirectory() as scratch:
-        out = f"{scratch}/cell"
-        command = [sys.executable, __file__, "--worker", way, "--folder", str(folder), "--out", out]
-        command += ["--export"] * export + ["--phases"] * phases
+        out = f"{scratch}/rank"
         common = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                  "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(Path(__file__).parents[1])}  # fmt: skip
+                  "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(Path(__file__).parents[1])}  # fmt: skip
+        command = [sys.executable, script, *words, out]
         processes = [
             subprocess.Popen(command, env={**common, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.DEVNULL)
             for r in range(world)
         ]
-        codes = [process.wait(600) for process in processes]
+        limit = time.monotonic() + limit_s
+        while any(process.poll() is None for process in processes):
+            if any(process.returncode for process in processes) or time.monotonic() > limit:
+                for process in processes:
+                    process.kill()  # a rank whose peer is gone would wait for it
+            time.sleep(0.1)
+        codes = [process.returncode for process in processes]
         if any(codes):
-            raise SystemExit(f"{way} on {world} ranks ended with exit codes {codes}")
+            raise SystemExit(f"{world} ranks of {' '.join(command[1:])} ended with exit codes {codes}")
         return [json.loads(Path(f"{out}.{r}").read_text()) for r in range(world)]
+
+
+def run_cell(way: str, folder: Path, world: int, export: bool = False, phases: bool = False) -> list[dict[str, Any]]:
+    """What each of `world` ranks measured."""
+    words = ["--worker", way, "--folder", str(folder), *["--export"] * export, *["--phases"] * phases, "--out"]
+    return run_ranks(__file__, world, words)
 
 
 def floor_s(folder: Path, world: int, cache: str) -> float:

@@ -26,7 +26,6 @@ import multiprocessing
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,10 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import load_phases
-from bench_load import CONFIG, PREIMPORTED, WAYS, _io, _status
-
-from bigtrain.bench.processes import python_path
-from bigtrain.hosts.ports import free_port
+from bench_load import CONFIG, PREIMPORTED, WAYS, _io, _status, run_ranks
 
 BLOCK_BYTES = 64 << 20  # of random values, repeated; a tensor begins at a place of its own in it
 REQUEST_BYTES = 16 << 20
@@ -251,31 +247,6 @@ def worker(folder: Path, out: str, repeats: int, phases: bool, threads: int | No
 # ---------------------------------------------------------------- all of them
 
 
-def run_ranks(folder: Path, world: int, repeats: int, options: list[str]) -> list[dict[str, Any]]:
-    """Start the ranks, with further `options` of this program, and return what each measured."""
-    port = str(free_port())
-    with tempfile.TemporaryDirectory() as scratch:
-        out = f"{scratch}/rank"
-        command = [sys.executable, __file__, "--worker", out, "--work", str(folder), "--repeats", str(repeats)]
-        command += options
-        common = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                  "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(Path(__file__).parents[1])}  # fmt: skip
-        processes = [
-            subprocess.Popen(command, env={**common, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.DEVNULL)
-            for r in range(world)
-        ]
-        limit = time.monotonic() + LIMIT_S
-        while any(process.poll() is None for process in processes):
-            if any(process.returncode for process in processes) or time.monotonic() > limit:
-                for process in processes:
-                    process.kill()  # a rank whose peer is gone would wait for it
-            time.sleep(0.1)
-        codes = [process.returncode for process in processes]
-        if any(codes):
-            raise SystemExit(f"the ranks ended with exit codes {codes}")
-        return [json.loads(Path(f"{out}.{r}").read_text()) for r in range(world)]
-
-
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     """One line out of all ranks' measurements.
 
@@ -336,7 +307,8 @@ def main() -> None:
         print(f"{total / 1e9:.2f} GB written in {written:.1f} s", file=sys.stderr, flush=True)
         options = ["--phases"] * args.phases
         options += [f"--{n}={v}" for n, v in (("threads", args.threads), ("staging_mib", args.staging_mib)) if v]
-        found = run_ranks(args.work, args.ranks, args.repeats, options)
+        words = ["--work", str(args.work), "--repeats", str(args.repeats), *options, "--worker"]
+        found = run_ranks(__file__, args.ranks, words, LIMIT_S)
         if args.phases:
             for number in range(args.repeats):
                 slowest = max((rank[WAYS[0]][number] for rank in found), key=lambda load: load["s"])

@@ -101,6 +101,7 @@ def _optimizer(kind: str, n: int) -> Any:
 
     from bigtrain.optim import cpu_kernel
     from bigtrain.optim.build import build_optimizer
+    from bigtrain.optim.options import Offload, Options
 
     dtype = torch.float32 if kind == "deepspeed" else torch.bfloat16
     param = torch.nn.Parameter(torch.empty(n, dtype=dtype))
@@ -109,7 +110,9 @@ def _optimizer(kind: str, n: int) -> Any:
         for piece in tensor.split(1 << 24):
             piece.copy_(torch.randn(piece.numel()) * 0.02)
     name = "adamw" if kind == "deepspeed" else kind
-    optimizer = build_optimizer(name, [{"params": [param]}], lr=1e-4, weight_decay=0.1, offload=True, device="cpu")
+    optimizer = build_optimizer(
+        name, [{"params": [param]}], Options(lr=1e-4, weight_decay=0.1, offload=Offload(), device="cpu")
+    )
     if kind != "deepspeed":
         assert cpu_kernel.why_not() is None
         optimizer.grad_factor = 0.5  # type: ignore[attr-defined]

@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bigtrain import shapes
 from bigtrain.bench import accuracy, grid, prediction
-from bigtrain.bench.sweep import read_jsonl
+from bigtrain.bench.rows import read_rows
+from bigtrain.errors import BigtrainError, UsageError
 
 MODELS = ("llama-405b", "llama-70b", "llama-8b", "qwen2.5-7b", "mixtral-8x7b", "qwen2.5-vl-7b")
 CAPS_GIB = (24, 47.4, 80)
@@ -76,7 +77,9 @@ def ladder() -> str:
 
 def host(files: list[str]) -> str:
     """Predictions of this code for the sweep's cells, beside what they took; the most of the phases that a cell goes through."""
-    rows = [r for r in read(files) if r["status"] == "ok" and r["runner"] == "bigtrain"]
+    rows = [r for r in read(files) if r["status"] == "ok" and r["runner"] == "bigtrain" and r.get("host_node_pss_bytes")]
+    if not rows:
+        raise UsageError(f"no cell of launch/train.py ran to its end in {' '.join(files)}")
     lines = [f"Two ranks, {rows[0]['card']}, {platform.machine()}; measured: peak PSS of the fuller rank (the kernel's own peak less what is "
              "shared), and the most of both together at one moment. Predicted: one rank's, and that twice.", "",
              "| model | ds_config | tokens of a row | accumulation | predicted GiB | measured GiB | error | both ranks | error |",
@@ -108,7 +111,8 @@ def cell_again(row: dict[str, Any]) -> grid.Cell:
         chosen = "leaf blocks" in row["predicted"].get("config", "")  # by auto, which older rows had not
         arguments.setdefault("leaf_blocks", "on" if chosen else "off")
     blocks = re.search(r"(\d+) of \d+ blocks", row["predicted"].get("config", ""))
-    if blocks and arguments.get("checkpoint_blocks") == "auto":  # what it ran with, whatever would be chosen today
+    # What it ran with, whatever would be chosen today; beside streamed state buffers were chosen with them, whose number is not known.
+    if blocks and arguments.get("checkpoint_blocks") == "auto" and "offload" not in str(row["settings"]["ds_config"]):
         arguments["checkpoint_blocks"] = int(blocks[1])
     model = Path(arguments["model_name_or_path"])
     if not model.exists() and model.name in shapes.names():  # a folder that was written for the sweep (bench_load_cards.py)
@@ -119,8 +123,15 @@ def cell_again(row: dict[str, Any]) -> grid.Cell:
 
 
 def read(files: list[str]) -> list[dict[str, Any]]:
-    """The last row of every cell of these files."""
-    return list({row["cell"]: row for file in files for row in read_jsonl(Path(file))}.values())
+    """The last row of every cell of these files.
+
+    Raises:
+        UsageError: there is none, or a line is no row.
+    """
+    found = {row["cell"]: row for file in files for row in read_rows(Path(file))}
+    if not found:
+        raise UsageError(f"no rows in {' '.join(files) or 'no file at all'}: name the rows.jsonl of a sweep")
+    return list(found.values())
 
 
 def predicted_again(row: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +152,7 @@ def where() -> str:
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def main() -> int:
+def main(words: list[str] | None = None) -> int:
     """Print what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["cli", "ladder", "accuracy", "choice", "host"])
@@ -149,20 +160,27 @@ def main() -> int:
     parser.add_argument(
         "--again", action="store_true", help="choice: by predictions of this code, not those made before the cells ran"
     )
-    args = parser.parse_args()
-    if args.what == "cli":
-        print(cli())
-    elif args.what == "ladder":
-        print(ladder())
-    elif args.what == "host":
-        print(host(args.rows))
-    elif args.what == "accuracy":
-        print(accuracy.accuracy_text(read(args.rows)))
-    else:
-        rows = [predicted_again(row) if args.again else row for row in read(args.rows)]
-        found = accuracy.choices(rows, [int(cap * 2**30) for cap in CAPS_GIB])
-        print(accuracy.choices_text(found))
+    args = parser.parse_args(words)
+    try:
+        print(told(args))
+    except BigtrainError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     return 0
+
+
+def told(args: argparse.Namespace) -> str:
+    """What was asked for."""
+    if args.what == "cli":
+        return cli()
+    if args.what == "ladder":
+        return ladder()
+    if args.what == "host":
+        return host(args.rows)
+    if args.what == "accuracy":
+        return accuracy.accuracy_text(read(args.rows))
+    rows = [predicted_again(row) if args.again else row for row in read(args.rows)]
+    return accuracy.choices_text(accuracy.choices(rows, [int(cap * 2**30) for cap in CAPS_GIB]))
 
 
 if __name__ == "__main__":

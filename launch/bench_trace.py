@@ -30,7 +30,7 @@ from bigtrain.config import ModelShape
 from bigtrain.diagnostics.metrics import flops_formula
 from bigtrain.engine import Engine
 from bigtrain.hosts import placement
-from bigtrain.run import attention, capacity, failure, model_files
+from bigtrain.run import attention, capacity, failure, left_open, model_files, search
 from bigtrain.run import job as jobs
 from bigtrain.run.arguments import TrainArguments, parse
 
@@ -173,9 +173,9 @@ def main(argv: list[str]) -> None:
         ranks.control_group()
     capacity.cap_gpu_memory(args.gpu_memory_cap)
     if args.ds_config == jobs.AUTO:
-        args, config = capacity.choose(args)
+        args, config = search.choose(args)
     limits = capacity.memory_limits(args.gpu_memory_cap)
-    job = capacity.settle(make_job(args, config), *limits)
+    job = left_open.settle(make_job(args, config), *limits)
     jobs.check_engine(job)
     model, _ = jobs.build(job)
     flops = flops_formula(model, job.seq_len)

@@ -353,7 +353,7 @@ def _gaps(work: Sequence[Work], stream: int, begin: float, end: float, most: int
     return sorted(found, key=lambda gap: -gap["s"])[:most]
 
 
-def _top(kernels: Sequence[Work], begin: float, end: float, most: int = 15) -> list[dict[str, Any]]:
+def _top(kernels: Sequence[Work], begin: float, end: float) -> list[dict[str, Any]]:
     times: Counter[str] = Counter()
     numbers: Counter[str] = Counter()
     kinds = {}
@@ -361,13 +361,13 @@ def _top(kernels: Sequence[Work], begin: float, end: float, most: int = 15) -> l
         times[short(w.name)] += length(clipped([w], begin, end))  # type: ignore[assignment]
         numbers[short(w.name)] += 1
         kinds[short(w.name)] = w.kind
-    return [{"name": n, "class": kinds[n], "s": s, "number": numbers[n]} for n, s in times.most_common(most)]
+    return [{"name": n, "class": kinds[n], "s": s, "number": numbers[n]} for n, s in times.most_common(15)]
 
 
-def short(name: str, most: int = 70) -> str:
-    """A kernel's name without return type and arguments, cut to `most` characters."""
+def short(name: str) -> str:
+    """A kernel's name without return type and arguments, cut to 70 characters."""
     name = name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")
-    return name if len(name) <= most else name[: most - 1] + "…"
+    return name if len(name) <= 70 else name[:69] + "…"
 
 
 # ---------------------------------------------------------------- as a page

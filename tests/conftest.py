@@ -2,6 +2,8 @@ import os
 
 import pytest
 
+from tests import keep_imports
+
 # Files of half a minute and more: with two workers, what comes last must be short. Beside the longest, which computes, those that
 # wait half of the time.
 LONG = """
@@ -22,6 +24,20 @@ def same_environment():
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def known_imports():
+    """How many modules the garbage collector has been told to leave alone: all that collecting the tests imported, and with it the
+    thousands of tests themselves. Building a model collects; over all of that it took half a second each time."""
+    return [keep_imports(0)]
+
+
+@pytest.fixture(autouse=True)
+def imports_kept(known_imports):
+    """What a test imports is left alone from the next one on."""
+    yield
+    known_imports[0] = keep_imports(known_imports[0])
 
 
 @pytest.hookimpl(trylast=True)

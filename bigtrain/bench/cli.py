@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bigtrain.errors import StoppedError
+from bigtrain.errors import StoppedError, UsageError
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -49,9 +49,12 @@ def run(args: argparse.Namespace) -> int:
     """All cells, then the report. Rows that failed do not make the sweep fail; Ctrl-C ends it, to be continued later."""
     from bigtrain.bench import grid, sweep
 
+    if not args.grid:
+        return _again(args)
     cells = [cell for path in args.grid for cell in grid.read_grid(path)]
     cells = sweep.with_limits(list({repr(c): c for c in cells}.values()), args.max_cell_s, args.gpu_memory_cap)
     machine = sweep.this_machine()
+    sweep.refuse_impossible(cells, machine, run=not args.dry_run)
     if args.dry_run:
         return _dry_run(cells, machine)
     out = Path(args.output_dir)
@@ -83,11 +86,25 @@ def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _report(out: Path) -> None:
-    from bigtrain.bench import sweep
-    from bigtrain.bench.report import write
+def _again(args: argparse.Namespace) -> int:
+    """Without a grid: the report of a sweep that may still be at work."""
+    from bigtrain.bench.rows import latest_rows
 
-    rows = sweep.latest_rows(out)
+    out = Path(args.output_dir)
+    if args.dry_run:
+        raise UsageError("--dry_run lists the cells of grids: name a GRID")
+    if not latest_rows(out):
+        why = "it holds no rows.jsonl with a row" if out.is_dir() else "there is no such folder"
+        raise UsageError(f"--output_dir {out}: {why}, so there is nothing to report. To run cells, name a GRID")
+    _report(out)
+    return 0
+
+
+def _report(out: Path) -> None:
+    from bigtrain.bench.report import write
+    from bigtrain.bench.rows import latest_rows
+
+    rows = latest_rows(out)
     if not rows:
         print(f"no rows in {out}: there is nothing to report", file=sys.stderr)
         return

@@ -25,13 +25,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from bigtrain import defaults, shapes
+from bigtrain.bench import values as argument_values
 from bigtrain.config import load
 from bigtrain.errors import UsageError
-from bigtrain.plan.leaf_choice import LeafBlocks
-from bigtrain.run.arguments import Policy, TrainArguments
+from bigtrain.run.arguments import TrainArguments
 from bigtrain.runfile import read_run_file
 
 RUNNERS = ("bigtrain", "raw_deepspeed", "hf_trainer")
@@ -93,12 +93,16 @@ def read_grid(path: str | Path) -> list[Cell]:
     Raises:
         UsageError, ConfigError: the file, a key or a value cannot be used; nothing has run then.
     """
-    return expand(read_run_file(str(path)), Path(path).parent)
+    try:
+        return expand(read_run_file(str(path)), Path(path).parent)
+    except UsageError as error:
+        error.args = (f"{path}: {str(error).removeprefix('grid: ')}", *error.args[1:])
+        raise
 
 
 def expand(grid: Mapping[str, Any], folder: Path = Path()) -> list[Cell]:
     """The cells of a parsed grid; ds_config files may be given relative to `folder`. Equal cells appear once."""
-    base = {k: v for k, v in grid.items() if k not in ("cells", "exclude", "name")}
+    base = _settings(grid)
     parts = grid.get("cells") or [{}]
     left_out = grid.get("exclude") or []
     for name, value in (("cells", parts), ("exclude", left_out)):
@@ -110,12 +114,28 @@ def expand(grid: Mapping[str, Any], folder: Path = Path()) -> list[Cell]:
         for values in _combinations(_canonical(base) | _canonical(part)):
             if any(all(values.get(k) == v for k, v in entry.items()) for entry in excluded):
                 continue
-            cell = _cell(values, folder)
+            try:
+                cell = _cell(values, folder)
+            except UsageError as error:
+                error.args = (f"{str(error).rstrip()}{_which(values, grid, part)}", *error.args[1:])
+                raise
             if cell not in cells:
                 cells.append(cell)
     if not cells:
         raise UsageError("grid: no cell is left; check `exclude` and empty lists")
     return cells
+
+
+def _which(values: Mapping[str, Any], *written: Mapping[str, Any]) -> str:
+    """The cell of these values, by what the grid has several of; empty of a grid that has one cell."""
+    axes = {name for one in written for name, value in _canonical(_settings(one)).items() if _is_axis(name, value)}
+    own = _canonical(_settings(written[-1])) if written[0].get("cells") else {}
+    told = [f"{name} {value!r}" for name, value in values.items() if name in axes or name in own]
+    return f" (in the cell of {', '.join(told)})" if told else ""
+
+
+def _settings(grid: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in grid.items() if name not in ("cells", "exclude", "name")}
 
 
 def _names() -> dict[str, str]:
@@ -164,12 +184,14 @@ def _cell(values: Mapping[str, Any], folder: Path) -> Cell:
         raise UsageError("grid: `model` (preset:NAME or a folder) and `ds_config` (preset, file or mapping) are needed")
     config, name = _ds_config(left.pop("ds_config"), overrides, folder)
     env = own.get("env") or {}
-    if not isinstance(env, dict):
+    if not isinstance(env, dict) or any(isinstance(v, dict | list) for v in env.values()):
         raise UsageError(f"grid: env is {env!r}; it must be a mapping of variables, {{NAME: value}}")
     own["env"] = {str(k): str(v) for k, v in env.items()}
     left.setdefault("seq_len", defaults.SEQ_LEN)
     if isinstance(left.get("leaf_blocks"), bool):  # YAML reads on and off as true and false
         left["leaf_blocks"] = "on" if left["leaf_blocks"] else "off"
+    if isinstance(left.get("lr_scheduler_kwargs"), dict):
+        left["lr_scheduler_kwargs"] = json.dumps(left["lr_scheduler_kwargs"])
     cell = Cell(**own, ds_config=config, ds_name=name, arguments=left)
     _check(cell)
     return cell
@@ -180,6 +202,8 @@ def _ds_config(value: Any, overrides: Mapping[str, Any], folder: Path) -> tuple[
         if overrides:
             raise UsageError(f"grid: ds_config auto chooses everything; {_OVERRIDE}{next(iter(overrides))} cannot be set too")
         return "auto", "auto"
+    if not isinstance(value, str | dict):
+        raise UsageError(f"grid: ds_config is {value!r}; it must be a preset, a file, a mapping or auto")
     beside = folder / value if isinstance(value, str) else None
     config = load(beside if beside is not None and beside.is_file() else value)
     name = Path(value).stem if isinstance(value, str) else _describe(config)
@@ -207,13 +231,6 @@ def _check(cell: Cell) -> None:
         raise UsageError(f"grid: runner is {cell.runner!r}; it must be one of {', '.join(RUNNERS)}")
     if cell.runner != "bigtrain":
         _check_peer(cell)
-    _check_recomputing(cell.arguments)
-    leafs = cell.arguments.get("leaf_blocks", "auto")
-    if leafs not in get_args(LeafBlocks):
-        raise UsageError(f"grid: leaf_blocks is {leafs!r}; it must be one of {', '.join(get_args(LeafBlocks))}")
-    tile = cell.arguments.get("mlp_tile_tokens", 0)
-    if isinstance(tile, bool) or not isinstance(tile, int) or tile < 0:
-        raise UsageError(f"grid: mlp_tile_tokens is {tile!r}; it must be a whole number of tokens, or 0 for no tiles")
     for name in ("num_gpus", "steps"):
         value = getattr(cell, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -224,6 +241,8 @@ def _check(cell: Cell) -> None:
         )
     if isinstance(cell.max_cell_s, bool) or not isinstance(cell.max_cell_s, int | float) or not cell.max_cell_s > 0:
         raise UsageError(f"grid: max_cell_s is {cell.max_cell_s!r}; it must be a positive number of seconds")
+    if wrong := argument_values.problems(cell.arguments, cell.ds_config):
+        raise UsageError(f"grid: {'; '.join(wrong)}")
 
 
 def _check_peer(cell: Cell) -> None:
@@ -238,21 +257,6 @@ def _check_peer(cell: Cell) -> None:
         raise UsageError(
             f"grid: optim {optim} is bigtrain's own: give the cells of runner {cell.runner} one of {', '.join(PEER_OPTIMIZERS)}, "
             "or exclude it there"
-        )
-
-
-def _check_recomputing(arguments: Mapping[str, Any]) -> None:
-    """As the program's own check: a value that it refuses would end each cell, or the planner before the first."""
-    blocks, policy = arguments.get("checkpoint_blocks"), arguments.get("checkpointing_policy", "full")
-    number = None if isinstance(blocks, bool) or not str(blocks).isdecimal() else int(str(blocks))
-    if blocks not in (None, "auto") and not number:
-        raise UsageError(f"grid: checkpoint_blocks is {blocks!r}; it must be a whole number of at least 1, or auto")
-    if policy not in get_args(Policy):
-        raise UsageError(f"grid: checkpointing_policy is {policy!r}; it must be one of {', '.join(get_args(Policy))}")
-    if arguments.get("gradient_checkpointing") is False and (blocks is not None or policy != "full"):
-        raise UsageError(
-            "grid: gradient_checkpointing false contradicts checkpoint_blocks and checkpointing_policy; leave one of them out, or "
-            "exclude it there"
         )
 
 

@@ -13,6 +13,7 @@ from bigtrain.bench.grid import Cell
 from bigtrain.bench.prediction import Machine
 from bigtrain.errors import UsageError
 from bigtrain.plan.choose import Candidate
+from bigtrain.plan.command import train_command
 from bigtrain.plan.machine import gpu_memory
 from bigtrain.plan.roofline import speed_numbers
 from bigtrain.run.auto import config_of, flags
@@ -82,5 +83,5 @@ def _row(at: int, candidate: Candidate, cell: Cell, row: dict[str, Any], out: Pa
         "planned_tokens_per_s": speed_numbers(candidate.input.device, candidate.time)["tokens_per_s"],
         "step_time_s": row.get("step_time_s"),
         "ds_config": cell.ds_config,
-        "command": " ".join(["launch/train.py", *sweep.flags(flags), "..."]),
+        "command": train_command(candidate.input, sweep.flags(flags)),
     }

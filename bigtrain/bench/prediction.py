@@ -32,7 +32,9 @@ _RUN_NAMES = {"per_device_train_batch_size": "micro_batch", "gradient_accumulati
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """Where the sweep runs. Sizes in bytes, None: not known (or, for the GPU, none there). `liger`: liger-kernel is installed.
-    `transformers`: its version; None: the installed one's."""
+
+    `transformers`: its version; None: the installed one's. `cards`: nvidia-smi's numbers of those that ranks see, in their order; empty: not known.
+    """
 
     device: str
     card: str
@@ -40,6 +42,7 @@ class Machine:
     host_bytes: int | None
     liger: bool = True
     transformers: str | None = None
+    cards: tuple[int, ...] = ()
 
 
 def run_values(cell: Cell) -> RunValues:

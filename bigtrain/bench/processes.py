@@ -67,17 +67,27 @@ def rank_environment(rank: int, world: int, port: int, mark: str, more: Mapping[
     return {**inherited, **{k: str(v) for k, v in told.items()}, **more}
 
 
-def run_ranks(command: Sequence[str], *, world: int, logs: Path, limit_s: float, env: Mapping[str, str], cwd: Path) -> Ended:
+def run_ranks(
+    command: Sequence[str],
+    *,
+    world: int,
+    logs: Path,
+    limit_s: float,
+    env: Mapping[str, str],
+    cwd: Path,
+    cards: Sequence[int] = (),
+) -> Ended:
     """Run `command` on `world` ranks of this host until all have ended or the time is up; nothing of it is left afterwards.
 
     Args:
         command: the same on every rank. logs: folder for rank0.log, rank1.log, ... limit_s: seconds before all are killed.
-        env: further variables. cwd: working folder of the ranks.
+        env: further variables. cwd: working folder of the ranks. cards: whose memory is watched, of the r-th rank the r-th; none:
+            the first ones.
     """
     mark, port, begin = uuid.uuid4().hex, free_port(), time.monotonic()
     ended = Ended([None] * world)
     ranks: list[subprocess.Popen[bytes]] = []
-    with _CardWatch() as cards, _guard(mark):
+    with _CardWatch(cards[:world]) as watch, _guard(mark):
         try:
             for rank in range(world):
                 with open(logs / f"rank{rank}.log", "wb") as log:
@@ -88,7 +98,7 @@ def run_ranks(command: Sequence[str], *, world: int, logs: Path, limit_s: float,
         finally:
             _kill(ranks, mark)
     ended.seconds = time.monotonic() - begin
-    ended.gpu_used_bytes, ended.gpu_used_before_bytes = cards.most(world), cards.before(world)
+    ended.gpu_used_bytes, ended.gpu_used_before_bytes = watch.most(world), watch.before(world)
     return ended
 
 
@@ -155,9 +165,10 @@ def _kib(path: str, *names: str) -> list[int]:
 
 
 class _CardWatch:
-    """Used memory of every visible card by nvidia-smi, five times a second; nothing where there is none."""
+    """Used memory of the ranks' cards by nvidia-smi, five times a second; nothing where there is none."""
 
-    def __init__(self) -> None:
+    def __init__(self, cards: Sequence[int]) -> None:
+        self._cards = cards
         self._first: dict[int, int] = {}
         self._most: dict[int, int] = {}
         self._process: subprocess.Popen[str] | None = None
@@ -186,17 +197,10 @@ class _CardWatch:
             self._process.wait()
 
     def most(self, world: int) -> int:
-        return max((self._most.get(i, 0) for i in _visible(world, self._most)), default=0)
+        return max((self._most.get(i, 0) for i in self._cards or sorted(self._most)[:world]), default=0)
 
     def before(self, world: int) -> int:
-        return max((self._first.get(i, 0) for i in _visible(world, self._first)), default=0)
-
-
-def _visible(world: int, known: Mapping[int, int]) -> list[int]:
-    """Indices of the cards that `world` ranks take: rank r has the r-th visible one."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    chosen = [int(n) for n in names if n.strip().isdigit()]
-    return (chosen or sorted(known))[:world]
+        return max((self._first.get(i, 0) for i in self._cards or sorted(self._first)[:world]), default=0)
 
 
 def _kill(ranks: Sequence[subprocess.Popen[bytes]], mark: str) -> None:

@@ -51,14 +51,17 @@ def classify(ended: Ended, text: str, steps_done: int, steps: int) -> str:
 def error_line(text: str) -> str:
     """The line of a log that says what went wrong: the last exception, with its list if it announces one, else the last line."""
     found = list(_ERROR.finditer(text))
-    lines = [line for line in text.splitlines() if line.strip()]
     if not found:
-        return (lines[-1] if lines else "").strip()[:400]
+        return _last_line(text)
     told = found[-1].group(1)
     if told.rstrip().endswith(":"):
         after = text[found[-1].end() :].lstrip("\n").splitlines()
         told += "".join(" " + line.strip() for line in itertools.takewhile(lambda line: line.startswith("  "), after))
     return told.strip()[:400]
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip()[:400] for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
@@ -146,8 +149,12 @@ def errors(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[st
     return out
 
 
-def read_cell(out: Path, ended: Ended, steps: int) -> tuple[str, str, list[list[dict[str, Any]]]]:
-    """(status, error line, rows of each file) from a cell's folder: logs of ranks, metrics of one or all of them."""
+def read_cell(out: Path, ended: Ended, steps: int, limit: str) -> tuple[str, str, list[list[dict[str, Any]]]]:
+    """(status, error line, rows of each file) from a cell's folder: logs of ranks, metrics of one or all of them.
+
+    Args:
+        limit: which one ends the cell, as its user wrote it: "max_cell_s 900", "--total_s 3600".
+    """
     files = [out / "metrics.jsonl", *sorted(out.glob("metrics-rank*.jsonl"))]
     rows = [read_rows(file) for file in files]
     logs = [_end_of(out.parent / f"rank{r}.log") for r in range(len(ended.exit_codes))]
@@ -156,9 +163,16 @@ def read_cell(out: Path, ended: Ended, steps: int) -> tuple[str, str, list[list[
     if status == "ok":
         return status, "", rows
     if status == "timeout":
-        last = error_line(failed[0]) if failed else ""
-        return status, f"not done after {ended.seconds:.0f} s and {len(rows[0])} of {steps} steps; last words: {last}", rows
+        last = _last_line(failed[0])
+        return status, _out_of_time(len(rows[0]), steps, limit, ended.seconds) + (f"; last words: {last}" if last else ""), rows
     return status, error_line(_most_telling(logs, ended, status)), rows
+
+
+def _out_of_time(done: int, steps: int, limit: str, seconds: float) -> str:
+    """Which limit ended a cell, what it was at, and what to do: `--total_s` leaves the rest to the next call."""
+    at = "" if done else " before the end of the first, which builds and tunes kernels (minutes, with experts)"
+    more = "the same command runs it again" if limit.startswith("--") else "give a larger --max_cell_s"
+    return f"{done} of {steps} steps in {seconds:.0f} s: {limit} was over{at}; {more}"
 
 
 def _end_of(log: Path) -> str:

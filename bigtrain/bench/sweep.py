@@ -26,10 +26,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bigtrain import defaults, optim
 from bigtrain.bench import inputs, prediction, result
 from bigtrain.bench.grid import Cell, labels
 from bigtrain.bench.prediction import Machine
 from bigtrain.bench.processes import Ended, python_path, run_ranks
+from bigtrain.bench.rows import append_jsonl, read_rows
+from bigtrain.diagnostics.doctor.devices import measure_devices
 from bigtrain.errors import UsageError
 from bigtrain.plan.cards import card_name
 from bigtrain.plan.cli import model_config
@@ -76,8 +79,6 @@ class Sweep:
         missing = {name for cell in cells if not (CLONE / (name := PROGRAMS[cell.runner])).is_file()}
         if missing:
             raise UsageError(f"sweeps run from a clone of the project; not found in {CLONE}: {', '.join(sorted(missing))}")
-        if not cells:  # the report of a sweep that may still be at work
-            return
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -91,13 +92,14 @@ class Sweep:
                 if left < LEAST_CELL_S:
                     return
                 key = cell.key(self.code, self.machine.card)
-                row = self._run_cell(replace(cell, max_cell_s=min(cell.max_cell_s, left)), key, label)
+                limit = f"--total_s {self.total_s:g}" if left < cell.max_cell_s else f"max_cell_s {cell.max_cell_s:g}"
+                row = self._run_cell(replace(cell, max_cell_s=min(cell.max_cell_s, left)), key, label, limit)
                 append_jsonl(self.out / "rows.jsonl", row)
                 yield row
 
     def waits(self, cell: Cell) -> bool:
         """Whether the cell has no row yet, or one that is worth another try."""
-        old = {row["cell"]: row for row in read_jsonl(self.out / "rows.jsonl")}.get(cell.key(self.code, self.machine.card))
+        old = {row["cell"]: row for row in read_rows(self.out / "rows.jsonl")}.get(cell.key(self.code, self.machine.card))
         return old is None or self._again(old, cell)
 
     def _again(self, old: Mapping[str, Any], cell: Cell) -> bool:
@@ -105,7 +107,7 @@ class Sweep:
             return True
         return self.retry and old["status"] in WORTH_ANOTHER_TRY
 
-    def _run_cell(self, cell: Cell, key: str, label: str) -> dict[str, Any]:
+    def _run_cell(self, cell: Cell, key: str, label: str, limit: str) -> dict[str, Any]:
         said = prediction.prediction(cell, self.machine) if cell.runner == "bigtrain" else {"none": "a peer: not planned"}
         head = {
             "cell": key, "label": label, "runner": cell.runner, "model": cell.model, "num_gpus": cell.num_gpus,
@@ -116,7 +118,7 @@ class Sweep:
         append_jsonl(self.out / "predictions.jsonl", {**head, "predicted": said, "predicted_at": predicted_at})
         started = utc_now()
         try:
-            body = self._measure(cell, key, said)
+            body = self._measure(cell, key, said, limit)
         except (OSError, UsageError) as error:  # the cell could not even be started: a row like any other
             body = {"status": "usage", "error": str(error)[:400]}
         except Exception as error:  # what it wrote is not what a run writes: not the end of the sweep either
@@ -125,13 +127,21 @@ class Sweep:
         times = {"predicted_at": predicted_at, "started": started, "ended": utc_now()}
         return {**head, **times, "predicted": said, **body, "versions": versions()}
 
-    def _measure(self, cell: Cell, key: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    def _measure(self, cell: Cell, key: str, said: Mapping[str, Any], limit: str) -> dict[str, Any]:
         folder = self.out / "cells" / key
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "out").mkdir(parents=True)
         command = self._command(cell, folder)
-        ended = run_ranks(command, world=cell.num_gpus, logs=folder, limit_s=cell.max_cell_s, env=self._env(cell), cwd=folder)
-        status, error, rows = result.read_cell(folder / "out", ended, cell.steps)
+        ended = run_ranks(
+            command,
+            world=cell.num_gpus,
+            logs=folder,
+            limit_s=cell.max_cell_s,
+            env=self._env(cell),
+            cwd=folder,
+            cards=self.machine.cards,
+        )
+        status, error, rows = result.read_cell(folder / "out", ended, cell.steps, limit)
         body: dict[str, Any] = {"status": status, "error": error, "exit_codes": ended.exit_codes, "wall_s": ended.seconds}
         body["steps_done"] = len(rows[0])
         body |= self._numbers(cell, ended, rows)
@@ -238,7 +248,28 @@ def this_machine() -> Machine:
     if not cards:
         return Machine(device="cpu", card=f"CPU, {os.cpu_count()} cores", gpu_bytes=None, host_bytes=host_bytes)
     liger = importlib.util.find_spec("liger_kernel") is not None
-    return Machine(device="cuda", card=card_name() or "GPU", gpu_bytes=min(cards), host_bytes=host_bytes, liger=liger)
+    seen = _seen_by_ranks()
+    gpu_bytes = min([size for index, size in enumerate(cards) if index in seen] or cards)
+    name = next(iter(seen.values()), None) or card_name() or "GPU"
+    return Machine(device="cuda", card=name, gpu_bytes=gpu_bytes, host_bytes=host_bytes, liger=liger, cards=tuple(seen))
+
+
+def _seen_by_ranks() -> dict[int, str]:
+    """Number and name of each card that CUDA_VISIBLE_DEVICES leaves; empty where parts of cards (MIG) are meant, or nothing is known.
+
+    Raises:
+        UsageError: it leaves none.
+    """
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = measure_devices()
+    if variable and "MIG-" in variable:
+        return {}
+    if devices.gpus and not devices.visible:
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES={variable} hides every GPU from the cells: unset it, or name some of "
+            f"{','.join(str(gpu.index) for gpu in devices.gpus)}. On the CPU cells run with DS_ACCELERATOR=cpu"
+        )
+    return {gpu.index: gpu.name for gpu in devices.visible}
 
 
 def code_version() -> str:
@@ -251,6 +282,37 @@ def code_version() -> str:
         for file in sorted((CLONE / folder).rglob("*.py")):
             digest.update(str(file.relative_to(CLONE)).encode() + file.read_bytes())
     return f"sources {digest.hexdigest()[:16]}"
+
+
+def refuse_impossible(cells: Sequence[Cell], machine: Machine, *, run: bool = True) -> None:
+    """Find the models, ds_configs, optimizers and numbers of ranks that cannot run, before the first cell takes the cards.
+
+    Args:
+        run: the cells are to run here; else they are planned, for any number of cards.
+
+    Raises:
+        UsageError: with each cell and what is wrong with it.
+    """
+    problems = []
+    for cell, label in zip(cells, labels(cells) if cells else ()):
+        try:
+            model_config(cell.model)
+            optim.canonical_name(cell.arguments.get("optim") or defaults.OPTIM)
+            if cell.ds_config != "auto":
+                prediction.resolved(cell, machine)
+            optim.schedule(cell.arguments.get("lr_scheduler_type") or "linear", total_steps=1)
+            if run and machine.cards and cell.num_gpus > len(machine.cards):
+                chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+                by = f" by CUDA_VISIBLE_DEVICES={chosen}" if chosen is not None else ""
+                raise UsageError(
+                    f"num_gpus {cell.num_gpus}: its ranks see {len(machine.cards)} GPU(s){by}, one for each is needed"
+                )
+        except UsageError as error:
+            problems.append(f"cell {label}: {str(error).rstrip()}")
+    if problems:
+        raise UsageError(
+            "\n".join([*dict.fromkeys(problems[:10]), *([f"and {len(problems) - 10} more cells"] if problems[10:] else [])])
+        )
 
 
 def with_limits(cells: Sequence[Cell], max_cell_s: float | None, cap_gib: float | None) -> list[Cell]:
@@ -288,30 +350,3 @@ def alone_in(folder: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise UsageError(f"another sweep is at work in {folder}: wait for it, or give another --output_dir") from error
         yield
-
-
-def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
-    """One line, on the disk before this returns; what is torn at the end of the file does not swallow it."""
-    with open(path, "a+b") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-        torn = file.read(1) not in (b"", b"\n")
-        file.write(b"\n" * torn + json.dumps(row, default=str).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All whole rows, in order; a torn line, or one that is no row, is left out."""
-    rows = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        rows += [row] if isinstance(row, dict) and "cell" in row else []
-    return rows
-
-
-def latest_rows(out: Path) -> list[dict[str, Any]]:
-    """The last row of every cell."""
-    return list({row["cell"]: row for row in read_jsonl(out / "rows.jsonl")}.values())

@@ -15,6 +15,7 @@ from bigtrain.errors import UsageError
 from bigtrain.guards import listing
 from bigtrain.partition import owned_range
 from bigtrain.weights.inspect import inspect_folder, report
+from bigtrain.weights.replace import refuse_foreign
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # What is said of the run's state, and under which name: its `tokens` are those that count in the loss (`Engine.tokens`).
@@ -27,11 +28,13 @@ _COUNTERS = {
 def add_parsers(subparsers: Any) -> None:
     """Add the verbs to an argparse subparsers object; each sets `run(arguments)`, which returns an exit code."""
     parser = subparsers.add_parser("verify", help="read a checkpoint whole and check every byte against its hash")
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint folder, or a folder of checkpoints (the newest is meant)")
+    parser.add_argument(
+        "checkpoint", type=_folder, help="a checkpoint folder, or a folder of checkpoints (the newest is meant)"
+    )
     parser.set_defaults(run=run_verify)
     parser = subparsers.add_parser("inspect", help="what is in a checkpoint or in a folder of weights")
     parser.add_argument(
-        "path", metavar="DIR", help="a checkpoint, or a folder with model.safetensors or shards and their index"
+        "path", metavar="DIR", type=_folder, help="a checkpoint, or a folder with model.safetensors or shards and their index"
     )
     parser.add_argument("--world_size", type=int, metavar="N", help="show which bytes each of N ranks would read at ZeRO-3")
     parser.add_argument("--all", action="store_true", help="list every tensor, not the first 10")
@@ -40,7 +43,9 @@ def add_parsers(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "export", help="the weights of a checkpoint, bigtrain's or DeepSpeed's, as a Hugging Face folder"
     )
-    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of checkpoints (the newest is meant)")
+    parser.add_argument(
+        "checkpoint", metavar="CKPT", type=_folder, help="a checkpoint, or a folder of checkpoints (the newest is meant)"
+    )
     parser.add_argument("out", metavar="OUT", help="folder to make")
     parser.add_argument(
         "--dtype",
@@ -50,12 +55,23 @@ def add_parsers(subparsers: Any) -> None:
         help="type of the weights (default: bfloat16)",
     )
     parser.add_argument(
-        "--model", metavar="DIR", help="folder with the model's config.json and tokenizer, where the checkpoint has none"
+        "--model",
+        metavar="DIR",
+        type=_folder,
+        help="folder with the model's config.json and tokenizer, where the checkpoint has none",
     )
     parser.add_argument("--tag", help="which checkpoint of the folder")
     parser.add_argument("--max_shard_gb", type=_positive, default=5.0, metavar="GB", help="largest file, in 1e9 bytes")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT, if it is an earlier export")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace what is in OUT, if it is an earlier export by bigtrain"
+    )
     parser.set_defaults(run=run_export)
+
+
+def _folder(word: str) -> str:
+    if not word:  # as a path it is the working folder
+        raise argparse.ArgumentTypeError("the name of the folder is empty (a shell variable that is not set?)")
+    return os.path.expanduser(word)
 
 
 def _positive(word: str) -> float:
@@ -66,13 +82,14 @@ def _positive(word: str) -> float:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Exit 0 when whole, 1 when damaged."""
-    _refuse_missing(args.checkpoint)
-    if not store.holds_any(args.checkpoint):
+    path = Path(args.checkpoint)
+    _refuse_missing(path)
+    if not store.holds_any(path):
         raise UsageError(
             f"{args.checkpoint} is no checkpoint of bigtrain and holds none: nothing there has a hash to compare with. "
             "`bigtrain inspect` says what is in a folder of weights"
         )
-    opened, problems = verify(args.checkpoint)
+    opened, problems = verify(path)
     if problems or opened is None:
         print(f"{args.checkpoint}: DAMAGED", *problems, sep="\n  ", file=sys.stderr)
         return 1
@@ -99,6 +116,7 @@ def run_export(args: argparse.Namespace) -> int:
     path = Path(args.checkpoint)
     _refuse_missing(path)
     out = os.path.expanduser(args.out)
+    refuse_foreign(out)
     if not args.overwrite and os.path.isdir(out) and (there := sorted(os.listdir(out))):
         raise UsageError(
             f"{args.out} holds {listing(there)}: name another folder, or add --overwrite to replace the model there by that of {args.checkpoint}"
@@ -140,8 +158,8 @@ def _refuse_missing(path: Path) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True if `path` is a checkpoint in bigtrain's own format, or holds some."""
-    return (path / "COMMIT").is_file() or bool(store.steps(path))
+    """True if `path` is a checkpoint in bigtrain's own format, or holds some; also of those that are not whole."""
+    return store.is_one(path) or bool(store.steps(path)) or (path.is_dir() and bool(store.unfinished(path)))
 
 
 def facts(path: Path, world_size: int | None = None) -> dict[str, Any]:

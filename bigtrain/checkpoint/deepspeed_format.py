@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bigtrain import __version__, ranks, zero
+from bigtrain import __version__, meeting, ranks, zero
 from bigtrain.checkpoint import deepspeed_import, live
 from bigtrain.checkpoint.rng import random_state, set_random_state
 from bigtrain.checkpoint.userstate import agreed
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 COMPLETE, RUN, LATEST = "COMPLETE", deepspeed_import.RUN, "latest"
-MEET_S = 120.0
 
 
 # ---------------------------------------------------------------- saving
@@ -54,7 +53,7 @@ def save(engine: Engine, directory: str | Path, tag: str | None, state: dict[str
         RanksDisagreeError: if not all ranks come, or they differ in path or tag, or one cannot write.
         CheckpointError: if the tag exists already, or in the middle of an accumulation.
     """
-    meet(Point.SAVE, engine.global_step, 0, limit_s=MEET_S)
+    meet(Point.SAVE, engine.global_step, 0, limit_s=meeting.MEET_S)
     tag = str(tag) if tag is not None else f"checkpoint-{engine.global_step}"
     root = Path(directory).absolute()
     ranks.agree((str(root), tag), "the checkpoint's folder and tag")
@@ -156,7 +155,7 @@ def load(engine: Engine, directory: str | Path, tag: str | None, trust: bool) ->
     Raises:
         CheckpointError: if there is none, it is incomplete, or it does not fit the model or the optimizer.
     """
-    meet(Point.LOAD, engine.global_step, 0, limit_s=MEET_S)
+    meet(Point.LOAD, engine.global_step, 0, limit_s=meeting.MEET_S)
     root = Path(directory).absolute()
     ranks.agree((str(root), tag), "the checkpoint's folder and tag")
     folder = Path(ranks.main_decides(lambda: str(_folder(root, tag)), f"choosing a checkpoint in {root}"))

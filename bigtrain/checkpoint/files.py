@@ -11,11 +11,13 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
 
+from bigtrain import standins
 from bigtrain.checkpoint.manifest import ALIGN_BYTES, SavedSlice
 from bigtrain.errors import CheckpointError
 
@@ -162,7 +164,8 @@ def read_checked(path: Path, size: int, expected: str) -> bytes:
     """
     raw = read_small(path)
     if len(raw) != size:
-        raise CheckpointError(f"{path} has {len(raw)} bytes, {size} were written. The checkpoint is damaged.", str(path))
+        why = standins.instead(path) or f"damaged: it has {len(raw)} bytes, {size} were written"
+        raise CheckpointError(f"{path} is {why}.", str(path))
     if digest(raw) != expected:
         raise CheckpointError(f"{path} does not have the hash it was written with. The checkpoint is damaged.", str(path))
     return raw
@@ -171,6 +174,8 @@ def read_checked(path: Path, size: int, expected: str) -> bytes:
 def read_small(path: Path) -> bytes:
     """A whole small file; a `CheckpointError` names it when it cannot be read."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+            raise CheckpointError(f"{path} is {standins.instead(path)}.", str(path))
         if path.stat().st_size > HEADER_LIMIT_BYTES:
             raise CheckpointError(f"{path} is larger than any manifest can be", str(path))
         return path.read_bytes()

@@ -26,9 +26,7 @@ from bigtrain.zero.flat import partition_layouts
 READING_RANKS = 4  # up to so many CPU ranks, each reads all masters
 SCALAR_TYPES = (int, float)
 WEIGHT_KINDS = ("master", "weight", "buffer")  # all others are the optimizer's
-SETTINGS = (
-    "learning_rate", "eps", "weight_decay", "scheduler", "warmup_steps", "total_steps", "scheduler_kwargs", "max_grad_norm",
-)  # fmt: skip
+SETTINGS = ("scheduler", "warmup_steps", "total_steps", "scheduler_kwargs", "max_grad_norm")
 COUNTERS = ("global_step", "updates", "tokens", "data_position", "seed")
 Piece = tuple[str, tuple[int, ...], int, int, int]
 
@@ -303,9 +301,10 @@ def run_state(engine: Any) -> dict[str, Any]:
 
 def settings_of(engine: Any) -> dict[str, Any]:
     """What a user chose that decides how training goes on; JSON."""
-    s = engine.settings
+    s, o = engine.settings, engine.settings.options
     chosen = {name: getattr(s, name) for name in SETTINGS}
-    return {**chosen, "betas": list(s.betas), "global_batch": s.micro_batch * s.accumulation * engine.world_size}
+    optimizer = {"learning_rate": o.lr, "eps": o.eps, "weight_decay": o.weight_decay}
+    return {**optimizer, **chosen, "betas": list(o.betas), "global_batch": s.micro_batch * s.accumulation * engine.world_size}
 
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

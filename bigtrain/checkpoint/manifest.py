@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from bigtrain import standins
 from bigtrain.errors import CheckpointError
 
 VERSION = 1
@@ -167,6 +169,8 @@ def _parse(raw: bytes, path: str, wanted: str) -> dict[str, Any]:
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as problem:
+        if os.path.isfile(path) and (why := standins.instead(path)):
+            raise CheckpointError(f"{path} is {why}.", path) from problem
         raise _damaged(path, f"not JSON ({problem})") from problem
     if not isinstance(body, dict) or body.get("format") != wanted:
         raise _damaged(path, f"it does not say format {wanted!r}")

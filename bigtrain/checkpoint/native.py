@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bigtrain import __version__, ranks
+from bigtrain import __version__, meeting, ranks
 from bigtrain.checkpoint import deepspeed_format, deepspeed_import, files, live, neighbours, reshard, rng, second, store
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.load import load_slices
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from bigtrain.engine import Engine
 
 log = logging.getLogger(__name__)
-MEET_S = 120.0
 # Which engine saved a folder last, of those that are alive and not closed: the folder's name says a step, and no model.
 _owners: weakref.WeakValueDictionary[Path, Checkpoints] = weakref.WeakValueDictionary()
 
@@ -79,7 +78,7 @@ class Checkpoints:
         several times as long as the copies. This makes it now, beside training, where the host has so much to spare. Without it
         saves are as good, and the step after the first takes seconds longer.
         """
-        meet(Point.PREPARE, self._engine.global_step, 0, limit_s=MEET_S)
+        meet(Point.PREPARE, self._engine.global_step, 0, limit_s=meeting.MEET_S)
         self._saver_for(Path(directory).absolute()).prepare(live.slices_of(self._engine))
 
     @naming_the_lost()
@@ -116,7 +115,7 @@ class Checkpoints:
         """
         engine = self._engine
         HERE.folder = HERE.folder or str(directory)
-        meet(Point.SAVE, engine.global_step, 0, limit_s=MEET_S)
+        meet(Point.SAVE, engine.global_step, 0, limit_s=meeting.MEET_S)
         if not engine.between_steps:
             raise CheckpointError(
                 "a checkpoint in the middle of an accumulation would lose its gradients: save after engine.step()"
@@ -212,7 +211,7 @@ class Checkpoints:
 
     def _load(self, directory: Path, tag: str | int | None, trust: bool) -> dict[str, Any]:
         engine = self._engine
-        meet(Point.LOAD, engine.global_step, 0, limit_s=MEET_S)
+        meet(Point.LOAD, engine.global_step, 0, limit_s=meeting.MEET_S)
         if not engine.between_steps:
             raise CheckpointError(
                 "a checkpoint loaded in the middle of an accumulation would be updated with gradients of the weights before it: "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bigtrain import standins
 from bigtrain.checkpoint import files, manifest
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.manifest import Commit, RankManifest
@@ -104,7 +105,8 @@ def _check_data_file(folder: Path, rank: RankManifest) -> None:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing. The checkpoint is damaged.", str(path))
     if path.stat().st_size != expected:
-        raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {expected} were written. It is damaged.", str(path))
+        why = standins.instead(path) or f"damaged: it has {path.stat().st_size} bytes, {expected} were written"
+        raise CheckpointError(f"{path} is {why}.", str(path))
     header = memoryview(bytearray(rank.header_bytes))
     with files.reading(path) as handle:
         files.read_exactly(handle, header, 0, path)
@@ -123,6 +125,17 @@ def newest(root: Path) -> tuple[Opened | None, list[str]]:
     return None, skipped
 
 
+def is_one(path: Path) -> bool:
+    """Whether the folder itself is a checkpoint in bigtrain's own format, whole or not."""
+    return path.is_dir() and any(entry.name == "COMMIT" or _RANK_FILE.fullmatch(entry.name) for entry in path.iterdir())
+
+
+def unfinished(root: Path) -> list[str]:
+    """Names of checkpoints under `root` that have no COMMIT: their writing, or copying, did not end."""
+    found = sorted(entry.name for entry in root.iterdir() if _NAME.fullmatch(entry.name) and is_one(entry))
+    return [name for name in found if not (root / name / "COMMIT").is_file()]
+
+
 def holds_any(path: Path) -> bool:
     """Whether `path` is, or holds, anything that is or was a checkpoint in bigtrain's own format, whole or not."""
     if not path.is_dir() or _NAME.fullmatch(path.resolve().name):
@@ -138,7 +151,7 @@ def find(path: Path) -> Opened:
     Raises:
         CheckpointError: nothing there; the text lists the steps that are.
     """
-    if (path / "COMMIT").is_file() or _NAME.fullmatch(path.name):
+    if is_one(path) or _NAME.fullmatch(path.name):
         return open_checkpoint(path)
     if not path.is_dir():
         known = ", ".join(map(str, steps(path.parent))) or "none"
@@ -150,6 +163,7 @@ def find(path: Path) -> Opened:
         names = sorted(commit.parent.name for commit in path.glob("[!.]*/COMMIT"))
         if named := [name for name in names if not _NAME.fullmatch(name)]:
             skipped.append(f"a checkpoint with a name of its own is loaded by that only (tag, or path): {', '.join(named)}")
+        skipped += [f"{name} has no COMMIT: its writing, or copying, did not end" for name in unfinished(path)]
         story = "".join(f"\n  {line}" for line in skipped)
         raise CheckpointError(f"there is no complete checkpoint in {path}.{story}", str(path))
     return opened

@@ -14,6 +14,9 @@ def verify(path: Path) -> tuple[store.Opened | None, list[str]]:
 
     Args:
         path: a checkpoint folder, or a root whose newest checkpoint is meant, damaged or not.
+
+    Raises:
+        CheckpointError: this user may not read it.
     """
     try:
         steps = [] if (path / "COMMIT").is_file() else store.steps(path)
@@ -21,6 +24,8 @@ def verify(path: Path) -> tuple[store.Opened | None, list[str]]:
         store.check_model_files(opened)
         reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
     except CheckpointError as problem:
+        if isinstance(problem.__cause__, PermissionError):
+            raise  # not looked at is not damaged
         return None, [str(problem)]
     problems: list[str] = []
     for rank in opened.ranks:

@@ -6,7 +6,9 @@ Usual path: `load_source` -> `build_rows` -> `plan_steps` + `SampleOrder` -> `St
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from bigtrain import lazily
 
 if TYPE_CHECKING:
     from bigtrain.data.isolation import adds_to_masks, has_varlen, prepare_isolation, register_varlen
@@ -18,29 +20,6 @@ if TYPE_CHECKING:
     from bigtrain.data.source import load_source, split_validation
     from bigtrain.data.tokenise import tokenise
 
-_LAZY = {
-    "Isolation": "isolation_choice",
-    "adds_to_masks": "isolation",
-    "isolation_for": "isolation_choice",
-    "prepare_isolation": "isolation",
-    "has_varlen": "isolation",
-    "register_varlen": "isolation",
-    "EvalLoader": "loader",
-    "StepLoader": "loader",
-    "EvalPlan": "order",
-    "SampleOrder": "order",
-    "StepPlan": "order",
-    "plan_eval": "order",
-    "plan_steps": "order",
-    "PackStats": "pack",
-    "Rows": "pack",
-    "build_rows": "pack",
-    "stats_dict": "pack",
-    "load_rows": "sets",
-    "load_source": "source",
-    "split_validation": "source",
-    "tokenise": "tokenise",
-}
 __all__ = [
     "EvalLoader",
     "EvalPlan",
@@ -65,10 +44,14 @@ __all__ = [
     "tokenise",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'bigtrain.data' has no attribute '{name}'")
-    from importlib import import_module
-
-    return getattr(import_module(f"bigtrain.data.{_LAZY[name]}"), name)
+__getattr__ = lazily(
+    __name__,
+    isolation="adds_to_masks has_varlen prepare_isolation register_varlen",
+    isolation_choice="Isolation isolation_for",
+    loader="EvalLoader StepLoader",
+    order="EvalPlan SampleOrder StepPlan plan_eval plan_steps",
+    pack="PackStats Rows build_rows stats_dict",
+    sets="load_rows",
+    source="load_source split_validation",
+    tokenise="tokenise",
+)

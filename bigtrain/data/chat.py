@@ -103,19 +103,20 @@ class ChatEncoder:
         return added | dict(zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens))
 
     @cached_property
-    def turn_ends(self) -> frozenset[int]:
-        """Ids that end an answer: the end token, and the special token that the template writes after an answer."""
-        ends = {self.tokenizer.eos_token_id} - {None}
+    def turn_end(self) -> int | None:
+        """Id that a model learns to end an answer with: the special token that the template writes after one, else the end token."""
         try:
             probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
             tail = self._render(probe, None).rsplit(_PROBE, 1)[1]
         except Exception:  # a template may demand more of a conversation than the probe has; the end token remains
-            return frozenset(ends)
-        for token in self.tokenizer(tail, add_special_tokens=False)["input_ids"]:
-            if token in self.special_tokens:
-                ends.add(token)
-                break
-        return frozenset(ends)
+            return self.tokenizer.eos_token_id
+        tokens = self.tokenizer(tail, add_special_tokens=False)["input_ids"]
+        return next((token for token in tokens if token in self.special_tokens), self.tokenizer.eos_token_id)
+
+    @cached_property
+    def turn_ends(self) -> frozenset[int]:
+        """Ids that end an answer: the end token, and the special token that the template writes after an answer."""
+        return frozenset({self.tokenizer.eos_token_id, self.turn_end} - {None})
 
     def _render(self, messages: list[Message], tools: Any, prompt: bool = False) -> str:
         return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)

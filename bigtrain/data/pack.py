@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from bigtrain.data.chat import IGNORE
-from bigtrain.data.tokenise import placed, tokenise
+from bigtrain.data.tokenise import placed, tokenise, turn_end
 from bigtrain.data.tokens import TokenStore, model_limits
 from bigtrain.errors import DataError
 
@@ -195,7 +195,10 @@ class Rows:
         seq_len: tokens per row.
         packing: "isolated", "concatenate" or "none".
         stats: what became of the documents.
+        turn_end: id of the token that ends an answer, where the samples are conversations (`build_rows` sets it).
     """
+
+    turn_end: int | None = None
 
     def __init__(self, store: TokenStore, seq_len: int, packing: Packing, pad_token_id: int):
         if packing not in PACKINGS:
@@ -336,6 +339,7 @@ def build_rows(
     with placed(source):
         store.check_model(vocab_size, max_positions, seq_len)
     rows = Rows(store, seq_len, packing, _pad_id(tokenizer, pad_token_id))
+    rows.turn_end = turn_end(source, tokenizer, text_column)
     if vocab_size is not None and rows.pad_token_id >= vocab_size:
         raise DataError(f"pad_token_id={rows.pad_token_id} is outside the model's vocabulary of {vocab_size}")
     level = logging.WARNING if rows.stats.documents_truncated or rows.stats.documents_without_targets else logging.INFO

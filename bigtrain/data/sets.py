@@ -35,7 +35,7 @@ def load_rows(
         if eval_fraction:
             source, held_out = split_validation(source, eval_fraction, order_seed)
         if eval_data and ranks.is_main() and (both := shared(train_data, eval_data)):
-            logger.warning("eval_data: %s are trained on too, so that their loss says nothing about other text", both)
+            logger.warning("--eval_data: %s are trained on too, so that their loss says nothing about other text", both)
 
     def pack(part: Any, what: str) -> Rows:
         first = ranks.main_first(f"tokenising the {what} data")

@@ -244,6 +244,15 @@ def make_encoder(columns: list[str], tokenizer: Any, *, append_eos: bool, text_c
     return text_encoder(tokenizer, append_eos, text_column), False
 
 
+def turn_end(source: Dataset, tokenizer: Any, text_column: str) -> int | None:
+    """Id of the token that ends an answer, where the samples are conversations; None for other samples."""
+    kind = sample_kind([name for name in source.column_names if name != PLACE], text_column)
+    if kind not in ("messages", "prompt"):
+        return None
+    first = decoded(source[:1], coded_columns(source)).get(kind, [None])[0]
+    return None if isinstance(first, str) else ChatEncoder(tokenizer).turn_end
+
+
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """A hash of all that decides which ids come out; equal for equal tokenizers in different processes.
 

@@ -36,6 +36,7 @@ def drawing() -> Iterator[Any]:
 def save(figure: Any, png: Path) -> str:
     """Write a figure as PNG; returns it as SVG, for a page."""
     figure.savefig(png, dpi=140)
+    figure.set_layout_engine("none")  # where all stands is known now: finding it again would take most of the second drawing
     picture = io.StringIO()
     figure.savefig(picture, format="svg")
     svg = picture.getvalue()

@@ -173,7 +173,7 @@ class Trackers:
                 del self._opened[name]
                 what = f"{type(error).__name__}: {error}"
                 logger.warning(
-                    "report_to %s failed at %s and gets no more numbers; metrics.jsonl has them all: %s", name, at, what
+                    "--report_to %s failed at %s and gets no more numbers; metrics.jsonl has them all: %s", name, at, what
                 )
 
 
@@ -188,11 +188,11 @@ def open_trackers(
     opened: dict[str, Tracker] = {}
     for name in names:
         if name not in TRACKERS:
-            raise UsageError(f"report_to {name!r}: expected one of {', '.join(TRACKERS)}")
+            raise UsageError(f"--report_to {name!r}: expected one of {', '.join(TRACKERS)}")
         try:
             opened[name] = TRACKERS[name](out, settings, run_name, first_step)
         except ImportError as error:
-            raise UsageError(f"report_to {name}: the package is not installed; run: pip install {name}") from error
+            raise UsageError(f"--report_to {name}: the package is not installed; run: pip install {name}") from error
     return Trackers(opened)
 
 

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from bigtrain import guards, ranks, watch, weights, zero
+from bigtrain import guards, meeting, ranks, watch, weights, zero
 from bigtrain.checkpoint import deepspeed_format
 from bigtrain.checkpoint.native import Checkpoints
 from bigtrain.config import Resolved, RunValues
 from bigtrain.engine import agreement, evaluation, settings, steps
 from bigtrain.engine.accumulation import Accumulation
 from bigtrain.engine.assembly import assemble
-from bigtrain.engine.branches import Comparison
+from bigtrain.engine.branches import Branches
 from bigtrain.engine.bypass import Origin, make_fit
 from bigtrain.engine.misuse import NotCopied, knows_its_arguments
 from bigtrain.engine.precision import keep_parameters_in_fp32, summary
@@ -117,7 +117,12 @@ class Engine(NotCopied):
                 ds_config, run, world_size=world, device=device, model_config=getattr(model, "config", None)
             )
             self.settings = settings.settle(
-                config, run, world_size=world, scheduler_kwargs=lr_scheduler_kwargs, offload_gradients=offload_gradients
+                config,
+                run,
+                world_size=world,
+                device=device,
+                scheduler_kwargs=lr_scheduler_kwargs,
+                offload_gradients=offload_gradients,
             )
             factor = self.settings.schedule()
             keep = keep_parameters_in_fp32(model, keep_in_fp32, self.settings.stage, self.settings.bf16)
@@ -146,8 +151,7 @@ class Engine(NotCopied):
         traced = bool(self._parts.flags.handles)
         self._origin = Origin(self._ds, lambda: self.global_step, lambda: self._since.backwards > 0, traced)
         self._parts.flags.check = self._origin.check
-        compares = self.settings.stage == 3 and not self._uniform and self.device.type == "cpu"
-        self._comparison = Comparison(self.module, lambda: self.global_step) if compares else None
+        self._branches = Branches(self.module, self.stage, self._uniform, lambda: self.global_step)
         watch.names_modules(self.module)
 
     # ------------------------------------------------------------ forward
@@ -156,21 +160,10 @@ class Engine(NotCopied):
         """The model's forward, through DeepSpeed. Training passes must come this way."""
         if self._since.forwards == 0:
             self._parts.running.keep()
-        with naming_the_lost(), self._origin.forward(), self._forward():
+        with naming_the_lost(), self._origin.forward(), self._branches.forward():
             output = self._ds(*args, **batch)
         self._since.forwards += torch.is_grad_enabled()
         return output
-
-    @contextlib.contextmanager
-    def _forward(self) -> Iterator[None]:
-        """At stage 3 a forward needs the other ranks, module by module."""
-        if self.stage == 3:
-            with HERE.together("the forward pass"), self._comparison or contextlib.nullcontext():
-                yield
-            return
-        HERE.at("the forward pass")
-        yield
-        HERE.at("after a forward pass")
 
     # ------------------------------------------------------------ backward
 
@@ -361,7 +354,7 @@ class Engine(NotCopied):
 
     def export(self, directory: str | Path, dtype: str = "bfloat16", tokenizer: Any = None) -> Path:
         """Write the model as a Hugging Face folder, its weights in `dtype`; all ranks call it. Errors: `weights.export_model`."""
-        meet(Point.EXPORT, self.global_step, 0, limit_s=120.0)
+        meet(Point.EXPORT, self.global_step, 0, limit_s=meeting.MEET_S)
         weights.export_model(self.module, directory := Path(directory), dtype=dtype, tokenizer=tokenizer)
         return directory
 
@@ -385,8 +378,7 @@ class Engine(NotCopied):
         finally:
             self._parts.release()
             self._origin.release()
-            for hook in self._comparison.handles if self._comparison else ():
-                hook.remove()
+            self._branches.release()
 
     @property
     def deepspeed(self) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from bigtrain.engine.misuse import refuse_compiled
 from bigtrain.engine.precision import refuse_other_dtypes, refuse_other_kinds, to_bf16
 from bigtrain.engine.reduction import Reduction
 from bigtrain.engine.settings import Settings
-from bigtrain.engine.writes import ForeignWrites, MasterOf
+from bigtrain.engine.writes import ForeignWrites
 from bigtrain.errors import ModelError
 from bigtrain.memory import heap
 from bigtrain.models.batchnorm import compute_in_fp32
@@ -94,16 +95,14 @@ def assemble(
     names, params = [n for n, _ in named], [p for _, p in named]
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     flags = GradientFlags(params if trace_gradients else [], device)
-    optimizer = _optimizer(param_groups(model, s.weight_decay), s)
+    optimizer = _optimizer(param_groups(model, s.options.weight_decay), s)
     own = s.stage in (1, 2) and optim.OPTIMIZERS[s.optimizer].own_offload
     with SharedMaster() if own else contextlib.nullcontext():
-        ds = zero.initialize(model, s.config, optimizer, through_host=s.offload_gradients > 0.0)
+        ds = zero.initialize(model, s.config, optimizer, through_host=bool(s.options.offload and s.options.offload.gradients))
     optim.after_initialize(s.optimizer, ds)
     if isinstance(optimizer, MasterOptimizer):
         optimizer.take_weights()
-    master_of: MasterOf = optimizer.master_of if isinstance(optimizer, MasterOptimizer) else zero.master_of
-    if getattr(ds.optimizer, "round_robin_gradients", False):
-        master_of = flat.master_of(ds.optimizer)
+    master_of = flat.master_of(ds.optimizer)
     _fill_masters(model, master_of)
     heap.give_back()
     restored = buffers.restore(model, saved)
@@ -151,7 +150,7 @@ def _refuse(model: torch.nn.Module, s: Settings, leaf_modules: Sequence[type]) -
         raise ModelError(f"leaf_modules: the model has no module of {[c.__name__ for c in leaf_modules]}")
 
 
-def _with_masters(params: Sequence[torch.nn.Parameter], master_of: MasterOf, s: Settings) -> list[int]:
+def _with_masters(params: Sequence[torch.nn.Parameter], master_of: flat.MasterOf, s: Settings) -> list[int]:
     """Indices of parameters that have a master on some rank, and move in steps only; ranks share masters at stages 1 and 2."""
     if _zenflow(s):
         return []  # its updates run on beside the next steps
@@ -163,7 +162,7 @@ def _zenflow(s: Settings) -> bool:
     return bool((s.config.get("zero_optimization") or {}).get("zenflow"))
 
 
-def _fill_masters(model: torch.nn.Module, master_of: MasterOf) -> None:
+def _fill_masters(model: torch.nn.Module, master_of: flat.MasterOf) -> None:
     """Give the fp32 masters the bits that the model's own bf16 weights lost when they were read from finer files."""
     directory = getattr(getattr(model, "bigtrain_info", None), "finer_files", None)
     if directory is None:
@@ -177,27 +176,10 @@ def _fill_masters(model: torch.nn.Module, master_of: MasterOf) -> None:
 
 
 def _optimizer(groups: list[dict[str, Any]], s: Settings) -> torch.optim.Optimizer:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return build_optimizer(
-            s.optimizer,
-            groups,
-            lr=s.learning_rate,
-            betas=s.betas,
-            eps=s.eps,
-            weight_decay=s.weight_decay,
-            offload=s.offload,
-            offload_ratio=s.offload_ratio,
-            pin_memory=s.pin_memory,
-            offload_buffers=s.offload_buffers,
-            offload_gradients=s.offload_gradients,
-            device=device,
-        )
-
+    build = partial(build_optimizer, s.optimizer, options=s.options)
     if s.stage > 0:
         return build(groups)
-    if device == "cuda":
+    if torch.cuda.is_available():
         for group in groups:
             for param in group["params"]:
                 param.data = param.data.cuda()

@@ -7,12 +7,14 @@ watch (`bigtrain.watch`) that notices, and names the module each rank is in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 
-from bigtrain import meeting, watch, zero
+from bigtrain import meeting, ranks, watch, zero
 from bigtrain.errors import RanksDisagreeError
+from bigtrain.whereabouts import HERE
 
 REMEDY = (
     "At stage 3 every rank must run the same modules: run the branch on every rank and multiply its result by zero where it is "
@@ -20,31 +22,46 @@ REMEDY = (
 )
 
 
-class Comparison:
-    """Hooks on every module whose parameters ZeRO-3 must gather: each compares with the other ranks first.
+class Branches:
+    """The forward passes of one engine, with hooks on every module whose parameters ZeRO-3 must gather: each compares first.
 
     Args:
         model: the module.
+        stage: of ZeRO.
+        uniform: nothing needs comparing: the ranks were promised to take one way.
         step: gives the current step number.
-
-    Inside `with comparison:` they do; between the engine's passes modules may be called at will.
     """
 
-    def __init__(self, model: torch.nn.Module, step: Callable[[], int]):
+    def __init__(self, model: torch.nn.Module, stage: int, uniform: bool, step: Callable[[], int]):
         self._on = False
-        self._step = step
+        self._stage, self._step = stage, step
         self._names = [name or type(model).__name__ for name, _ in model.named_modules()]
-        self.handles = [
+        compared = stage == 3 and not uniform and ranks.device().type == "cpu"
+        self._handles = [
             module.register_forward_pre_hook(self._entering(i), prepend=True)
-            for i, module in enumerate(model.modules())
+            for i, module in enumerate(model.modules() if compared else ())
             if any(_gathered_at(module, p) for p in module.parameters())
         ]
 
-    def __enter__(self) -> None:
-        self._on = True
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """One forward through the engine; between these modules may be called at will, and nothing is compared."""
+        if self._stage < 3:
+            HERE.at("the forward pass")
+            yield
+            HERE.at("after a forward pass")
+            return
+        with HERE.together("the forward pass"):
+            self._on = True
+            try:
+                yield
+            finally:
+                self._on = False
 
-    def __exit__(self, *_: object) -> None:
-        self._on = False
+    def release(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
 
     def _entering(self, index: int) -> Callable[..., None]:
         def compare(*_: object) -> None:

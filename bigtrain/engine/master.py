@@ -66,7 +66,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 master.copy_(param)
 
     def master_of(self, param: torch.Tensor) -> tuple[int, torch.Tensor] | None:
-        """(0, the flat fp32 master) of a model parameter; None if it has none of its own. As `zero.master_of`."""
+        """(0, the flat fp32 master) of a model parameter; None if it has none of its own. As `zero.flat.master_of`."""
         master = self._of.get(id(param))
         if master is None or master is param or not master.is_contiguous():
             return None

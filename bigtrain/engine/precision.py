@@ -205,9 +205,11 @@ def _name(dtype: torch.dtype) -> str:
 
 def summary(settings: Any, world_size: int, module: torch.nn.Module, reduction: Any) -> dict[str, Any]:
     """What an engine runs with: stage, batch, optimizer, schedule, dtypes."""
-    names = ("stage", "micro_batch", "accumulation", "optimizer", "scheduler", "learning_rate", "warmup_steps", "total_steps")
-    chosen = {name: getattr(settings, name) for name in (*names, "max_grad_norm", "weight_decay")}
+    options, names = settings.options, ("stage", "micro_batch", "accumulation", "optimizer", "scheduler")
+    chosen = {name: getattr(settings, name) for name in names} | {"learning_rate": options.lr}
+    chosen |= {name: getattr(settings, name) for name in ("warmup_steps", "total_steps", "max_grad_norm")}
+    chosen |= {"weight_decay": options.weight_decay}
     loss = "mean over all target tokens of the global batch"
-    more = {"world_size": world_size, "offload_optimizer": settings.offload, "loss": loss}
-    more |= {"offload_gradients": settings.offload_gradients} if settings.offload_gradients else {}
+    more = {"world_size": world_size, "offload_optimizer": options.offload is not None, "loss": loss}
+    more |= {"offload_gradients": options.offload.gradients} if options.offload and options.offload.gradients else {}
     return {**chosen, **more, "dtypes": dtype_table(module, reduction, settings)}

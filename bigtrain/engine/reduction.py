@@ -137,7 +137,7 @@ class Reduction:
         reached = [torch._C._will_engine_execute_node(node) for node in nodes]
         del nodes
         by_leaf: dict[int, bool] = {}
-        leaves = [id(getattr(p, "ds_z3_leaf_module", None) or p) for p in self.params]
+        leaves = [id(zero.leaf_of(p) or p) for p in self.params]
         for leaf, yes in zip(leaves, reached):  # a ZeRO-3 leaf module reduces all its parameters if any is used
             by_leaf[leaf] = by_leaf.get(leaf, False) or yes
         return [by_leaf[leaf] for leaf in leaves]

@@ -17,6 +17,7 @@ from bigtrain.config.batch import ACCUMULATION, GLOBAL, MICRO, BatchError, Given
 from bigtrain.config.rules_training import dtype_name
 from bigtrain.config.run import DEFAULTS
 from bigtrain.errors import ConfigError, UsageError
+from bigtrain.optim.options import Offload, Options
 from bigtrain.plan.constants import STATE_BUFFERS
 
 # DeepSpeed's schedulers and what the same curve is called here.
@@ -34,12 +35,9 @@ class Settings:
 
     Attributes:
         config: for `deepspeed.initialize`.
-        stage, bf16, offload: what the config asks for.
-        offload_ratio, pin_memory, offload_buffers: `ratio`, `pin_memory`, `buffer_count` of the config's offload_optimizer, for
-            optimizers that keep their own state on the host.
-        offload_gradients: share of the gradients that leave the GPU during backward, for the same.
+        stage, bf16: what the config asks for.
         micro_batch, accumulation, max_grad_norm: as used; micro_batch and accumulation from the config unless given.
-        optimizer, learning_rate, betas, eps, weight_decay: as used.
+        optimizer, options: its name, and what it is built with.
         scheduler, warmup_steps, total_steps, scheduler_kwargs: as used.
         notes: decisions between two sources, one sentence each.
     """
@@ -47,22 +45,14 @@ class Settings:
     config: dict[str, Any]
     stage: int
     bf16: bool
-    offload: bool
     micro_batch: int
     accumulation: int
     max_grad_norm: float
     optimizer: str
-    learning_rate: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
+    options: Options
     scheduler: str
     warmup_steps: int
     total_steps: int | None
-    offload_ratio: float = 1.0
-    pin_memory: bool = True
-    offload_buffers: int = STATE_BUFFERS
-    offload_gradients: float = 0.0
     scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -161,6 +151,7 @@ def settle(
     run: RunValues,
     *,
     world_size: int,
+    device: str = "cpu",
     scheduler_kwargs: Mapping[str, Any] | None = None,
     offload_gradients: float = 0.0,
 ) -> Settings:
@@ -170,7 +161,9 @@ def settle(
         config: from `read`; its sections `optimizer` and `scheduler` are taken out of it.
         run: what the caller said; None for what is left to the config.
         world_size: number of ranks.
-        scheduler_kwargs, offload_gradients: see `Settings`.
+        device: "cuda" or "cpu".
+        scheduler_kwargs: see `Settings.schedule`.
+        offload_gradients: share of the gradients that leave the GPU during backward.
 
     Raises:
         ConfigError: on values that contradict each other.
@@ -209,17 +202,18 @@ def settle(
         config=private,
         stage=stage,
         bf16=bf16,
-        offload=offload,
-        offload_gradients=float(offload_gradients),
-        **_on_host(zero.get("offload_optimizer") or {}),
         micro_batch=micro,
         accumulation=accum,
         max_grad_norm=norm,
         optimizer=name,
-        learning_rate=float(lr),
-        betas=(_or(run.adam_beta1, beta1), _or(run.adam_beta2, beta2)),
-        eps=float(_or(run.adam_epsilon, params.get("eps"), DEFAULTS.adam_epsilon)),
-        weight_decay=decay,
+        options=Options(
+            lr=float(lr),
+            betas=(_or(run.adam_beta1, beta1), _or(run.adam_beta2, beta2)),
+            eps=float(_or(run.adam_epsilon, params.get("eps"), DEFAULTS.adam_epsilon)),
+            weight_decay=decay,
+            offload=_on_host(zero["offload_optimizer"], offload_gradients) if offload else None,
+            device=device,
+        ),
         scheduler=scheduler,
         warmup_steps=_whole("warmup_steps", _or(run.warmup_steps, scheduled.get("warmup_num_steps"), DEFAULTS.warmup_steps)),
         total_steps=None if steps is None else _whole("total_steps", steps),
@@ -273,13 +267,14 @@ def _whole(name: str, value: float) -> int:
     return int(value)
 
 
-def _on_host(block: Mapping[str, Any]) -> dict[str, Any]:
+def _on_host(block: Mapping[str, Any], gradients: float) -> Offload:
     """What an `offload_optimizer` block says to optimizers that keep their own state on the host."""
-    return {
-        "offload_ratio": float(block.get("ratio", 1.0)),
-        "pin_memory": block.get("pin_memory", True) is not False,
-        "offload_buffers": max(1, int(block.get("buffer_count") or STATE_BUFFERS)),
-    }
+    return Offload(
+        ratio=float(block.get("ratio", 1.0)),
+        pin=block.get("pin_memory", True) is not False,
+        buffers=max(1, int(block.get("buffer_count") or STATE_BUFFERS)),
+        gradients=float(gradients),
+    )
 
 
 def _add_what_the_optimizer_needs(private: dict[str, Any], name: str, stage: int, bf16: bool, offload: bool) -> None:

@@ -21,10 +21,10 @@ import torch
 
 from bigtrain import zero
 from bigtrain.guards import listing
+from bigtrain.zero.flat import MasterOf
 
 log = logging.getLogger(__name__)
 
-MasterOf = Callable[[Any], tuple[int, torch.Tensor] | None]
 _Place = tuple[int, torch.dtype, torch.Size | None]
 _SAMPLES = 16  # elements of each parameter that are remembered
 
@@ -34,7 +34,7 @@ class ForeignWrites:
 
     Args:
         names, params: the trained parameters.
-        master_of: as `zero.master_of`. A parameter without a master needs nothing: its weights are what is updated.
+        master_of: from `zero.flat.master_of`. A parameter without a master needs nothing: its weights are what is updated.
         sampled: indices of parameters that have a master on some rank, and whose weights move in steps only.
         anywhere: an update finds a parameter wherever its memory is, or lays it back.
         emptied: gradients are put away during backward, and none may be there at the step.

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from bigtrain.stopping import StopSignal
@@ -80,11 +80,11 @@ def launchers() -> list[psutil.Process]:
     return found
 
 
-def _was_left(env: Mapping[str, str] = os.environ) -> bool:
+def _was_left() -> bool:
     """Whether a launcher started this rank and was gone before it was looked for: the parent is whoever adopts orphans."""
     import psutil
 
-    launched = "TORCHELASTIC_RUN_ID" in env or {"CROSS_RANK", "LOCAL_SIZE"} <= env.keys()
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or {"CROSS_RANK", "LOCAL_SIZE"} <= os.environ.keys()
     if not launched or os.getsid(0) == 0:  # in a container of its own, from where the launcher is not seen
         return False
     with contextlib.suppress(psutil.Error):

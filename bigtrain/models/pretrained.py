@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,7 +49,8 @@ def staging_for(directory: Path, device: torch.device) -> contextlib.AbstractCon
     """While the block builds the model: memory through which this rank's share of the folder's weights will go to `device`."""
     from bigtrain.weights.read import staging_ahead
 
-    return staging_ahead(device, sum(file.stat().st_size for file in directory.glob("*.safetensors")) // ranks.world_size())
+    files = [file for file in directory.glob("*.safetensors") if os.path.isfile(file)]  # the load itself tells what is none
+    return staging_ahead(device, sum(file.stat().st_size for file in files) // ranks.world_size())
 
 
 def _take_generation_config(model: torch.nn.Module, directory: Path) -> None:

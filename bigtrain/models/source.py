@@ -6,6 +6,7 @@ import contextlib
 import copy
 import difflib
 import logging
+import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bigtrain import ranks, shapes
+from bigtrain import ranks, shapes, standins
 from bigtrain.errors import ModelError
 from bigtrain.models import hub
 from bigtrain.models.attention import left_out
@@ -123,7 +124,8 @@ def _config_from_folder(folder: Path, trust_remote_code: bool) -> Any:
             raise ModelError(
                 f"{folder} brings its own Python code, which would run here. Read it, then pass trust_remote_code=True."
             ) from error
-        raise ModelError(f"{folder}/config.json cannot be used: {error}") from error
+        why = standins.instead(folder / "config.json")
+        raise ModelError(f"{folder}/config.json {f'is {why}' if why else f'cannot be used: {error}'}") from error
 
 
 def _folder(path: Path) -> Path:
@@ -131,7 +133,9 @@ def _folder(path: Path) -> Path:
         raise ModelError(
             f"there is no folder {path}. Give a Hugging Face model folder, 'preset:NAME', or a hub id 'owner/name'."
         )
-    if not (path / "config.json").is_file():
+    if os.path.lexists(config := path / "config.json") and not config.is_file():
+        raise ModelError(f"{config} is {standins.instead(config)}.")
+    if not config.is_file():
         raise ModelError(f"{path} has no config.json, so it is not a Hugging Face model folder.")
     return path
 

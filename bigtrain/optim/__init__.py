@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
-_HOMES = {
-    "OPTIMIZERS": "table",
-    "Optimizer": "table",
-    "canonical_name": "table",
-    "engine_config_patch": "table",
-    "state_bytes": "table",
-    "schedule": "schedules",
-    "build_optimizer": "build",
-    "after_initialize": "build",
-    "param_groups": "groups",
-}
+from bigtrain import lazily
 
 __all__ = [
     "OPTIMIZERS",
+    "Offload",
     "Optimizer",
+    "Options",
     "after_initialize",
     "build_optimizer",
     "canonical_name",
@@ -29,8 +18,11 @@ __all__ = [
     "state_bytes",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"bigtrain.optim.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(
+    __name__,
+    build="after_initialize build_optimizer",
+    groups="param_groups",
+    options="Offload Options",
+    schedules="schedule",
+    table="OPTIMIZERS Optimizer canonical_name engine_config_patch state_bytes",
+)

@@ -10,16 +10,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import os
 import platform
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bigtrain import ranks
-from bigtrain.builds import first_cause, say_what_compiles, wait_for_build
+from bigtrain.builds import first_cause, say_what_compiles, wait_for_build, why_no_tools
 from bigtrain.optim import arithmetic
 from bigtrain.optim.arithmetic import Scalars, code_tables
 
@@ -53,11 +51,8 @@ def ready() -> bool:
 @functools.cache
 def why_not() -> str | None:
     """Why the kernel cannot be used in this process, the first cause first; None if it can. Compiles it if needed."""
-    compiler = os.environ.get("CXX", "c++").split()[0]
-    if shutil.which(compiler) is None:
-        return f"no C++ compiler: {compiler!r} is not on PATH; install g++ or set CXX"
-    if shutil.which("ninja") is None:
-        return "no ninja on PATH; `pip install ninja`"
+    if why := why_no_tools():
+        return why
     name = f"bigtrain_adamw_split_{_cpu_kind()}"
     wait_for_build(name)
     say_what_compiles(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -11,12 +11,13 @@ from bigtrain import partition
 from bigtrain.errors import UsageError
 from bigtrain.optim import arithmetic
 from bigtrain.optim.lanes import Lanes, lanes_for
+from bigtrain.optim.options import Offload
 from bigtrain.optim.pieces import cut, joined
 from bigtrain.optim.spill import SpilledGradients
 from bigtrain.optim.state import load_keeping_dtypes
 from bigtrain.optim.stream import Stream, Update
 from bigtrain.optim.table import BLOCK_ELEMS
-from bigtrain.plan.constants import STATE_BUFFERS, STATE_CHUNK_BYTES
+from bigtrain.plan.constants import STATE_CHUNK_BYTES
 from bigtrain.zero import flat
 
 # Elements updated at a time: on a CPU its fp32 temporaries should stay in the cache, on a GPU one launch should fill the card.
@@ -24,22 +25,6 @@ CHUNK_ELEMS = {"cpu": 1 << 16, "cuda": 1 << 27}
 
 
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
-
-
-class OnHost(NamedTuple):
-    """What an optimizer keeps on the host beside a model on a GPU.
-
-    Attributes:
-        ratio: share of its state.
-        pin: page-lock that memory.
-        buffers: chunks of state that may be on the GPU at a time.
-        gradients: share of the gradients that leave during backward.
-    """
-
-    ratio: float = 1.0
-    pin: bool = True
-    buffers: int = STATE_BUFFERS
-    gradients: float = 0.0
 
 
 class AdamWSplit(torch.optim.Optimizer):
@@ -83,7 +68,7 @@ class AdamWSplit(torch.optim.Optimizer):
         moments: str = "float32",
         exact_root: bool = False,
         compiled: bool = False,
-        offload: OnHost | None = None,
+        offload: Offload | None = None,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.moments = MOMENTS[moments]
@@ -284,12 +269,12 @@ def stream_state(
     ds_engine: Any,
     layouts: dict[torch.Tensor, flat.PartitionLayout],
     lanes: Lanes,
-    on_host: OnHost,
+    offload: Offload,
     chunk_bytes: int = STATE_CHUNK_BYTES,
 ) -> None:
     """Give the optimizer of a DeepSpeed engine a stream, and host memory for the gradients that leave."""
     optimizer, device = ds_engine.basic_optimizer, next(iter(layouts)).device
-    ratio, pin, buffers, share = on_host
+    ratio, pin, buffers, share = offload
     stream = optimizer.stream = Stream(
         optimizer.layout, lanes, device, ratio=ratio, pin=pin, chunk_bytes=chunk_bytes, buffers=buffers
     )

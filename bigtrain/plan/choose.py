@@ -218,7 +218,7 @@ def choose(
         asked = [(at, leafed(plan)) for at, plan in asked if plan.settings.stage == 3]
         if not asked:
             raise UsageError(
-                f"leaf_blocks on needs ZeRO stage 3, and offload_gradients {share:g} stage 2: leave one of them out"
+                f"--leaf_blocks on needs ZeRO stage 3, and --offload_gradients {share:g} stage 2: leave one of them out"
             )
     opened = _Open(open_blocks, share is None, leaf_blocks == "auto")
     fitting, rejected, slower = _search(asked, gpu, host, optimizers, rates, wanted, opened)
@@ -235,7 +235,7 @@ def _leaving(asked: list[tuple[int, PlanInput]], share: float, optimizers: tuple
         one = asked[0][1] if asked else None
         where = f"{one.world_size} rank(s) on {one.device} with {', '.join(optimizers)}" if one else "this batch"
         raise UsageError(
-            f"offload_gradients {share:g} needs one rank on a GPU and an adamw_split optimizer; this is {where}: leave it out, or say auto"
+            f"--offload_gradients {share:g} needs one rank on a GPU and an adamw_split optimizer; this is {where}: leave it out, or say auto"
         )
     return able
 

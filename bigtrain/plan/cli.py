@@ -5,24 +5,25 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import shlex
 import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from bigtrain import defaults, shapes
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cards import card_name, peak_bf16_flops
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
+from bigtrain.plan.command import command_for
 from bigtrain.plan.families import contradicting_sizes, position_limit
 from bigtrain.plan.family_kept import attention_of, liger_for
 from bigtrain.plan.family_others import VISION_LANGUAGE
+from bigtrain.plan.flags import MAX, add_flags, settle_words
 from bigtrain.plan.impossible import refuse_wrong_types
-from bigtrain.plan.inputs import Checkpointing, PlanInput, plan_input
+from bigtrain.plan.inputs import PlanInput, plan_input
 from bigtrain.plan.judge import time_on
-from bigtrain.plan.leaf_choice import LeafBlocks, LeafChoice, as_said, choose_leafs, leafed
+from bigtrain.plan.leaf_choice import LeafChoice, as_said, choose_leafs, leafed
 from bigtrain.plan.longest import length_text, longest
 from bigtrain.plan.machine import LOCK_LEAST_BYTES, expandable_segments, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.predict import Plan, predict
@@ -30,9 +31,8 @@ from bigtrain.plan.roofline import Rates, rates_from, speed_numbers, stored_rate
 from bigtrain.plan.settled import buffers_are_open, settled
 from bigtrain.plan.show import assumed_text, choice_text, measured_text, plan_text
 from bigtrain.plan.spilled import AUTO, asked_share
-from bigtrain.plan.states import LAYOUTS, layout_name
+from bigtrain.plan.states import layout_name
 
-MAX = "max"
 DOES_NOT_FIT = DoesNotFitError.exit_code
 Assumed = Mapping[str, tuple[Any, str]]  # name: value, the flag that changes it
 
@@ -40,101 +40,8 @@ Assumed = Mapping[str, tuple[Any, str]]  # name: value, the flag that changes it
 def add_parsers(subparsers: Any) -> None:
     """Register the verb `plan`; the parser sets `run`, a function from args to exit code."""
     p = subparsers.add_parser("plan", help="memory and speed of a job before it is launched; exit 3: does not fit")
-    model = p.add_mutually_exclusive_group(required=True)
-    model.add_argument(
-        "--model",
-        "--model_name_or_path",
-        metavar="DIR|preset:NAME",
-        help="folder with config.json, that file, or a named shape",
-    )
-    model.add_argument("--shapes", metavar="FILE", help="JSON [[name, [sizes...]], ...] of any module")
-    p.add_argument("--gpus", "--world_size", type=int, default=1, metavar="N", help="ranks in all")
-    p.add_argument("--gpus_per_node", type=int, metavar="N", help="ranks of one host (default: all)")
-    p.add_argument("--gpu_memory", metavar="SIZE", help="of one card, for example 47.4GiB (default: nvidia-smi)")
-    p.add_argument("--host_memory", metavar="SIZE", help="of one host (default: machine or container limit)")
-    p.add_argument(
-        "--seq_len", "--max_length", "--max_seq_length", "--cutoff_len", type=_length, metavar="N|max",
-        help=f"tokens per row; max: as many as fit (default: {defaults.SEQ_LEN}, or the model's limit)",
-    )  # fmt: skip
-    p.add_argument("--micro_batch", "--per_device_train_batch_size", type=int, metavar="N", help="rows per rank and micro step")
-    p.add_argument(
-        "--accumulation", "--gradient_accumulation_steps", type=int, metavar="N", help="micro steps per optimizer step"
-    )
-    p.add_argument("--global_batch", type=int, metavar="N", help="sequences of a step over all ranks")
-    _configuration(p)
-    p.add_argument("--formulas", action="store_true", help="behind each row, how it is counted and where that was read")
-    p.add_argument("--json", action="store_true", help="everything as JSON on standard output")
+    add_flags(p)
     p.set_defaults(run=run)
-
-
-def _configuration(p: argparse.ArgumentParser) -> None:
-    how = p.add_mutually_exclusive_group()
-    how.add_argument(
-        "--ds_config",
-        "--deepspeed",
-        "--deepspeed_config",
-        metavar="FILE|auto",
-        help="plan this DeepSpeed JSON; auto: as --auto",
-    )
-    how.add_argument("--auto", action="store_true", help="choose the fastest configuration that fits")
-    p.add_argument("--stage", type=int, choices=[0, 1, 2, 3], help="ZeRO stage without a file (default 3)")
-    p.add_argument("--offload", choices=["none", "optimizer", "all"], help="what lives on the host, without a file")
-    p.add_argument(
-        "--offload_gradients", default=AUTO, metavar="SHARE|auto", help="leaves the GPU in backward; auto: the least that fits"
-    )
-    p.add_argument("--optim", "--optimizer", metavar="NAME", help=f"one of {', '.join(LAYOUTS)}")
-    p.add_argument("--optimizers", metavar="A,B", help=f"what --auto may choose (default {','.join(DEFAULT_OPTIMIZERS)})")
-    p.add_argument(
-        "--checkpointing", choices=get_args(Checkpointing),
-        help="activation checkpointing in one word: none, or the policy (default: none, or as the ds_config says)",
-    )  # fmt: skip
-    p.add_argument(
-        "--gradient_checkpointing", "--activation_checkpointing", nargs="?", const=True, type=_yes_or_no, metavar="BOOL",
-        help="as launch/train.py takes it: recompute activations in backward",
-    )  # fmt: skip
-    p.add_argument(
-        "--checkpointing_policy", choices=get_args(Checkpointing)[1:], help="what of a recomputed block is kept, and where"
-    )
-    p.add_argument(
-        "--checkpoint_blocks", metavar="N|auto", help="recompute only the first N blocks; auto: as few as fit (default: all)"
-    )
-    p.add_argument(
-        "--mlp_tile_tokens", type=int, default=0, metavar="N", help="feed-forward parts over tiles of N tokens (0: as a whole)"
-    )
-    p.add_argument(
-        "--leaf_blocks", choices=get_args(LeafBlocks), default=AUTO,
-        help="stage 3: blocks are gathered whole; auto: where the host's hooks take longer than the card's work",
-    )  # fmt: skip
-    p.add_argument("--freeze", nargs="+", default=(), metavar="NAME", help="modules or parameters that do not train")
-    p.add_argument("--kernels", choices=["hf", "liger"], help="transformers' own, or fused ones (default: liger on a GPU)")
-    p.add_argument(
-        "--use_liger_kernel", nargs="?", const=True, type=_yes_or_no, metavar="BOOL", help="as launch/train.py takes it"
-    )
-    p.add_argument(
-        "--loss", choices=["full", "chunked", "fused"], help="all logits in fp32, a chunk of tokens at a time, or that in place"
-    )
-    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="what the run is on (default: cuda)")
-    p.add_argument(
-        "--calibration",
-        metavar="FILE",
-        help="measured rates as JSON (default: what bigtrain doctor stored); none: built-in ones",
-    )
-    p.add_argument(
-        "--measure", type=int, metavar="N", help="with --auto: run the N best for a few steps here, take the fastest"
-    )
-
-
-def _yes_or_no(text: str) -> bool:
-    known = {**dict.fromkeys(("true", "yes", "1"), True), **dict.fromkeys(("false", "no", "0"), False)}
-    if text.lower() not in known:
-        raise argparse.ArgumentTypeError(f"true or false is needed, not {text!r}")
-    return known[text.lower()]
-
-
-def _length(text: str) -> int | str:
-    if text != MAX and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"a number of tokens, or {MAX}, is needed, not {text!r}")
-    return text if text == MAX else int(text)
 
 
 def model_config(name: str) -> dict[str, Any]:
@@ -162,33 +69,6 @@ def model_config(name: str) -> dict[str, Any]:
             f"the model config of '{name}' (model_type '{kind}') has no text_config: the sizes of its language model are needed"
         )
     return config
-
-
-def _settle_words(args: argparse.Namespace) -> None:
-    """Several spellings of one thing become one: `auto`, `recompute` (None: nobody said), `policy`, `blocks`, `kernels`."""
-    if args.ds_config == AUTO:
-        args.auto, args.ds_config = True, None
-    if args.checkpointing is not None and (args.gradient_checkpointing is not None or args.checkpointing_policy):
-        raise UsageError(
-            "--checkpointing says what --gradient_checkpointing and --checkpointing_policy say: give one or the others"
-        )
-    if args.kernels is not None and args.use_liger_kernel is not None:
-        raise UsageError("--kernels and --use_liger_kernel say one thing: give one of them")
-    args.blocks = args.checkpoint_blocks
-    if args.blocks not in (None, AUTO):
-        if not args.blocks.isdecimal():
-            raise UsageError(f"--checkpoint_blocks is {args.blocks!r}: a whole number, or auto, is needed")
-        args.blocks = int(args.blocks)
-    said = args.gradient_checkpointing if args.checkpointing is None else args.checkpointing != "none"
-    if said is False and (args.blocks or args.checkpointing_policy):
-        name = "checkpoint_blocks" if args.blocks else "checkpointing_policy"
-        how = "gradient_checkpointing false" if args.checkpointing is None else "checkpointing none"
-        raise UsageError(f"--{name} {getattr(args, name)} contradicts --{how}: leave one of them out")
-    args.policy = args.checkpointing_policy or (args.checkpointing if said else None) or defaults.CHECKPOINTING_POLICY
-    args.recompute = defaults.recomputes(said, args.policy, args.blocks)
-    has_gpu = args.device == "cuda"
-    fused = has_gpu and defaults.fused_kernels(args.use_liger_kernel, has_gpu)
-    args.kernels = args.kernels or ("liger" if fused else "hf")
 
 
 def _input(args: argparse.Namespace, config: dict[str, Any] | None, ds_config: dict[str, Any], run: Any) -> PlanInput:
@@ -301,8 +181,7 @@ def _choice(args: argparse.Namespace, base: PlanInput, gpu: int | None, host: in
 
 def run(args: argparse.Namespace) -> int:
     """Plan or choose, print it, and say by the exit code whether it fits."""
-    _settle_words(args)
-    _refuse_what_would_not_count(args)
+    settle_words(args)
     share = asked_share(args.offload_gradients)
     config = model_config(args.model) if args.model else None
     resolved = args.reader(args, config) if args.ds_config is not None else None
@@ -317,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
         settle = partial(settled, gpu=gpu, host=host, rates=rates, share=share is None, blocks=args.blocks == AUTO)
         if args.seq_len == MAX:  # buffers take what is left
             base = longest(base, gpu, host, position_limit(config) if config else None, partial(settle, buffers=False))
-            print(f"seq_len {MAX}: {length_text(base.seq_len, position_limit(config) if config else None)}", file=sys.stderr)
+            print(f"--seq_len {MAX}: {length_text(base.seq_len, position_limit(config) if config else None)}", file=sys.stderr)
         base = settle(base, buffers=buffers)
         leafs = choose_leafs(base, gpu, host) if args.leaf_blocks == AUTO else None
         if leafs is not None:
@@ -343,56 +222,12 @@ def _print_choice(args: argparse.Namespace, choice: Choice, rates: Rates, assume
                 _print_leafs(choose_leafs(best.input.but(leaf_classes=()), gpu, host))
             _warn_about_locks(plan)
             if args.model and not measured:
-                print(f"to train so, on such cards: {_command(args, best.input)} ...")
+                print(f"to train so (the words in capitals are yours to fill in):\n{command_for(args, best.input)}")
     return 0 if choice.best else DOES_NOT_FIT
-
-
-def _command(args: argparse.Namespace, best: PlanInput) -> str:
-    """What chooses `best` again on the machine that has the cards: with what the choice was bound by."""
-    path, preset = Path(args.model), shapes.PREFIX + args.model.lower().removeprefix(shapes.PREFIX)
-    values = {
-        "model_name_or_path": path.parent if path.is_file() else path if path.exists() else preset,
-        "seq_len": best.seq_len,
-        "optim": best.optimizer,
-        "per_device_train_batch_size": best.micro_batch,
-        "gradient_accumulation_steps": best.accumulation,
-        "gradient_checkpointing": None if args.recompute is None else str(args.recompute).lower(),
-        "checkpointing_policy": args.policy if args.policy != defaults.CHECKPOINTING_POLICY else None,
-        "checkpoint_blocks": best.checkpoint_blocks if best.checkpoint_blocks and best.checkpointing != "none" else args.blocks,
-        "mlp_tile_tokens": args.mlp_tile_tokens or None,
-        "offload_gradients": args.offload_gradients if args.offload_gradients != AUTO else None,
-        "leaf_blocks": args.leaf_blocks if args.leaf_blocks != AUTO else None,
-        "use_liger_kernel": "false" if best.device == "cuda" and best.kernels == "hf" and not best.chunks_loss else None,
-    }
-    words = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
-    return shlex.join(["launch/train.py", "--ds_config", AUTO, *words, *(["--freeze", *args.freeze] if args.freeze else [])])
 
 
 def _values(assumed: Assumed) -> dict[str, Any]:
     return {"assumed": {name: value for name, (value, _) in assumed.items()}}
-
-
-def _refuse_what_would_not_count(args: argparse.Namespace) -> None:
-    if args.measure is not None and not args.auto:
-        raise UsageError("--measure goes with --auto: it runs the best that --auto found")
-    if args.measure is not None and (not args.model or args.measure < 1):
-        raise UsageError(f"--measure {args.measure} runs candidates: give a --model, and a number of at least 1")
-    if args.global_batch is not None and args.global_batch < 1:
-        raise UsageError(f"--global_batch is {args.global_batch}: a whole number of at least 1 is needed")
-    if args.seq_len == MAX and args.auto:
-        raise UsageError(f"--seq_len {MAX} asks how long a sequence one configuration can take: give it instead of --auto")
-    if "" in (args.optim, args.optimizers):
-        raise UsageError(f"an optimizer is '': name one of {', '.join(LAYOUTS)}, or leave the flag out")
-    if args.optimizers and (args.optim or not args.auto):
-        raise UsageError("--optimizers says what --auto may choose; --optim names the one to plan: give one of them")
-    for name in ("stage", "offload"):
-        if getattr(args, name) is not None and (args.auto or args.ds_config is not None):
-            decides = "--auto" if args.auto else "--ds_config"
-            raise UsageError(f"--{name} {getattr(args, name)}: {decides} decides that; leave one of them out")
-    if args.auto and args.global_batch and (args.micro_batch or args.accumulation):
-        raise UsageError(
-            "--auto --global_batch chooses micro batch and accumulation: leave --micro_batch and --accumulation out"
-        )
 
 
 def _measured(args: argparse.Namespace, choice: Choice) -> list[dict[str, Any]]:
@@ -411,7 +246,7 @@ def _warn(base: PlanInput, config: dict[str, Any]) -> None:
     limit, warnings, world, host = position_limit(config), contradicting_sizes(config), base.world_size, base.ranks_per_node
     if limit is not None and base.seq_len > limit:
         warnings.append(
-            f"seq_len {base.seq_len} is above the model's max_position_embeddings {limit}: launch/train.py refuses it"
+            f"--seq_len {base.seq_len} is above the model's max_position_embeddings {limit}: launch/train.py refuses it"
         )
     if world % host:
         warnings.append(f"{world} ranks on hosts of {host}: one host has {world % host}; a full one is planned")
@@ -430,7 +265,7 @@ def _warn_about_locks(plan: Plan) -> None:
 
 
 def _print_leafs(leafs: LeafChoice | None) -> None:
-    print("" if leafs is None else f"leaf_blocks auto: {leafs.text()}\n", end="")
+    print("" if leafs is None else f"--leaf_blocks auto: {leafs.text()}\n", end="")
 
 
 def _print_plan(

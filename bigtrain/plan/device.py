@@ -66,6 +66,8 @@ def sharding(plan: PlanInput, tape: Tape, rank: int | None = None) -> Sharding:
     return SlicedSharding(plan, tape) if plan.settings.stage == 3 else WholeSharding(plan, tape)
 
 
+# Smaller tensors are not told apart: what a run reserves does not depend on where they lie.
+_PIECE = 2**20
 # Phases of a micro step, from the first update on.
 MICRO_STEP = ("steady forward", "loss", "loss backward", "backward", "bucket flush")
 
@@ -211,9 +213,9 @@ class Run:
 
     def _hold_in_pieces(self, key: tuple[object, ...], size: int, largest: int, row: str) -> list[tuple[object, ...]]:
         """Tensors of a size that there can be, so that the allocator's replay finds room for them as it does in a run."""
-        keys = _pieces(key, size, largest)
+        keys, most = _pieces(key, size, largest), max(largest, _PIECE)
         for number, one in enumerate(keys):
-            self.tape.hold(one, min(largest, size - number * largest), row)
+            self.tape.hold(one, min(most, size - number * most), row)
         return keys
 
     def _touch_scores(self, cost: BlockBytes, size: int, row: str) -> None:
@@ -359,7 +361,7 @@ class Run:
 
 
 def _pieces(key: tuple[object, ...], size: int, largest: int) -> list[tuple[object, ...]]:
-    return [(*key, number) for number in range(-(-size // largest))] if size else []
+    return [(*key, number) for number in range(-(-size // max(largest, _PIECE)))]
 
 
 def device_tapes(plan: PlanInput, *, steady_only: bool = False) -> list[Tape]:
@@ -367,10 +369,11 @@ def device_tapes(plan: PlanInput, *, steady_only: bool = False) -> list[Tape]:
     return [device_tape(plan, rank=rank, steady_only=steady_only) for rank in ranks_to_plan(plan)]
 
 
-def device_tape(plan: PlanInput, *, rank: int | None = None, steady_only: bool = False) -> Tape:
+def device_tape(plan: PlanInput, *, rank: int | None = None, steady_only: bool = False, steps: int = 2) -> Tape:
     """The GPU's tape of one rank; by default the one that holds most in the end.
 
-    Two steps stand for all: in the first the moments appear and nothing is prefetched; in the second both are there.
+    Two steps stand for all: in the first the moments appear and nothing is prefetched; in the second both are there. What the allocator does
+    in each step shows in a third.
     `steady_only` leaves the first step out, which never holds more than a later one.
     """
     tape = Tape()
@@ -382,7 +385,7 @@ def device_tape(plan: PlanInput, *, rank: int | None = None, steady_only: bool =
     shards.initialise()
     if steady_only:
         shards.step(first=True)
-    for step in (1,) if steady_only else (0, 1):
+    for step in range(1 if steady_only else 0, steps):
         tape.steady_from = len(tape.kinds)
         run.micro_steps(steady=step > 0)
         shards.step(first=step == 0)

@@ -15,8 +15,9 @@ from bigtrain.plan.zero_settings import ZeroSettings
 
 # Tried in place of the asked bucket only where that does not fit; smaller buckets cost more collectives.
 SMALL_BUCKET_ELEMS = 50_000_000
-# What a step waits each time the allocator meets its limit: it waits for the device, unmaps pages and maps others. 1B on two H200 capped
-# at 24 GiB met it twice a step, as planned, and took 0.05 and 0.03 s more for each (docs/log.md).
+# What a step of several ranks waits each time an allocator meets its limit: for the device, for pages that are unmapped and mapped again, and
+# for whoever did not meet it. 1B on two H200 capped at 24 GiB met it twice a step, as planned, and took 0.05 and 0.03 s more for each
+# (docs/log.md). One card, 8B at 47.4 GiB, once a step, was no slower than planned without.
 RETURN_S = 0.04
 
 
@@ -122,7 +123,8 @@ def _reason(gpu_short: int, host_short: int, plan: Plan | None) -> str:
 
 def time_on(found: Plan, gpu: int | None, rates: Rates | None = None) -> StepTime:
     """Seconds of one step on a card of so many bytes, which holds the plan; None: no limit."""
-    return step_time(found.input, rates).later(RETURN_S * found.returns(gpu))
+    time = step_time(found.input, rates)
+    return time.later(RETURN_S * found.returns(gpu)) if found.input.world_size > 1 else time
 
 
 def judge(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None = None) -> Candidate:

@@ -81,21 +81,21 @@ def refuse_contrary(said: LeafBlocks, stage: int, own: Collection[str], named: I
     there = {name.rpartition(".")[2] for name in named}
     if said == "off" and (both := there & set(own)):
         raise UsageError(
-            f"leaf_blocks off, but leaf_module.classes of the ds_config names {', '.join(sorted(both))}: leave one of them out"
+            f"--leaf_blocks off, but leaf_module.classes of the ds_config names {', '.join(sorted(both))}: leave one of them out"
         )
     if said != "on":
         return
     if stage != 3:
-        raise UsageError(f"leaf_blocks on needs zero_optimization.stage 3, not {stage}, which gathers nothing: leave it out")
+        raise UsageError(f"--leaf_blocks on needs zero_optimization.stage 3, not {stage}, which gathers nothing: leave it out")
     if not own:
         raise UsageError(
-            "leaf_blocks on: the class of this model's blocks is not known before it is built; leave it out, and name the class in "
+            "--leaf_blocks on: the class of this model's blocks is not known before it is built; leave it out, and name the class in "
             "zero_optimization.leaf_module.classes of the ds_config"
         )
     if says and not set(own) <= there:
         raise UsageError(
-            f"leaf_blocks on, but the ds_config has leaf modules of its own, without {', '.join(own)}: name that in "
-            "leaf_module.classes, or leave leaf_blocks out"
+            f"--leaf_blocks on, but the ds_config has leaf modules of its own, without {', '.join(own)}: name that in "
+            "leaf_module.classes, or leave --leaf_blocks out"
         )
 
 

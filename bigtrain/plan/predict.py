@@ -142,15 +142,30 @@ class Plan:
         return self.gpu_least_bytes() <= gpu_memory_bytes and self._plays_on(gpu_memory_bytes) is not None
 
     def returns(self, gpu_memory_bytes: int | None) -> int:
-        """How often in a step the allocator meets the limit of this card, which holds the plan, less the margin, and gives memory back."""
-        return 0 if gpu_memory_bytes is None or self.input.device == "cpu" else self._plays_on(gpu_memory_bytes) or 0
+        """How often in each step the allocator meets the limit of this card, which holds the plan, and gives memory back."""
+        if gpu_memory_bytes is None or self.input.device == "cpu" or not self._plays_on(gpu_memory_bytes):
+            return 0  # not even with the margin taken off
+        if gpu_memory_bytes not in self._returned:
+            plan, limit = self.input, gpu_memory_bytes - beside_the_tape(self.input)
+            tapes = (
+                device_tape(plan, rank=rank, steps=3) for rank in ranks_to_plan(plan)
+            )  # a second step's may be its first moments'
+            self._returned[gpu_memory_bytes] = max(replay(tape, limit, expandable=plan.expandable).returns for tape in tapes)
+        return self._returned[gpu_memory_bytes]
+
+    @cached_property
+    def _returned(self) -> dict[int, int]:
+        return {}
 
     @cached_property
     def _played(self) -> dict[int, int | None]:
         return {}
 
     def _plays_on(self, gpu_memory_bytes: int) -> int | None:
-        """`returns`, None if the allocator does not get by; a search asks for some plans again and again."""
+        """How often in the second step the allocator meets the limit of this card, less the margin; None if it does not get by.
+
+        A search asks for some plans again and again.
+        """
         if gpu_memory_bytes not in self._played:
             self._played[gpu_memory_bytes] = self._plays(gpu_memory_bytes)
         return self._played[gpu_memory_bytes]

@@ -92,6 +92,8 @@ def filled(
 
 def _with_fewer_returns(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> PlanInput:
     """A block more recomputed, or some, where the allocator would else meet its limit in each step and that takes longer."""
+    if plan.world_size == 1 or not quick(plan).returns(gpu):
+        return plan
     best, least_s = plan, time_on(quick(plan), gpu, rates).total_s
     for blocks in range(plan.recomputed_blocks + 1, plan.block_count + 1):
         more = plan.but(checkpointing=_policy(plan), checkpoint_blocks=blocks)

@@ -14,6 +14,7 @@ from bigtrain.plan.predict import Plan, Tree
 from bigtrain.plan.roofline import Rates
 
 _LADDER_LINES = 12
+_ALIKE = 1.01  # seconds of two configurations that the plan does not tell apart
 
 
 def heading(plan: PlanInput) -> str:
@@ -89,7 +90,7 @@ def plan_text(
 def _speed(plan: Plan, gpu_memory: int | None, rates: Rates | None) -> str:
     if plan.input.device != "cuda":
         return "speed: not planned for CPUs; `bigtrain bench` measures it"
-    time, returns = time_on(plan, gpu_memory, rates), plan.returns(gpu_memory)
+    time, returns = time_on(plan, gpu_memory, rates), plan.returns(gpu_memory) if plan.input.world_size > 1 else 0
     card = (
         "with rates measured (bigtrain doctor, or --calibration)"
         if rates not in (None, Rates())
@@ -120,6 +121,7 @@ def choice_text(choice: Choice) -> str:
         need = f"GPU {show_bytes(candidate.plan.gpu_need_bytes())}, " if candidate.plan and _on_cards(candidate) else ""
         host = f"host {show_bytes(candidate.plan.host_need_bytes())}" if candidate.plan else ""
         lines.append(f"  fits      {_rate(candidate)}{candidate.describe()}  ({need}{host})")
+    lines += _alike_text(choice)
     for candidate in choice.rejected[:_LADDER_LINES]:
         lines.append(f"  rejected  {_rate(candidate)}{candidate.describe()}: {candidate.why}")
     hidden = max(0, len(choice.fitting) - _LADDER_LINES) + max(0, len(choice.rejected) - _LADDER_LINES)
@@ -128,6 +130,19 @@ def choice_text(choice: Choice) -> str:
     if choice.best is None:
         lines += ["", "NOTHING FITS. What would:", *(f"  {line}" for line in choice.advice)]
     return "\n".join(lines)
+
+
+def _alike_text(choice: Choice) -> list[str]:
+    """How many of the fastest are as fast as the first, and why that one comes first; nothing where it stands alone."""
+    if choice.best is None or not _on_cards(choice.best):
+        return []
+    alike = sum(c.time.total_s <= _ALIKE * choice.best.time.total_s for c in choice.fitting)
+    if alike < 2:
+        return []
+    return [
+        f"  the first {alike} are within 1% of each other, which is less than a plan can tell: `bigtrain plan --auto --measure {alike}` "
+        "runs them on the cards. Of equals, what leaves the host alone stands first, then the better known optimizer"
+    ]
 
 
 def _on_cards(candidate: Candidate) -> bool:

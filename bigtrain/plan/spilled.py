@@ -20,7 +20,7 @@ def share_problems(text: str) -> list[str]:
         sound = text == AUTO or 0.0 <= float(text) <= 1.0
     except ValueError:
         sound = False
-    return [] if sound else [f"offload_gradients must be auto or a share from 0 to 1, got {text!r}"]
+    return [] if sound else [f"--offload_gradients must be auto or a share from 0 to 1, got {text!r}"]
 
 
 def asked_share(text: str) -> float | None:

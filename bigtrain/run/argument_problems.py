@@ -6,6 +6,7 @@ import difflib
 import errno
 import glob
 import importlib.util
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,30 +45,30 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
         yield from _problems_with_compiling(args)
     yield from share_problems(args.offload_gradients)
     if args.eval_data and args.eval_fraction is not None:
-        yield "eval_data and eval_fraction are two ways to say one thing: give one of them"
+        yield "--eval_data and --eval_fraction are two ways to say one thing: give one of them"
     yield from _problems_with_strategies(args)
     if (args.eval_steps or args.eval_strategy == "epoch") and not (args.eval_data or args.eval_fraction):
-        said = "eval_steps" if args.eval_steps else "eval_strategy epoch"
+        said = "--eval_steps" if args.eval_steps else "--eval_strategy epoch"
         yield f"{said} without anything to evaluate on: add --eval_data PATH or --eval_fraction 0.05"
     if args.resume_from_checkpoint and args.overwrite_output_dir:
-        yield "resume_from_checkpoint and overwrite_output_dir contradict each other: go on with that run, or start over"
+        yield "--resume_from_checkpoint and --overwrite_output_dir contradict each other: go on with that run, or start over"
     yield from _problems_with_saving(args)
     if args.warmup_steps is not None and args.warmup_ratio is not None:
-        yield "warmup_steps and warmup_ratio are two ways to say one thing: give one of them"
+        yield "--warmup_steps and --warmup_ratio are two ways to say one thing: give one of them"
     try:
         if not isinstance(args.scheduler_kwargs, dict):
             raise ValueError("not an object")
     except ValueError as error:
-        yield f"lr_scheduler_kwargs {args.lr_scheduler_kwargs!r} must be a JSON object like '{{\"min_ratio\": 0.1}}': {error}"
+        yield f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs!r} must be a JSON object like '{{\"min_ratio\": 0.1}}': {error}"
     if args.bf16 is False:
-        yield "bf16 false: bigtrain trains in bf16 with fp32 master weights; for fp32 write bf16.enabled false in the ds_config"
+        yield "--bf16 false: bigtrain trains in bf16 with fp32 master weights; for fp32 write bf16.enabled false in the ds_config"
     if "none" in args.report_to and len(set(args.report_to)) > 1:
-        yield f"report_to {' '.join(args.report_to)}: none beside others; leave none out, or the others"
+        yield f"--report_to {' '.join(args.report_to)}: none beside others; leave none out, or the others"
     for tracker in args.report_to:
         if tracker not in (*TRACKERS, "all", "none"):
-            yield f"report_to {tracker!r}: expected {', '.join(TRACKERS)}, all or none"
+            yield f"--report_to {tracker!r}: expected {', '.join(TRACKERS)}, all or none"
         elif tracker in TRACKERS and importlib.util.find_spec(tracker) is None:
-            yield f"report_to {tracker}: the package is not installed; run: pip install {tracker}"
+            yield f"--report_to {tracker}: the package is not installed; run: pip install {tracker}"
 
 
 def all_of(*checks: Callable[[], Any]) -> list[Any]:
@@ -111,26 +112,26 @@ def _problems_with_numbers(args: TrainArguments) -> Iterator[str]:
         value = getattr(args, name)
         if value is not None and value < 1:
             never = "; leave it out for none" if name in ("eval_steps", "save_steps", "save_total_limit") else ""
-            yield f"{name} must be at least 1, got {value}{never}"
+            yield f"--{name} must be at least 1, got {value}{never}"
     if args.seq_len is not None and args.seq_len < 2:
-        yield f"seq_len must be at least 2, got {args.seq_len}: one token has nothing to predict"
+        yield f"--seq_len must be at least 2, got {args.seq_len}: one token has nothing to predict"
     for name in _NOT_NEGATIVE:
         value = getattr(args, name)
         if value is not None and not value >= 0:  # also catches nan
-            yield f"{name} must not be negative, got {value}"
+            yield f"--{name} must not be negative, got {value}"
     for name in ("learning_rate", "weight_decay", "adam_epsilon"):
         if getattr(args, name) == float("inf"):
-            yield f"{name} must be a finite number, got inf"
+            yield f"--{name} must be a finite number, got inf"
     if args.seed >= 2**64:  # what torch's generators take
-        yield f"seed must be below 2**64, got {args.seed}"
+        yield f"--seed must be below 2**64, got {args.seed}"
     for name in _FRACTIONS:
         value = getattr(args, name)
         if value is not None and not 0 <= value < 1:
-            yield f"{name} must be from 0 up to (not including) 1, got {value}"
+            yield f"--{name} must be from 0 up to (not including) 1, got {value}"
     if args.gpu_memory_cap is not None and not 0 < args.gpu_memory_cap < float("inf"):
-        yield f"gpu_memory_cap must be a positive number of GiB, got {args.gpu_memory_cap}"
+        yield f"--gpu_memory_cap must be a positive number of GiB, got {args.gpu_memory_cap}"
     if not 0 < args.num_train_epochs < float("inf"):
-        yield f"num_train_epochs must be positive, got {args.num_train_epochs}"
+        yield f"--num_train_epochs must be positive, got {args.num_train_epochs}"
 
 
 def _problems_with_strategies(args: TrainArguments) -> Iterator[str]:
@@ -138,51 +139,51 @@ def _problems_with_strategies(args: TrainArguments) -> Iterator[str]:
         name = f"{what}_strategy"
         value = getattr(args, name)
         if value is not None and value != "epoch":
-            yield f"{name} {value}: {foreign.instead(name)}"
+            yield f"--{name} {value}: {foreign.instead(name)}"
         elif value and every:
-            yield f"{name} epoch and {what}_steps {every} are two ways to say one thing: give one of them"
+            yield f"--{name} epoch and --{what}_steps {every} are two ways to say one thing: give one of them"
 
 
 def _problems_with_saving(args: TrainArguments) -> Iterator[str]:
     for name in ("save_total_limit", "save_only_model", "load_best_model_at_end", "copy_checkpoints_to"):
         if getattr(args, name) and not args.saves:
-            yield f"{name} without save_steps: nothing would be saved; add --save_steps N or --save_strategy epoch"
+            yield f"--{name} without --save_steps: nothing would be saved; add --save_steps N or --save_strategy epoch"
     if args.keep_every and args.save_strategy == "epoch":
-        yield "keep_every counts steps, and with save_strategy epoch few steps that are saved are a multiple: leave one of them out"
+        yield "--keep_every counts steps, and with --save_strategy epoch few steps that are saved are a multiple: leave one of them out"
     if args.keep_every and not args.save_total_limit:
-        yield "keep_every without save_total_limit: all checkpoints are kept; add --save_total_limit K, or leave it out"
+        yield "--keep_every without --save_total_limit: all checkpoints are kept; add --save_total_limit K, or leave it out"
     second = args.copy_checkpoints_to and Path(args.copy_checkpoints_to).expanduser().resolve()
     if second and second.is_relative_to(Path(args.output_dir).expanduser().resolve()):
-        yield f"copy_checkpoints_to {args.copy_checkpoints_to} lies in output_dir: name a folder on another disk"
+        yield f"--copy_checkpoints_to {args.copy_checkpoints_to} lies in --output_dir: name a folder on another disk"
     if second and args.save_only_model:
-        yield "copy_checkpoints_to copies checkpoints, and save_only_model writes none: leave one of them out"
+        yield "--copy_checkpoints_to copies checkpoints, and --save_only_model writes none: leave one of them out"
     if not args.load_best_model_at_end:
         return
     if args.save_only_model:
-        yield "load_best_model_at_end loads a checkpoint, and save_only_model writes none: leave one of them out"
+        yield "--load_best_model_at_end loads a checkpoint, and --save_only_model writes none: leave one of them out"
     if not (args.eval_data or args.eval_fraction):
-        yield "load_best_model_at_end without anything to evaluate on: add --eval_data PATH or --eval_fraction 0.05"
+        yield "--load_best_model_at_end without anything to evaluate on: add --eval_data PATH or --eval_fraction 0.05"
     elif args.save_strategy == "epoch" or (args.save_steps and args.eval_strategy == "epoch"):
         if args.save_strategy != args.eval_strategy:
-            yield "load_best_model_at_end needs an evaluation where it saves: give eval_strategy and save_strategy the same value"
+            yield "--load_best_model_at_end needs an evaluation where it saves: give --eval_strategy and --save_strategy the same value"
     elif args.save_steps and (not args.eval_steps or args.save_steps % args.eval_steps):
         yield (
-            f"load_best_model_at_end needs an evaluation where it saves: save_steps ({args.save_steps}) must be a multiple of "
-            f"eval_steps ({args.eval_steps}); write for example --eval_steps {args.save_steps}"
+            f"--load_best_model_at_end needs an evaluation where it saves: --save_steps ({args.save_steps}) must be a multiple of "
+            f"--eval_steps ({args.eval_steps}); write for example --eval_steps {args.save_steps}"
         )
 
 
 def _problems_with_recomputing(args: TrainArguments) -> Iterator[str]:
     blocks = args.checkpoint_blocks
     if blocks is not None and blocks != "auto" and not (blocks.isdecimal() and int(blocks) > 0):
-        yield f"checkpoint_blocks must be a whole number of at least 1, or auto, got {blocks!r}"
+        yield f"--checkpoint_blocks must be a whole number of at least 1, or auto, got {blocks!r}"
     if args.gradient_checkpointing is False:
         for name, said in (
             ("checkpoint_blocks", blocks is not None),
             ("checkpointing_policy", args.checkpointing_policy != "full"),
         ):
             if said:
-                yield f"{name} {getattr(args, name)} goes with gradient_checkpointing, which is false: leave one of them out"
+                yield f"--{name} {getattr(args, name)} goes with --gradient_checkpointing, which is false: leave one of them out"
 
 
 def _problems_with_compiling(args: TrainArguments) -> Iterator[str]:
@@ -190,29 +191,29 @@ def _problems_with_compiling(args: TrainArguments) -> Iterator[str]:
     apart = (
         (
             args.ds_config == "auto",
-            "ds_config auto",
+            "--ds_config auto",
             "its search knows no compiled blocks: name a ds_config of stage 0, 1 or 2",
         ),
         (_stage(args.ds_config) == 3, "ZeRO stage 3", "weights are gathered by hooks inside of a block: use stage 0, 1 or 2"),
         (
             args.checkpointing_policy in ("attention", "selective"),
-            f"checkpointing_policy {args.checkpointing_policy}",
+            f"--checkpointing_policy {args.checkpointing_policy}",
             "it looks at single operators: take full",
         ),
         (
             args.checkpointing_policy in ("offload", "offload_inputs"),
-            f"checkpointing_policy {args.checkpointing_policy}",
+            f"--checkpointing_policy {args.checkpointing_policy}",
             "it has not been shown right: take full",
         ),
         (
             bool(args.mlp_tile_tokens),
-            "mlp_tile_tokens",
+            "--mlp_tile_tokens",
             "a compiled block would take a part in tiles apart again: give one of them",
         ),
     )
     for found, what, why in apart:
         if found:
-            yield f"torch_compile does not go with {what}: {why}, or leave torch_compile out"
+            yield f"--torch_compile does not go with {what}: {why}, or leave --torch_compile out"
 
 
 def _stage(ds_config: str) -> int:
@@ -257,42 +258,70 @@ def _impossible(path: str | None) -> str | None:
 def _problems_with_files(args: TrainArguments) -> Iterator[str]:
     for name, value in args.as_dict().items():
         if isinstance(value, str) and not value.strip() and name != "run_name":
-            yield f"{name} is empty: give a value or leave it out (a shell variable that is not set?)"
-    if impossible := [f"{name}: {why}" for name in PATHS if (why := _impossible(getattr(args, name)))]:
+            yield f"--{name} is empty: give a value or leave it out (a shell variable that is not set?)"
+    if impossible := [f"--{name}: {why}" for name in PATHS if (why := _impossible(getattr(args, name)))]:
         yield from impossible
         return
     if args.ds_config.strip() and args.ds_config != "auto" and not args.ds_config.lstrip().startswith("{"):
         try:
             load(args.ds_config)
         except ConfigError as error:
-            yield f"ds_config: {error}"
+            yield f"--ds_config: {error}"
     for name in ("train_data", "eval_data"):
         value = getattr(args, name)
         if value and not _is_there(value):
-            yield f"{name}: {value} does not exist{_instead_of_data(value)}"
+            yield f"--{name}: {value} does not exist{_instead_of_data(value)}"
     model = args.model_name_or_path
     if shapes.is_preset(model):
         if model.removeprefix(shapes.PREFIX) not in shapes.names():
             near = difflib.get_close_matches(model.removeprefix(shapes.PREFIX), shapes.names(), n=3)
-            yield f"model_name_or_path: unknown {model}; " + (
+            yield f"--model_name_or_path: unknown {model}; " + (
                 f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(shapes.names())}"
             )
         if not args.tokenizer_name_or_path:
-            yield "tokenizer_name_or_path is needed: a preset has no tokenizer of its own; any folder or hub id with one, as out/stdlib/tokenizer after `make train`"
+            yield "--tokenizer_name_or_path is needed: a preset has no tokenizer of its own; any folder or hub id with one, as out/stdlib/tokenizer after `make train`"
     elif why := _no_such_folder(model):
-        yield f"model_name_or_path: {why}"
+        yield f"--model_name_or_path: {why}"
     elif why := _no_model(Path(model).expanduser()):
-        yield f"model_name_or_path: {model} {why}"
+        yield f"--model_name_or_path: {model} {why}"
     elif not args.tokenizer_name_or_path and (why := _no_tokenizer(Path(model).expanduser())):
-        yield f"model_name_or_path: {model} {why}, or name another folder's by --tokenizer_name_or_path"
+        yield f"--model_name_or_path: {model} {why}, or name another folder's by --tokenizer_name_or_path"
     own = args.tokenizer_name_or_path
     if own and (why := _no_such_folder(own)):
-        yield f"tokenizer_name_or_path: {why}"
+        yield f"--tokenizer_name_or_path: {why}"
     elif own and (why := _no_tokenizer(Path(own).expanduser())):
-        yield f"tokenizer_name_or_path: {own} {why}"
+        yield f"--tokenizer_name_or_path: {own} {why}"
+    if why := _too_small(args):
+        yield why
     resume = args.resume_from_checkpoint
     if resume and resume != "auto" and not Path(resume).expanduser().is_dir():
-        yield f"resume_from_checkpoint: {resume} is no directory; write auto, or the path of a checkpoint-<step> folder"
+        yield f"--resume_from_checkpoint: {resume} is no directory; write auto, or the path of a checkpoint-<step> folder"
+
+
+def too_many_tokens(needed: int, size: int) -> str:
+    """What to say of a tokenizer with more tokens than the model's embedding has rows."""
+    return (
+        f"the tokenizer has {needed} tokens, the model's embedding {size}: pass --resize_vocab to grow the embedding, "
+        "or use the model's own tokenizer"
+    )
+
+
+def _too_small(args: TrainArguments) -> str | None:
+    """Why the model cannot know every token, as far as two files on disk tell; `model_files.vocabulary` asks the tokenizer itself."""
+    model = args.model_name_or_path
+    file = Path(args.tokenizer_name_or_path or model).expanduser() / "tokenizer.json"
+    if args.resize_vocab or not file.is_file():
+        return None
+    try:
+        preset = shapes.is_preset(model)
+        config = shapes.config_dict(model) if preset else json.loads((Path(model).expanduser() / "config.json").read_text())
+        size = int((config.get("text_config") or config).get("vocab_size") or config["vocab_size"])
+        told = json.loads(file.read_text(encoding="utf-8"))
+        tokens = {entry if isinstance(entry, str) else entry[0] for entry in told["model"]["vocab"]}
+        needed = len(tokens.union(token["content"] for token in told.get("added_tokens") or ()))
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, UsageError):
+        return None  # what is wrong with these files is told where they are loaded
+    return too_many_tokens(needed, size) if needed > size else None
 
 
 def _no_model(folder: Path) -> str:

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from bigtrain import defaults
+from bigtrain.config.run import DEFAULTS
 from bigtrain.errors import UsageError
 from bigtrain.plan.leaf_choice import LeafBlocks
 from bigtrain.run import foreign, spellings
@@ -52,8 +53,8 @@ class TrainArguments:
     tokenizer_name_or_path: str | None = field(
         default=None, metadata=_say("tokenizer directory or id (default: the model's)", "tokenizer", "tokenizer_name")
     )
-    eval_data: str | None = field(default=None, metadata=_say("like train_data, for evaluation"))
-    eval_fraction: float | None = field(default=None, metadata=_say("share of train_data held out for evaluation, 0 to 1"))
+    eval_data: str | None = field(default=None, metadata=_say("like --train_data, for evaluation"))
+    eval_fraction: float | None = field(default=None, metadata=_say("share of --train_data held out for evaluation, 0 to 1"))
     seq_len: int | None = field(
         default=None,
         metadata=_say(
@@ -77,26 +78,33 @@ class TrainArguments:
         ),
     )
     use_liger_kernel: bool | None = field(
-        default=None, metadata=_say("fused kernels ([gpu] extra), else a chunked loss; left out: yes on a GPU, no on a CPU")
+        default=None, metadata=_say("fused kernels ([gpu] extra), else a chunked loss (default: true on a GPU, false on a CPU)")
     )
     trust_remote_code: bool = field(default=False, metadata=_say("run Python code that comes with the model"))
 
     # ------------------------------------------------------------ batch and length
-    per_device_train_batch_size: int | None = field(default=None, metadata=_say("rows per rank and micro step", "micro_batch"))
-    per_device_eval_batch_size: int | None = field(default=None, metadata=_say("rows per rank in evaluation"))
-    gradient_accumulation_steps: int | None = field(default=None, metadata=_say("micro steps per optimizer step"))
+    per_device_train_batch_size: int | None = field(
+        default=None, metadata=_say("rows per rank and micro step (default: 1)", "micro_batch")
+    )
+    per_device_eval_batch_size: int | None = field(
+        default=None, metadata=_say("rows per rank in evaluation (default: as in training)")
+    )
+    gradient_accumulation_steps: int | None = field(default=None, metadata=_say("micro steps per optimizer step (default: 1)"))
     num_train_epochs: float = field(default=3.0, metadata=_say("passes over the data", "num_epochs"))
-    max_steps: int | None = field(default=None, metadata=_say("optimizer steps; wins over num_train_epochs", "num_steps"))
+    max_steps: int | None = field(
+        default=None,
+        metadata=_say("optimizer steps; wins over --num_train_epochs (default: as many as the epochs have)", "num_steps"),
+    )
 
     # ------------------------------------------------------------ optimizer
-    optim: str | None = field(default=None, metadata=_say("adamw, adamw_8bit, muon, ... (default adamw)"))
-    learning_rate: float | None = field(default=None, metadata=_say("peak learning rate (default 5e-5)", "lr"))
+    optim: str | None = field(default=None, metadata=_say("adamw, adamw_8bit, muon, ..."))
+    learning_rate: float | None = field(default=None, metadata=_say("peak learning rate", "lr"))
     weight_decay: float | None = field(default=None, metadata=_say("decay of matrices; norms and biases get none"))
-    adam_beta1: float | None = field(default=None, metadata=_say("decay of the first moment (default 0.9)"))
-    adam_beta2: float | None = field(default=None, metadata=_say("decay of the second moment (default 0.999)"))
-    adam_epsilon: float | None = field(default=None, metadata=_say("added to the denominator (default 1e-8)"))
-    max_grad_norm: float | None = field(default=None, metadata=_say("global norm to clip at (default 1.0)"))
-    lr_scheduler_type: str | None = field(default=None, metadata=_say("linear, cosine, constant, wsd (default linear)"))
+    adam_beta1: float | None = field(default=None, metadata=_say("decay of the first moment"))
+    adam_beta2: float | None = field(default=None, metadata=_say("decay of the second moment"))
+    adam_epsilon: float | None = field(default=None, metadata=_say("added to the denominator"))
+    max_grad_norm: float | None = field(default=None, metadata=_say("global norm to clip at"))
+    lr_scheduler_type: str | None = field(default=None, metadata=_say("linear, cosine, constant, wsd"))
     lr_scheduler_kwargs: str | None = field(
         default=None, metadata=_say("JSON object for the schedule: min_ratio; wsd also decay_steps and decay")
     )
@@ -149,12 +157,16 @@ class TrainArguments:
     logging_steps: int = field(default=1, metadata=_say("steps between log lines; metrics.jsonl has every step"))
     eval_steps: int | None = field(default=None, metadata=_say("steps between evaluations (default: only at the end)"))
     save_steps: int | None = field(default=None, metadata=_say("steps between checkpoints (default: none)"))
-    logging_strategy: str | None = field(default=None, metadata=_say("epoch: a log line at the end of each epoch"))
-    eval_strategy: str | None = field(
-        default=None, metadata=_say("epoch: evaluate at the end of each epoch", "evaluation_strategy")
+    logging_strategy: str | None = field(
+        default=None, metadata=_say("epoch: a log line at the end of each epoch (default: --logging_steps)")
     )
-    save_strategy: str | None = field(default=None, metadata=_say("epoch: a checkpoint at the end of each epoch"))
-    save_total_limit: int | None = field(default=None, metadata=_say("newest checkpoints to keep"))
+    eval_strategy: str | None = field(
+        default=None, metadata=_say("epoch: evaluate at the end of each epoch (default: --eval_steps)", "evaluation_strategy")
+    )
+    save_strategy: str | None = field(
+        default=None, metadata=_say("epoch: a checkpoint at the end of each epoch (default: --save_steps)")
+    )
+    save_total_limit: int | None = field(default=None, metadata=_say("newest checkpoints to keep (default: all)"))
     copy_checkpoints_to: str | None = field(
         default=None, metadata=_say("second folder, on another disk: each checkpoint is copied there once it is whole")
     )
@@ -164,7 +176,7 @@ class TrainArguments:
     )
     save_only_model: bool = field(
         default=False,
-        metadata=_say("every save_steps a model folder OUT/model-<step> instead of a checkpoint; no run goes on from it"),
+        metadata=_say("every --save_steps a model folder OUT/model-<step> instead of a checkpoint; no run goes on from it"),
     )
     resume_from_checkpoint: str | None = field(default=None, metadata=_say("auto, or the path of a checkpoint"))
     overwrite_output_dir: bool = field(default=False, metadata=_say("start over in a folder that holds a run"))
@@ -176,7 +188,7 @@ class TrainArguments:
 
     # ------------------------------------------------------------ seeds and machinery
     seed: int = field(default=42, metadata=_say("of the weights and of dropout"))
-    data_seed: int | None = field(default=None, metadata=_say("of the sample order (default: seed)"))
+    data_seed: int | None = field(default=None, metadata=_say("of the sample order (default: that of --seed)"))
     dataloader_num_workers: int = field(default=0, metadata=_say("processes per rank that prepare batches"))
     ddp_timeout: int = field(default=1800, metadata=_say("seconds a rank waits for the others"))
     hang_s: float | None = field(
@@ -257,7 +269,7 @@ LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 
 
 class _Help(argparse.HelpFormatter):
-    """Flags in their spellings with underscores alone (hyphens do as well), and defaults where the text says none."""
+    """Flags in their spellings with underscores alone (hyphens do as well), and the default of each that is not needed."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         names = [name for name in action.option_strings if "-" not in name[2:]]
@@ -267,9 +279,11 @@ class _Help(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        default = " ".join(map(str, action.default)) if isinstance(action.default, list) else action.default
-        said = default in (None, "", False, argparse.SUPPRESS) or "(default" in text
-        return text if said else f"{text} (default: {default})"
+        if action.required or "(default" in text or action.default == argparse.SUPPRESS:
+            return text
+        default = getattr(DEFAULTS, action.dest, None) if action.default is None else action.default
+        words = " ".join(map(str, default)) if isinstance(default, list) else spellings.text(default)
+        return f"{text} (default: {'none' if default in (None, []) else words})"
 
 
 USAGE = "launch/train.py --ds_config FILE|auto --model_name_or_path DIR|ID|preset:NAME --train_data PATH --output_dir OUT [--FLAG VALUE ...]"
@@ -295,7 +309,8 @@ def make_parser() -> argparse.ArgumentParser:
         usage=USAGE,
         formatter_class=_Help,
         allow_abbrev=False,
-        description="Train a model with DeepSpeed. A YAML or JSON run file may be the only argument, or --config FILE.",
+        description="Train a model with DeepSpeed. A YAML or JSON run file may be the only argument, or --config FILE. "
+        "What the ds_config says holds before a default.",
     )
     for action in parser._actions:  # HfArgumentParser gives `bool | None` no bare form, but people write `--bf16`
         if action.dest in ("bf16", "gradient_checkpointing", "use_liger_kernel"):
@@ -358,13 +373,10 @@ def parse(argv: Sequence[str]) -> TrainArguments:
             problems.append(str(error))
     if not problems:
         return args
-    if unknown:
-        problems.append("Run launch/train.py --help for the list.")
-    if unknown and len(problems) == len(unknown) + 1:
-        raise UsageError("\n".join(problems))
-    raise UsageError(
-        "\n".join([f"{len(problems) - bool(unknown)} problem(s) in the arguments:", *(f"  - {p}" for p in problems)])
-    )
+    lines = problems
+    if len(problems) > len(unknown):
+        lines = [f"{len(problems)} problem(s) in the arguments:", *(f"  - {p}" for p in problems)]
+    raise UsageError("\n".join([*lines, *(["Run launch/train.py --help for the list of flags."] if unknown else [])]))
 
 
 def _made(namespace: argparse.Namespace) -> TrainArguments:

@@ -32,7 +32,7 @@ def choose(args: TrainArguments, model_config: Any) -> str:
     beyond = left_out(cls, model_config)
     if beyond and asked in ("sdpa", VARLEN):
         raise UsageError(
-            f"attn_implementation {asked} would leave out a part of {cls.__name__}'s attention: {beyond}. Leave the flag out (eager is taken), or "
+            f"--attn_implementation {asked} would leave out a part of {cls.__name__}'s attention: {beyond}. Leave the flag out (eager is taken), or "
             "write flex_attention, on a GPU"
         )
     if asked != "auto":

@@ -37,7 +37,7 @@ class Picked:
 
     def text(self) -> str:
         """The ladder and what was taken from it."""
-        return f"{choice_text(self.choice)}\nds_config auto: {self.candidate.describe()}"
+        return f"{choice_text(self.choice)}\n--ds_config auto: {self.candidate.describe()}"
 
 
 def pick(
@@ -86,7 +86,7 @@ def pick(
     )
     if choice.best is None:
         raise DoesNotFitError(
-            f"{choice_text(choice)}\n\nds_config auto: no configuration fits that the values on the command line allow. "
+            f"{choice_text(choice)}\n\n--ds_config auto: no configuration fits that the values on the command line allow. "
             "Nothing was built."
         )
     best = choice.best

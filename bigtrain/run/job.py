@@ -34,6 +34,7 @@ from bigtrain.run.model_files import (
     tell_foreign_tokenizer,
     vocabulary,
 )
+from bigtrain.weights.companions import also_end_at
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ def prepare(args: TrainArguments, config: dict[str, Any], resume: Path | None = 
         CheckpointError, WeightsError: the checkpoint is damaged.
     """
     name = args.tokenizer_name_or_path or args.model_name_or_path
-    with ranks.main_first("reading the tokenizer"), about_files(f"tokenizer of {name}"):
+    with ranks.main_first("reading the tokenizer"), about_files(f"tokenizer of {name}", name):
         tokenizer = load_tokenizer(args)
     with ranks.together("reading the model's config"):
         model_config = load_model_config(args)
@@ -205,7 +206,7 @@ def with_data(job: Job, config: dict[str, Any], reached: tuple[int, int] = (0, 0
 
 
 def _as_planned(done: Resolved, planned: Resolved) -> Resolved:
-    """With what the plan had decided (`capacity.settle`), which the number of steps does not change."""
+    """With what the plan had decided (`left_open.settle`), which the number of steps does not change."""
     known = {decision.path for decision in done.decisions}
     more = [decision for decision in planned.decisions if decision.path not in known]
     config = {**done.config, **{name: planned.config[name] for name in ("zero_optimization",) if name in planned.config}}
@@ -320,6 +321,7 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
     attention.tell(args, model, job.seq_len)
     isolation = data.prepare_isolation(model, args.packing)
     models.disable_cache(model)
+    also_end_at(model, job.rows.turn_end)
     if fused_kernels(args):
         use_liger(model)
     if args.mlp_tile_tokens:

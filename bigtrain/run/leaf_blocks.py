@@ -55,7 +55,7 @@ def decided(job: Job, found: PlanInput | None, gpu: int | None, host: int | None
     kept = ranks.main_decides(lambda: _kept(resume), "reading what the run before kept")
     choice = _choice(job, found, gpu, host, kept)
     if choice.on or found is None or found.device == "cuda":  # on a CPU there is nothing to choose
-        logger.info("leaf_blocks auto: %s", choice.text())
+        logger.info("--leaf_blocks auto: %s", choice.text())
     return _with(job, (job.block_classes or ()) if choice.on else (), choice, "plan")
 
 

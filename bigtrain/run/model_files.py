@@ -6,25 +6,27 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from bigtrain import defaults, plan, ranks, shapes
+from bigtrain import defaults, plan, ranks, shapes, standins
 from bigtrain.data.tokens import model_limits
 from bigtrain.errors import ModelError, UsageError
+from bigtrain.run.argument_problems import too_many_tokens
 from bigtrain.run.arguments import TrainArguments
 
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def about_files(what: str) -> Iterator[None]:
-    """Turn what a library raises about files into a UsageError that names the flag."""
+def about_files(what: str, folder: str | None = None) -> Iterator[None]:
+    """Turn what a library raises about files (of `folder`, if it is one) into a UsageError that names the flag."""
     try:
         yield
     except Exception as error:
         if not _is_about_files(error):
             raise
-        raise UsageError(f"the {what} cannot be loaded: {error}") from error
+        raise UsageError(f"the {what} cannot be loaded: {standins.among(folder or '') or error}") from error
 
 
 def _is_about_files(error: Exception) -> bool:
@@ -53,7 +55,9 @@ def load_model_config(args: TrainArguments) -> Any:
     except Exception as error:
         if not _is_about_files(error):
             raise
-        raise ModelError(f"the config of {name} cannot be read: {error}") from error
+        why = standins.instead(Path(name) / "config.json") if Path(name).is_dir() else ""
+        told = f"its config.json is {why}" if why else str(error)
+        raise ModelError(f"the config of {name} cannot be read: {told}") from error
 
 
 def vocabulary(args: TrainArguments, model_config: Any, tokenizer: Any) -> tuple[dict[str, Any], int | None]:
@@ -72,10 +76,7 @@ def vocabulary(args: TrainArguments, model_config: Any, tokenizer: Any) -> tuple
     grown = None
     if needed > size:
         if not args.resize_vocab:
-            raise ModelError(
-                f"the tokenizer has {needed} tokens, the model's embedding {size}: pass --resize_vocab to grow the embedding, "
-                "or use the model's own tokenizer"
-            )
+            raise ModelError(too_many_tokens(needed, size))
         grown = -(-needed // 64) * 64  # a multiple of 64 keeps the output matrix on the fast tensor-core path
         text.vocab_size = grown
         if overrides:
@@ -109,7 +110,7 @@ def choose_seq_len(args: TrainArguments, model_config: Any) -> int:
     limit = model_limits(model_config)[1]
     if limit and (args.seq_len or 0) > limit:
         raise UsageError(
-            f"seq_len {args.seq_len} is above the max_position_embeddings {limit} of {args.model_name_or_path}: write --seq_len {limit}, or less"
+            f"--seq_len {args.seq_len} is above the max_position_embeddings {limit} of {args.model_name_or_path}: write --seq_len {limit}, or less"
         )
     return defaults.seq_len(args.seq_len, limit)
 

@@ -42,7 +42,7 @@ def after_restart(args: Any) -> Any:
     own = ranks.main_decides(lambda: _own_checkpoints(RunFolder(args.output_dir)), "looking for checkpoints")
     resume = "auto" if own or said is None else said
     if ranks.is_main():
-        logger.info("restart %d of this job by its launcher: resume_from_checkpoint %s", count, resume)
+        logger.info("restart %d of this job by its launcher: --resume_from_checkpoint %s", count, resume)
     return replace(args, resume_from_checkpoint=resume, overwrite_output_dir=False)
 
 

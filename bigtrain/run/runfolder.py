@@ -51,32 +51,32 @@ class RunFolder:
         """
         self._checked = {"resume": resume, "overwrite": overwrite, "reads": reads}
         if self.root.exists() and not self.root.is_dir():
-            raise UsageError(f"output_dir {self.root} is a file")
+            raise UsageError(f"--output_dir {self.root} is a file")
         self._refuse_living()
         self._bring_back()
         there = self._own()
         if there and resume is None and not overwrite:
             names = ", ".join(sorted(p.name for p in there)[:6])
             raise UsageError(
-                f"output_dir {self.root} already holds a run ({names}). Continue it with --resume_from_checkpoint auto, "
+                f"--output_dir {self.root} already holds a run ({names}). Continue it with --resume_from_checkpoint auto, "
                 "start over with --overwrite_output_dir, or name another folder."
             )
         for path in filter(None, reads if resume is None else ()):
             if any(Path(path).expanduser().resolve().is_relative_to(own) for own in there):
                 raise UsageError(
-                    f"{path} is read by this run, and starting over in output_dir {self.root} would remove it first: name "
-                    "another output_dir"
+                    f"{path} is read by this run, and starting over in --output_dir {self.root} would remove it first: name "
+                    "another --output_dir"
                 )
         if resume is not None and (others := store.in_the_way(self.root)):
             raise UsageError(
-                f"output_dir {self.root} holds {', '.join(others[:6])}, not bigtrain's: this run could not save those steps. Move "
+                f"--output_dir {self.root} holds {', '.join(others[:6])}, not bigtrain's: this run could not save those steps. Move "
                 "them away, or name another folder."
             )
         above = next(p for p in (self.root, *self.root.parents) if p.exists())
         if not above.is_dir():
-            raise UsageError(f"output_dir {self.root} cannot be made: {above} is a file")
+            raise UsageError(f"--output_dir {self.root} cannot be made: {above} is a file")
         if not os.access(above, os.W_OK):
-            raise UsageError(f"output_dir {self.root} cannot be written to: no permission in {above}")
+            raise UsageError(f"--output_dir {self.root} cannot be written to: no permission in {above}")
 
     def _refuse_living(self) -> None:
         """Two runs in one folder would replace each other's steps and rows. Known of this host's processes alone."""
@@ -84,8 +84,8 @@ class RunFolder:
         process = run.get("process") or {}
         if run.get("outcome") == "running" and process.get("pid") != os.getpid() and is_living(process):
             raise UsageError(
-                f"output_dir {self.root} is in use: process {process['pid']} trains into it since {run.get('started')}. Stop it, or "
-                "name another output_dir."
+                f"--output_dir {self.root} is in use: process {process['pid']} trains into it since {run.get('started')}. Stop it, or "
+                "name another --output_dir."
             )
 
     def open(self, *, resume: str | None) -> None:
@@ -99,7 +99,7 @@ class RunFolder:
                 self.second.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise UsageError(
-                    f"copy_checkpoints_to {self.second} cannot be made: {error.strerror}. Name another folder."
+                    f"--copy_checkpoints_to {self.second} cannot be made: {error.strerror}. Name another folder."
                 ) from error
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ class RunFolder:
                     self._replaces = True
                 self.update_run(process=this_process(), outcome="running", started=now())
         except OSError as error:
-            raise UsageError(f"output_dir {self.root} cannot be made: {error.strerror}") from error
+            raise UsageError(f"--output_dir {self.root} cannot be made: {error.strerror}") from error
 
     @contextlib.contextmanager
     def replacing(self) -> Iterator[None]:
@@ -177,7 +177,7 @@ class RunFolder:
         if asked is None:
             if self.second is not None and (steps := store.steps(self.second)):
                 raise UsageError(
-                    f"copy_checkpoints_to {self.second} holds checkpoints of another run (step {steps[-1]}): name another folder, or go on "
+                    f"--copy_checkpoints_to {self.second} holds checkpoints of another run (step {steps[-1]}): name another folder, or go on "
                     "with --resume_from_checkpoint auto"
                 )
             return None
@@ -195,7 +195,7 @@ class RunFolder:
 
         if (foreign := foreign_in(path, None)) is None and _is_model(path):
             raise UsageError(
-                f"resume_from_checkpoint {asked} is a model folder, without the optimizer state that a run goes on from: to train on from its "
+                f"--resume_from_checkpoint {asked} is a model folder, without the optimizer state that a run goes on from: to train on from its "
                 f"weights write --model_name_or_path {asked} and leave --resume_from_checkpoint out"
             )
         return foreign or store.find(path).folder
@@ -205,7 +205,7 @@ class RunFolder:
         newer = [] if step is None else [f"checkpoint-{s}" for s in store.steps(self.root) if s > step]
         if newer:
             raise UsageError(
-                f"output_dir {self.root} holds {', '.join(newer[:6])}, newer than step {step} that this run is to start from: the "
+                f"--output_dir {self.root} holds {', '.join(newer[:6])}, newer than step {step} that this run is to start from: the "
                 "next --resume_from_checkpoint auto would go on from there, and lose what this run does. Move them away, or name "
                 "another folder."
             )
@@ -225,6 +225,12 @@ class RunFolder:
             return {}
         found = store.open_checkpoint(checkpoint).run["state"]["user"]
         return found if isinstance(found, dict) else {}
+
+    def has_model(self, step: int) -> bool:
+        """Whether `model` is a whole folder with the weights of this step, as run.json says."""
+        folder = self.root / "model"
+        whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+        return whole and self.read_run().get("model_step") == step
 
     def read_run(self) -> dict[str, Any]:
         """run.json as it is, empty if there is none, or one that a crash of the machine has emptied."""

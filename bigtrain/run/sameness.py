@@ -246,7 +246,7 @@ def refuse_split_output(folder: Path, saves: bool) -> None:
     without = _hosts_without(folder)
     if not without:
         return
-    where = f"{_some(without)} {'does' if len(without) == 1 else 'do'} not see output_dir {folder} of {socket.gethostname()}"
+    where = f"{_some(without)} {'does' if len(without) == 1 else 'do'} not see --output_dir {folder} of {socket.gethostname()}"
     if saves:
         raise UsageError(
             f"{ranks.broadcast_object(where)}: a checkpoint is one folder that every rank writes its part to. Put --output_dir on a "

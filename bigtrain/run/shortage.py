@@ -141,7 +141,7 @@ def what_fits(now: PlanInput, gpu_memory_bytes: int | None, host_memory_bytes: i
         return [f"no other configuration was looked for: {error}"]
     if not found:
         more = "take more ranks" if now.device == "cpu" else "take more cards"
-        return [f"nothing near fits: shorten seq_len, {more}, or see `bigtrain plan --auto`"]
+        return [f"nothing near fits: shorten --seq_len, {more}, or see `bigtrain plan --auto`"]
     return ["nearest that fit:", *(f"  {c.describe()}" for c in found)]
 
 

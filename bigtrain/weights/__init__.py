@@ -15,7 +15,9 @@ DeepSpeed's folders deepspeed_folder, deepspeed_universal (read), deepspeed_expo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from bigtrain import lazily
 
 if TYPE_CHECKING:
     from bigtrain.weights.adapters import export_adapter
@@ -23,19 +25,10 @@ if TYPE_CHECKING:
     from bigtrain.weights.load import LoadReport, load_into, load_masters
 
 __all__ = ["ExportReport", "LoadReport", "export_adapter", "export_model", "load_into", "load_masters"]
-_HOME = {
-    "load_into": "load",
-    "LoadReport": "load",
-    "load_masters": "load",
-    "export_model": "export",
-    "ExportReport": "export",
-    "export_adapter": "adapters",
-}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = lazily(
+    __name__,
+    adapters="export_adapter",
+    export="ExportReport export_model",
+    load="LoadReport load_into load_masters",
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,10 @@ import torch
 from bigtrain import ranks, zero
 from bigtrain.errors import ModelError, WeightsError
 from bigtrain.weights import partial
+from bigtrain.weights.replace import beside_adapter
 from bigtrain.weights.slots import without_wrappers
 
 FILE = "adapter_model.safetensors"
-_EXPORTED = re.compile(  # what stands in a folder with an adapter: peft's own files and those of a tokenizer
-    r"adapter_(config\.json|model\.safetensors)|README\.md|(.*token.*|vocab|merges|chat_template)\.(json|txt|model|jinja)"
-)
 
 
 def export_adapter(model: Any, out_dir: str | Path, *, adapter: str = "default", dtype: torch.dtype | None = None) -> list[str]:
@@ -25,7 +23,7 @@ def export_adapter(model: Any, out_dir: str | Path, *, adapter: str = "default",
 
     Args:
         model: the PeftModel (not its engine).
-        out_dir: folder to make, replaced if it is an earlier adapter.
+        out_dir: folder to make. Of an earlier adapter there the tokenizer's files and the model card stay.
         adapter: which adapter.
         dtype: of the written tensors; by default as they are.
 
@@ -68,7 +66,7 @@ def _write(model: Any, saved: dict[str, torch.Tensor], out_dir: str, adapter: st
     empty = [name for name, tensor in saved.items() if tensor.numel() == 0]
     if empty or not saved:
         raise WeightsError(f"refusing to write an adapter with {len(empty)} empty of {len(saved)} tensors.", out_dir)
-    _refuse_foreign(out_dir)
+    beside_adapter(out_dir)
     temporary = partial.begin(out_dir)
     try:
         config = model.peft_config[adapter]
@@ -80,21 +78,11 @@ def _write(model: Any, saved: dict[str, torch.Tensor], out_dir: str, adapter: st
         save_file(
             {name: tensor.contiguous() for name, tensor in saved.items()}, os.path.join(temporary, FILE), {"format": "pt"}
         )
-        _refuse_foreign(out_dir)  # what came there meanwhile
+        for name in beside_adapter(out_dir):  # also what came there meanwhile
+            there = os.path.join(out_dir, name)
+            (shutil.copytree if os.path.isdir(there) else shutil.copy2)(there, os.path.join(temporary, name))
         partial.publish(temporary, out_dir)
     except BaseException:
         partial.drop(temporary)
         raise
     return sorted(saved)
-
-
-def _refuse_foreign(out_dir: str) -> None:
-    """Only an empty folder or an earlier adapter may be replaced: a run's folder holds an adapter and its checkpoints."""
-    if os.path.exists(out_dir) and not os.path.isdir(out_dir):
-        raise WeightsError(f"{out_dir} is a file: give the name of a folder to make.", out_dir)
-    names = sorted(os.listdir(out_dir)) if os.path.isdir(out_dir) else []
-    others = [name for name in names if not _EXPORTED.fullmatch(name)]
-    if others or (names and "adapter_config.json" not in names):
-        raise WeightsError(
-            f"{out_dir} holds {', '.join((others or names)[:5])}, other things than an adapter: give another folder.", out_dir
-        )

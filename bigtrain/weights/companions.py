@@ -45,6 +45,28 @@ def configs_with_cache(config: Any) -> list[Any]:
     return [c for c in (config, nested) if c is not None and getattr(c, "use_cache", None) is not None]
 
 
+def also_end_at(model: Any, token: int | None) -> None:
+    """Let generation end at this token too: `generation_config.eos_token_id`, which exports and checkpoints write. No id is removed.
+
+    A model that was trained on chats ends an answer with its template's end of turn. Where the config that came with it does not have that
+    token (a base model's has the end of a text alone), generation would run on, into a next turn.
+
+    Args:
+        token: id; None, or a model without a generation config: nothing is done.
+    """
+    generation = getattr(model, "generation_config", None)
+    if generation is None or token is None:
+        return
+    now = generation.eos_token_id
+    ends = [] if now is None else list(now) if isinstance(now, list | tuple) else [now]
+    if token not in ends:
+        generation.eos_token_id = [*ends, token] if ends else token
+        logger.info(
+            "generation_config: eos_token_id is %s, with the token that ends a turn of the chat template",
+            generation.eos_token_id,
+        )
+
+
 def write_companions(model: Any, config: Any, tokenizer: Any, folder: str) -> None:
     """Write everything of the folder but the weights."""
     if config is not None and hasattr(config, "save_pretrained"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bigtrain import ranks
+from bigtrain import ranks, standins
 from bigtrain.errors import UsageError, WeightsError
 from bigtrain.weights import partial
 from bigtrain.weights.deepspeed_folder import open_deepspeed
@@ -19,6 +20,8 @@ from bigtrain.weights.export import ExportReport, finish, prepare, range_ops, wa
 from bigtrain.weights.layout import Layout, plan_layout
 from bigtrain.weights.slots import Piece, Slot, without_wrappers
 from bigtrain.weights.write import WriteOp, Writer
+
+logger = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
@@ -94,7 +97,11 @@ def _model_of(model_dir: str | Path | None) -> tuple[torch.nn.Module, Any]:
         return torch.nn.Module(), None
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(model_dir)
+    try:
+        config = transformers.AutoConfig.from_pretrained(model_dir)
+    except (OSError, ValueError) as error:
+        why = standins.instead(file := os.path.join(model_dir, "config.json")) if os.path.isdir(model_dir) else ""
+        raise UsageError(f"{file} is {why}." if why else f"the config of {model_dir} cannot be read: {error}") from error
     names = getattr(config, "architectures", None) or [""]
     cls = getattr(transformers, names[0], None) if names[0] else None
     from transformers.initialization import no_init_weights
@@ -106,8 +113,11 @@ def _model_of(model_dir: str | Path | None) -> tuple[torch.nn.Module, Any]:
         model.generation_config = transformers.GenerationConfig.from_pretrained(model_dir)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
-    except Exception:  # no tokenizer in the folder: the export then has none either
+    except Exception as error:  # mostly there is none in the folder: the export then has none either
         tokenizer = None
+        if any(Path(model_dir).glob("*token*")):
+            why = standins.among(model_dir) or f"{type(error).__name__}: {error}"
+            logger.warning("the export has no tokenizer, as that of %s cannot be loaded: %s", model_dir, why)
     return model, tokenizer
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import shutil
 import socket
 import time
@@ -25,13 +24,12 @@ from bigtrain.weights.companions import exported_config, refuse_unloadable, writ
 from bigtrain.weights.dtypes import as_dtype
 from bigtrain.weights.layout import Layout, plan_layout
 from bigtrain.weights.mapping import Part
+from bigtrain.weights.replace import refuse_foreign
 from bigtrain.weights.slots import Piece, Slot, owned_piece, slots_of
 from bigtrain.weights.write import WriteOp, Writer, create
 
 logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
-_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-_EXPORTED = re.compile(_WEIGHTS.pattern + r"|.+\.(json|txt|model|spm|bpe|vocab|jinja|tiktoken|py)|additional_chat_templates")
 SMALL_FILES_BYTES = 64 << 20  # allowance for config and tokenizer when the free space is checked
 
 
@@ -84,7 +82,7 @@ def export_model(
 
     Raises:
         WeightsError: before anything is written if the export could not be loaded again or does not fit the disk.
-        UsageError: `out_dir` holds other things, or `model` is a base model with adapters around it.
+        UsageError: `out_dir` holds other things, or a model that bigtrain did not write, or `model` is a base model with adapters around it.
         RanksDisagreeError: another rank failed.
     """
     begin = time.monotonic()
@@ -121,7 +119,7 @@ def prepare(
     model: torch.nn.Module, slots: Sequence[Slot], layout: Layout, out_dir: str, dtype: torch.dtype, tokenizer: Any
 ) -> str:
     """On rank 0: every check, then the small files and the empty weight files; returns the temporary folder."""
-    _refuse_foreign(out_dir)
+    refuse_foreign(out_dir)
     config = exported_config(model, dtype)
     refuse_unloadable(model, config, {name: slot.shape for slot in slots for name in slot.names})
     temporary = partial.begin(out_dir)
@@ -144,29 +142,6 @@ def _refuse_full_disk(layout: Layout, temporary: str, out_dir: str) -> None:
             "Free some space or choose another folder.",
             file=out_dir,
         )
-
-
-def _refuse_foreign(out_dir: str) -> None:
-    """Only an empty folder or an earlier export may be replaced."""
-    if not os.path.exists(out_dir):
-        return
-    if not os.path.isdir(out_dir):
-        raise UsageError(f"{out_dir} is a file; give the name of a folder to make.")
-    names = sorted(os.listdir(out_dir))
-    others = [name for name in names if not _EXPORTED.fullmatch(name)]
-    if names and (others or not _is_export(out_dir, names)):
-        raise UsageError(
-            f"{out_dir} holds {', '.join((others or names)[:5])} and is not an earlier export, which would be replaced. "
-            "Give another folder."
-        )
-
-
-def _is_export(folder: str, names: Sequence[str]) -> bool:
-    """Config and weights of one model and nothing that would be missed: no checkpoint, adapter, other weights or sub-folder."""
-    weights = [name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
-    folders = {name for name in names if os.path.isdir(os.path.join(folder, name))}
-    own = bool(weights) and all(name.startswith("model") and name.endswith(".safetensors") for name in weights)
-    return own and "config.json" in names and folders <= {"additional_chat_templates"}
 
 
 def _write_weights(layout: Layout, temporary: str, ranges: bool, writers: Sequence[int]) -> int:
@@ -314,5 +289,5 @@ def _publish(layout: Layout, temporary: str, out_dir: str) -> None:
             file.write(json.dumps(layout.index(), indent=2, sort_keys=True) + "\n")
             file.flush()
             os.fsync(file.fileno())
-    _refuse_foreign(out_dir)  # what came there while the export was written
+    refuse_foreign(out_dir)  # what came there while the export was written
     partial.publish(temporary, out_dir)

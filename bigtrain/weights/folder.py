@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bigtrain import standins
 from bigtrain.errors import WeightsError
 from bigtrain.guards import listing
 from bigtrain.weights.header import TensorInfo, read_header
@@ -88,7 +89,7 @@ def _chosen(path: str) -> str:
     present = [name for name in known if os.path.isfile(os.path.join(path, name))]
     if not present:
         broken = next((name for name in known if os.path.lexists(os.path.join(path, name))), None)
-        why = f"; {broken} is {_instead(os.path.join(path, broken))}" if broken else ""
+        why = f"; {broken} is {standins.instead(os.path.join(path, broken))}" if broken else ""
         raise WeightsError(
             f"{path}: holds none of {', '.join(known)}; it holds: {_listing(path)}{why}. "
             "Download the weights, or name the folder that has them.",
@@ -101,13 +102,6 @@ def _chosen(path: str) -> str:
     return present[0]
 
 
-def _instead(file: str) -> str:
-    """What stands in the place of a file."""
-    if os.path.islink(file) and not os.path.exists(file):
-        return f"a link to {os.readlink(file)}, which does not exist (an incomplete download?)"
-    return "a folder" if os.path.isdir(file) else "no plain file" if os.path.exists(file) else "not there"
-
-
 def _listing(path: str) -> str:
     names = sorted(os.listdir(path))
     return listing(names, 8) or "nothing"
@@ -115,15 +109,17 @@ def _listing(path: str) -> str:
 
 def _read_config(path: str) -> dict[str, Any]:
     file = os.path.join(path, "config.json")
-    if not os.path.exists(file):
+    if not os.path.lexists(file):
         return {}
+    if not os.path.isfile(file):  # also a pipe, which would be waited for
+        raise WeightsError(f"{file} is {standins.instead(file)}.", file=file)
     try:
         with open(file, encoding="utf-8") as handle:
             config = json.load(handle)
     except OSError as error:
-        raise WeightsError(f"{file}: cannot be read: {error.strerror}.", file=file) from error
+        raise WeightsError(f"{file} is {standins.instead(file) or f'not readable: {error.strerror}'}.", file=file) from error
     except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{file}: not valid JSON ({error}).", file=file) from error
+        raise WeightsError(f"{file} is {standins.instead(file) or f'not valid JSON ({error})'}.", file=file) from error
     if not isinstance(config, dict):
         raise WeightsError(f"{file}: expected a JSON object, found {type(config).__name__}.", file=file)
     return config
@@ -143,7 +139,8 @@ def read_index(file: str) -> dict[str, str]:
     except OSError as error:
         raise WeightsError(f"{file}: cannot be read: {error.strerror}: copy the file again.", file=file) from error
     except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{file}: not valid JSON ({error}): copy the file again.", file=file) from error
+        why = standins.instead(file) or f"not valid JSON ({error}): copy the file again"
+        raise WeightsError(f"{file} is {why}.", file=file) from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{file}: has no weight_map of tensor to file: not an index, or damaged.", file=file)
@@ -157,7 +154,7 @@ def _refuse_absent_files(folder: Folder, index: str) -> None:
     absent = [os.path.basename(file) for file in folder.files if not os.path.isfile(file)]
     if absent:
         first = os.path.join(folder.path, absent[0])
-        link = f" ({absent[0]} is {_instead(first)})" if os.path.lexists(first) else ""
+        link = f" ({absent[0]} is {standins.instead(first)})" if os.path.lexists(first) else ""
         raise WeightsError(
             f"{folder.path}: {index} lists {len(folder.files)} files, {len(absent)} are missing: {', '.join(absent[:5])}"
             f"{' ...' if len(absent) > 5 else ''}{link}. The folder holds: {_listing(folder.path)}. Download the missing files.",

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bigtrain import standins
 from bigtrain.errors import WeightsError
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -63,7 +64,21 @@ def read_header(path: str | Path) -> list[TensorInfo]:
     Raises:
         WeightsError: the file is missing, cut off or damaged; says expected and actual.
     """
-    path = str(path)
+    return parse_header(str(path), *_header_text(str(path)))
+
+
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """What a safetensors file says of itself, by its writer's names; nothing else of the header is checked.
+
+    Raises:
+        WeightsError: as `read_header`, where there is no header to read.
+    """
+    found: dict[str, str] = _load_json(str(path), _header_text(str(path))[0]).get("__metadata__", {})
+    return found
+
+
+def _header_text(path: str) -> tuple[bytes, int]:
+    """The JSON part, and the length of the whole file in bytes."""
     try:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -73,15 +88,17 @@ def read_header(path: str | Path) -> list[TensorInfo]:
                 text += part
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read: {error.strerror}. Download or copy this file again.", file=path) from error
-    return parse_header(path, text, size)
+    return text, size
 
 
 def _header_length(path: str, first: bytes, size: int) -> int:
+    length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
+    if (len(first) < 8 or 8 + length > size) and (why := standins.instead(path)):
+        raise WeightsError(f"{path} is {why}.", file=path)
     if len(first) < 8:
         raise WeightsError(
             f"{path}: {size} bytes long, a safetensors file has at least 8. The file is cut off: copy it again.", file=path
         )
-    length = struct.unpack("<Q", first)[0]
     if length > MAX_HEADER_BYTES:
         raise WeightsError(
             f"{path}: the header claims {length} bytes, the format allows {MAX_HEADER_BYTES}. "

@@ -15,9 +15,8 @@ from bigtrain.weights import mapping
 from bigtrain.weights.dtypes import NAMES
 from bigtrain.weights.header import byte_length, encode_header
 from bigtrain.weights.mapping import Part
+from bigtrain.weights.replace import METADATA
 from bigtrain.weights.slots import Slot, meta_state
-
-METADATA = {"format": "pt"}  # transformers refuses a file without it
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from bigtrain import ranks, zero
+from bigtrain import ranks
 from bigtrain.errors import WeightsError
 from bigtrain.weights import share
 from bigtrain.weights.dtypes import TORCH, loses_bits
@@ -20,10 +20,10 @@ from bigtrain.weights.mapping import Conversion, Part
 from bigtrain.weights.plan import LoadPlan, fingerprint, plan_load
 from bigtrain.weights.read import Reader, ReadOp, progress_bar
 from bigtrain.weights.slots import Piece, Slot, pieces_of, slots_of
+from bigtrain.zero.flat import MasterOf
 
 logger = logging.getLogger(__name__)
 
-MasterOf = Callable[[torch.Tensor], tuple[int, torch.Tensor] | None]
 _COMPARED_ELEMS = 1 << 24  # bounds the temporaries of a comparison
 
 
@@ -111,12 +111,7 @@ def load_into(
     return report
 
 
-def load_masters(
-    model: torch.nn.Module,
-    directory: str | Path,
-    *,
-    master_of: MasterOf = zero.master_of,
-) -> int:
+def load_masters(model: torch.nn.Module, directory: str | Path, *, master_of: MasterOf) -> int:
     """Fill the fp32 master copies of an engine's parameters straight from a folder; all ranks call it.
 
     DeepSpeed makes the masters by widening the 16-bit weights, so an fp32 checkpoint would lose the lower bits on the way.
@@ -127,7 +122,7 @@ def load_masters(
     Args:
         model: the engine's module.
         directory: the folder that `load_into` read.
-        master_of: parameter -> (first element, flat fp32 master) of this rank, or None; by default DeepSpeed's.
+        master_of: of the engine's optimizer, from `zero.flat.master_of`.
 
     Returns:
         The number of parameters whose master this rank filled (in part).

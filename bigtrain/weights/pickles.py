@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bigtrain import standins
 from bigtrain.errors import WeightsError
 from bigtrain.weights.dtypes import NAMES
 from bigtrain.weights.header import TensorInfo
@@ -26,8 +27,10 @@ def read(file: str) -> dict[str, torch.Tensor]:
                 raise
             table = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
+        if why := standins.instead(file):
+            raise WeightsError(f"{file} is {why}.", file=file) from error
         raise WeightsError(
-            f"{file}: not readable as a pickle of tensors alone: {type(error).__name__}: {(str(error) or 'it is empty').splitlines()[0]}. "
+            f"{file}: not readable as a pickle of tensors alone: {type(error).__name__}: {(str(error) or 'it ends too early').splitlines()[0]}. "
             "Damaged, or it holds other objects, which are not loaded because unpickling them can run code.",
             file=file,
         ) from error

@@ -42,35 +42,11 @@ from bigtrain.errors import ModelError
 from bigtrain.hosts import network
 from bigtrain.hosts.ports import free_port
 from bigtrain.zero import startup
-from bigtrain.zero.adam import cpu_adam, replay_cpu_adam, why_no_cpu_adam
-from bigtrain.zero.building import Partitioner, inside_zero_init
-
-__all__ = [
-    "Partitioner",
-    "before_reading",
-    "checkpoint_classes",
-    "cpu_adam",
-    "full_numel",
-    "full_shape",
-    "gathered",
-    "init_distributed",
-    "initialize",
-    "inside_zero_init",
-    "is_available",
-    "is_partitioned",
-    "is_persistent",
-    "leaf_of",
-    "mark_leaf",
-    "master_of",
-    "on_nvme",
-    "optimizer_kind",
-    "partition_of",
-    "replay_cpu_adam",
-    "set_leaf_modules",
-    "skip_shm_op",
-    "slice_of",
-    "why_no_cpu_adam",
-]
+from bigtrain.zero.adam import cpu_adam as cpu_adam
+from bigtrain.zero.adam import replay_cpu_adam as replay_cpu_adam
+from bigtrain.zero.adam import why_no_cpu_adam as why_no_cpu_adam
+from bigtrain.zero.building import Partitioner as Partitioner
+from bigtrain.zero.building import inside_zero_init as inside_zero_init
 
 
 def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store | None = None) -> None:
@@ -206,26 +182,6 @@ def partition_of(param: Any) -> tuple[int, int, torch.Tensor]:
     if getattr(param, "ds_secondary_tensor", None) is not None:
         raise ModelError("zero_hpz_partition_size keeps a second copy of each partition, which would be stale: leave it out")
     return int(param.ds_zero_partition_rank), int(param.ds_zero_partition_world_size), param.ds_tensor.data
-
-
-def master_of(param: Any) -> tuple[int, torch.Tensor] | None:
-    """`(start, flat)`: this rank's part of the fp32 master copy of a trained parameter, in place; None if it has none.
-
-    `flat` covers the elements from `start` on (at stage 3 with the padding of the partition). Call after `initialize`.
-    Internal attributes of 0.19.8: stage 3 `_z3_optimizer`, `grad_position`, `fp32_partitioned_groups_flat`; stages 1 and 2
-    `_hp_mapping` with `lp_fragment_address` and `hp_fragment`.
-    """
-    sharded = getattr(param, "_z3_optimizer", None)
-    if sharded is not None and param.requires_grad:
-        group, offset, count = sharded.grad_position[sharded.get_param_id(param)]
-        flat = sharded.fp32_partitioned_groups_flat[group]
-        if flat is None or flat.dtype != torch.float32 or flat.numel() < offset + count:
-            return None  # swapped out, or there is no fp32 master
-        return int(param.ds_zero_partition_rank) * int(param.ds_tensor.ds_numel), flat.data.narrow(0, offset, count)
-    mapping = getattr(param, "_hp_mapping", None)
-    if mapping is None or mapping.hp_fragment.dtype != torch.float32:
-        return None
-    return int(mapping.lp_fragment_address.start), mapping.hp_fragment.data.view(-1)
 
 
 # ---------------------------------------------------------------- running

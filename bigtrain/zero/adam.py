@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from typing import Any
 
 import deepspeed
 import torch
 
 from bigtrain import ranks
-from bigtrain.builds import first_cause, load_op
+from bigtrain.builds import first_cause, load_op, why_no_tools
 from bigtrain.zero import startup
 
 log = logging.getLogger(__name__)
@@ -59,12 +57,8 @@ def why_no_cpu_adam() -> str | None:
     """Why DeepSpeed's CPU Adam cannot be loaded here, the first cause first; None if it can. Compiles it if needed."""
     from deepspeed.git_version_info import installed_ops
 
-    if not installed_ops.get("cpu_adam", False):
-        compiler = os.environ.get("CXX", "c++").split()[0]
-        if shutil.which(compiler) is None:
-            return f"no C++ compiler: {compiler!r} is not on PATH; install g++ or set CXX"
-        if shutil.which("ninja") is None:
-            return "no ninja on PATH; `pip install ninja`"
+    if not installed_ops.get("cpu_adam", False) and (why := why_no_tools()):
+        return why
     startup.ask_cpu_once()
     try:
         load_op(deepspeed.ops.op_builder.CPUAdamBuilder())

@@ -6,7 +6,8 @@ Imports nothing of DeepSpeed; uses these internal attributes of 0.19.8's ZeRO op
     round_robin_bit16_offsets, round_robin_bit16_meta, bit16_groups_flat, _update_model_bit16_weights,
     fp32_groups_flat_partition, bf16_groups, real_dp_process_group, update_lp_params, unflatten,
     persistent_parameters, bf16_partitioned_groups, averaged_gradients, loss_scale, clip_grad, unscale_and_clip_grads, _link_all_hp_params,
-    _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition, _partition_all_parameters; of a parameter: partition_numel, all_gather;
+    _prepare_fp32_grad_for_sub_group, _get_preflattened_grad_partition, _partition_all_parameters, grad_position, get_param_id;
+    of a parameter: partition_numel, all_gather, _z3_optimizer;
     of the module of stages 1 and 2: all_gather_dp_groups
 A test in tests/architecture checks that DeepSpeed has each of them.
 """
@@ -24,6 +25,8 @@ import torch.distributed as dist
 
 from bigtrain import zero
 from bigtrain.errors import UsageError
+
+MasterOf = Callable[[Any], tuple[int, torch.Tensor] | None]
 
 # By `zero.optimizer_kind`, the attribute with this rank's masters.
 MASTERS = {
@@ -88,19 +91,42 @@ def partition_layouts(ds_optimizer: Any) -> dict[torch.Tensor, PartitionLayout]:
     }
 
 
-def master_of(ds_optimizer: Any) -> Callable[[Any], tuple[int, torch.Tensor] | None]:
-    """As `zero.master_of`, by where parameters lie at stages 1 and 2.
+def master_of(ds_optimizer: Any) -> MasterOf:
+    """From a parameter to this rank's part of its fp32 master, in place, as `(start, flat)`; None if it has none here.
 
-    DeepSpeed links each parameter to its part of the fp32 copy by the order of the model, also where `round_robin_gradients` has
-    dealt the parameters to the partitions in another (0.19.8, stage_1_and_2.py, _link_all_hp_params): to that of another parameter.
+    `flat` covers the elements from `start` on, at stage 3 with the padding of the partition.
     """
-    found = {
-        id(placed.param): (placed.spans[layout.rank][0], flat.data.view(-1).narrow(0, placed.at, placed.spans[layout.rank][1]))
+    kind = zero.optimizer_kind(ds_optimizer)
+    if kind == "plain":
+        return ds_optimizer.master_of  # bigtrain.engine.master.MasterOptimizer
+    if kind == "zero3":
+        return lambda param: _master_stage3(ds_optimizer, param)
+    # Not by DeepSpeed's own links: they follow the order of the model, also where `round_robin_gradients` has dealt the parameters to
+    # the partitions in another (0.19.8, stage_1_and_2.py, _link_all_hp_params), and lead to the master of another parameter.
+    places = {
+        id(placed.param): (flat, placed.at, *placed.spans[layout.rank])
         for flat, layout in partition_layouts(ds_optimizer).items()
         for placed in layout.matrices
-        if flat.dtype == torch.float32 and placed.spans[layout.rank][1]
+        if placed.spans[layout.rank][1]
     }
-    return lambda param: found.get(id(param))
+
+    def find(param: Any) -> tuple[int, torch.Tensor] | None:
+        if id(param) not in places:
+            return None
+        flat, at, start, count = places[id(param)]
+        return (start, flat.data.narrow(0, at, count)) if flat.dtype == torch.float32 else None
+
+    return find
+
+
+def _master_stage3(ds_optimizer: Any, param: Any) -> tuple[int, torch.Tensor] | None:
+    if not param.requires_grad or not hasattr(param, "_z3_optimizer"):
+        return None
+    group, offset, count = ds_optimizer.grad_position[ds_optimizer.get_param_id(param)]
+    flat = ds_optimizer.fp32_partitioned_groups_flat[group]
+    if flat is None or flat.dtype != torch.float32 or flat.numel() < offset + count:
+        return None  # swapped out, or there is no fp32 master
+    return zero.slice_of(param)[0], flat.data.narrow(0, offset, count)
 
 
 def _layout_flat(params: Sequence[torch.nn.Parameter], starts: Sequence[int], size: int, group: Any) -> PartitionLayout:

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "bigtrain"
 
 # The rows, lowest first. A part imports parts of lower rows only; parts of one row do not know each other.
 ROWS: list[set[str]] = [
-    {"errors", "shapes_families"},
+    {"errors", "shapes_families", "standins"},
     {"defaults", "partition", "runfile", "shapes", "versions"},
     {"guards", "config", "plan", "whereabouts"},
     {"builds", "memory", "ranks", "stopping"},
@@ -36,6 +36,7 @@ PLAIN = (
     "whereabouts",
     "shapes",
     "shapes_families",
+    "standins",
     "partition",
     "hosts.ports",
     "versions",

@@ -23,7 +23,7 @@ def test_the_same_bits_and_the_same_state_dict(name, grad_dtype, n, monkeypatch)
 def test_an_update_needs_one_chunk_beside_what_is_kept():
     n = 2**28
     param = torch.nn.Parameter(torch.zeros(n, device="cuda"))
-    optimizer = optim.build_optimizer("adamw", [{"params": [param]}], device="cuda", **SETTINGS)
+    optimizer = optim.build_optimizer("adamw", [{"params": [param]}], optim.Options(device="cuda", **SETTINGS))
     taker = chunks.Chunks(optimizer, lambda p, group: chunks.begin_adamw(optimizer, p, group))
     taker.grad_factor = torch.tensor(0.5, device="cuda")
     for _ in range(2):

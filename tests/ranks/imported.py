@@ -9,6 +9,7 @@ import importlib
 import os
 
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # read by what is imported
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's allocator would start a thread
 
 MODULES = """
 hypothesis pytest safetensors.torch torch.distributed.tensor torch.testing torch.utils.checkpoint
@@ -18,6 +19,10 @@ bigtrain.engine bigtrain.hosts.rollcall bigtrain.run.job bigtrain.models bigtrai
 tests.ranks.families tests.ranks.tiny tests.ranks.zoo
 deepspeed.module_inject.auto_ep_layer deepspeed.ops.adam deepspeed.runtime.superoffload.superoffload_stage3
 deepspeed.runtime.zero.muon.muon_optimizer matplotlib.pyplot torch.utils.tensorboard
+datasets bigtrain.data.loader bigtrain.data.sets bigtrain.diagnostics.report bigtrain.kernels.cudnn_attention bigtrain.optim.chunks
+bigtrain.run.restart bigtrain.run.saving bigtrain.weights.export bigtrain.weights.partial deepspeed.comm.mori
+matplotlib.backends.backend_agg matplotlib.backends.backend_svg PIL.JpegImagePlugin transformers.models.encoder_decoder
+transformers.convert_slow_tokenizer transformers.integrations.mistral transformers.tokenization_utils_tokenizers
 """.split()  # noqa: SIM905
 
 for name in MODULES:

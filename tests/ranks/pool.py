@@ -9,11 +9,9 @@ anew; a body that takes longer than its limit is a failure with a location.
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
 import queue
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -23,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+
+from tests import keep_imports
 
 HANG_S = float(os.environ.get("BIGTRAIN_TEST_HANG_S", "300"))
 
@@ -53,15 +53,6 @@ def _process_settings() -> dict[str, Any]:
     }
 
 
-def _keep_imports(known: int) -> int:
-    """Once many modules were imported: let the garbage collector leave them alone. Each engine built collects four times."""
-    if len(sys.modules) > known + 100:
-        gc.collect()
-        gc.freeze()
-        return len(sys.modules)
-    return known
-
-
 def _serve(rank: int, world: int, folder: str, inbox: Any, outbox: Any) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), LOCAL_SIZE=str(world),
@@ -78,7 +69,7 @@ def _serve(rank: int, world: int, folder: str, inbox: Any, outbox: Any) -> None:
     HERE.folder = folder  # for reports of the watch
     zero.init_distributed()
     ranks.control_group()
-    known = _keep_imports(0)
+    known = keep_imports(0)
     outbox.put((rank, "up", None))
     while (job := inbox.get()) is not None:
         function, args, kwargs = job
@@ -90,7 +81,7 @@ def _serve(rank: int, world: int, folder: str, inbox: Any, outbox: Any) -> None:
         except BaseException:
             outbox.put((rank, None, traceback.format_exc()))
         torch.set_num_threads(before["threads"])
-        known = _keep_imports(known)
+        known = keep_imports(known)
     torch.distributed.destroy_process_group()
 
 

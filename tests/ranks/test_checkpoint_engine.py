@@ -376,9 +376,9 @@ def test_no_checkpoint_in_the_middle_of_an_accumulation(rank_pool, tmp_path, sta
 
 
 def _only_rank_0_saves(root):
-    from bigtrain.checkpoint import native
+    from bigtrain import meeting
 
-    native.MEET_S = 3.0
+    meeting.MEET_S = 3.0
     engine = _engine(2)
     _step(engine, 0)
     if engine.rank == 0:

@@ -12,7 +12,7 @@ from bigtrain.checkpoint.slices import share_of
 from bigtrain.engine import Engine
 from bigtrain.errors import UsageError
 from bigtrain.models import build_model
-from bigtrain.run import capacity
+from bigtrain.run import disk
 from bigtrain.run.runfolder import RunFolder
 from tests.ranks import scripts
 from tests.ranks.test_train import TRAIN, demo, environment, flags  # noqa: F401
@@ -60,15 +60,15 @@ def test_too_little_disk_is_said_before_the_model_is_built(tmp_path, monkeypatch
     )  # fmt: skip
     job = SimpleNamespace(args=args, checkpoint_bytes=2**30, model_bytes=2**29, steps=SimpleNamespace(steps=10))
     for free, said in ((2**30, "a checkpoint of this run takes 1.06 GiB"), (2 * 2**30, "writes up to 3 more"), (4 * 2**30, "")):
-        monkeypatch.setattr(capacity, "free_bytes", lambda _, free=free: free)
+        monkeypatch.setattr(disk, "free_bytes", lambda _, free=free: free)
         caplog.clear()
         if free == 2**30:
             with pytest.raises(UsageError, match=said):
-                capacity.check_disk(job, RunFolder(tmp_path), 0)
+                disk.check(job, RunFolder(tmp_path), 0)
         else:
-            capacity.check_disk(job, RunFolder(tmp_path), 0)
+            disk.check(job, RunFolder(tmp_path), 0)
             assert said in caplog.text and bool(said) == bool(caplog.text)
-    monkeypatch.setattr(capacity, "free_bytes", lambda _: 2**30)
+    monkeypatch.setattr(disk, "free_bytes", lambda _: 2**30)
     job.checkpoint_bytes = 2**29
     for more, said in (
         ({"load_best_model_at_end": True}, "4 more"),
@@ -77,13 +77,13 @@ def test_too_little_disk_is_said_before_the_model_is_built(tmp_path, monkeypatch
     ):
         args.__dict__.update({"load_best_model_at_end": False, "keep_every": None, **more})
         caplog.clear()
-        capacity.check_disk(job, RunFolder(tmp_path), 0)
+        disk.check(job, RunFolder(tmp_path), 0)
         assert f"{said} checkpoint(s) of 0.50 GiB" in caplog.text
 
 
 def _refused(words, **more):
     said = scripts.run([TRAIN, *words], environment(), 2, 2)
-    assert "Nothing was built" in said and "Traceback" not in said and "engine:" not in said, said[-3000:]
+    assert "Nothing was built" in said and "Traceback" not in said and "with who decided it" not in said, said[-3000:]
     assert said.count("cannot go on from") == 1
     return said
 

@@ -188,9 +188,9 @@ def test_B28_a_rank_that_cannot_write_stops_all_and_latest_stays(rank_pool, tmp_
 
 
 def _alone(folder):
-    from bigtrain.checkpoint import deepspeed_format
+    from bigtrain import meeting
 
-    deepspeed_format.MEET_S = 4.0
+    meeting.MEET_S = 4.0
     engine = _engine(2)
     try:
         if engine.rank == 0:
@@ -202,7 +202,7 @@ def _alone(folder):
     except BigtrainError as error:
         return str(error)
     finally:
-        deepspeed_format.MEET_S = 120.0
+        meeting.MEET_S = 120.0
         engine.close()
 
 

@@ -95,7 +95,7 @@ def test_a_host_that_cannot_hold_the_run_is_refused_before_the_data_is_read(tmp_
     codes, said = train(tmp_path, container(tmp_path / "host", GIB // 2, GIB // 8), steps=2, data=wrong)
     assert codes == [DoesNotFitError.exit_code] * 2, said
     assert "host: needs" in said[0] and "of 0.50 GiB with a margin of 5%: DOES NOT FIT" in said[0]
-    assert "Nothing was built, no data was read. Nothing near fits: shorten seq_len, take more ranks" in said[0]
+    assert "Nothing was built, no data was read. Nothing near fits: shorten --seq_len, take more ranks" in said[0]
     assert not (tmp_path / "out" / "run.json").exists()
 
 

@@ -5,17 +5,27 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 
 import pytest
 
 from bigtrain.hosts.ports import free_port
-from tests import ROOT, python_path
-from tests.ranks import two_hosts
+from tests import python_path
+from tests.ranks import scripts, two_hosts
 
 # A host name of its own needs a namespace, which Linux gives to everybody or, by its settings, to root alone.
 UNSHARE = ["unshare", "--user", "--map-root-user", "--uts", "--mount"]
+# The same from inside: util-linux's unshare, for a process that has been forked with everything imported.
+APART = """
+import ctypes, os, socket
+_ids, _libc = (os.getuid(), os.getgid()), ctypes.CDLL(None, use_errno=True)
+assert _libc.unshare(0x10000000 | 0x04000000 | 0x00020000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWUSER, NEWUTS, NEWNS
+for _file, _text in (("uid_map", f"0 {_ids[0]} 1"), ("setgroups", "deny"), ("gid_map", f"0 {_ids[1]} 1")):
+    with open(f"/proc/self/{_file}", "w") as _out:
+        _out.write(_text)
+assert _libc.mount(b"none", b"/", None, ctypes.c_ulong(0x44000), None) == 0, os.strerror(ctypes.get_errno())  # MS_REC | MS_PRIVATE
+socket.sethostname("host-" + "ab"[int(os.environ["RANK"])])
+"""
 
 
 def _can_unshare() -> bool:
@@ -23,23 +33,25 @@ def _can_unshare() -> bool:
     return bool(tried) and tried.returncode == 0
 
 
-def pair(code, tmp_path, ranks=(0, 1), limit_s=100, words=("", "")):
-    """Run `code` on host-a and host-b, one rank each: [(exit code, output)] of the ranks that were started."""
+def begin(code, tmp_path, ranks=(0, 1), words=("", "")):
+    """Start `code` on host-a and host-b, one rank each; the processes of the ranks that were asked for."""
     port = free_port()
+    script = tmp_path / "script.py"
+    script.write_text(APART + code)
     started = []
     for rank in ranks:
-        name = f"host-{'ab'[rank]}"
         env = {
             **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path(),
         }  # fmt: skip
-        script = 'hostname "$1"; shift; exec "$@"'
-        command = [*UNSHARE, "sh", "-c", script, "sh", name, sys.executable, "-c", code, str(tmp_path)]
-        command += filter(None, [words[rank]])
-        started.append(
-            subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    return [(p.wait(), said) for p in started for said in [p.communicate(timeout=limit_s)[0]]]
+        told = [script, tmp_path, *filter(None, [words[rank]])]
+        started.append(scripts.Script(told, env, tmp_path / f"said.{port}.{rank}"))
+    return started
+
+
+def pair(code, tmp_path, limit_s=100, words=("", "")):
+    """Run `code` on both to the end: [(exit code, output)]."""
+    return [(process.wait(limit_s), process.said()) for process in begin(code, tmp_path, words=words)]
 
 
 MEET = """
@@ -148,9 +160,11 @@ class TestTwoHostNames:
         assert "REFUSED 2 1 of 2 ranks cannot start" in said and "rank 1 on host-b: ConfigError: ds_config.json" in said
 
     def test_a_rank_that_does_not_come_is_named(self, tmp_path):
-        ((_, said),) = pair(ALONE, tmp_path, ranks=(0,))
-        assert "ranks that came: 0 on host-a; ranks that did not: 1" in said
-        ((_, said),) = pair(ALONE, tmp_path, ranks=(1,))
+        alone = [begin(ALONE, tmp_path, ranks=(rank,))[0] for rank in (0, 1)]  # on ports of their own: neither meets the other
+        for process in alone:
+            process.wait(100)
+        assert "ranks that came: 0 on host-a; ranks that did not: 1" in alone[0].said()
+        said = alone[1].said()
         assert "rank 1 on host-b could not meet the others at 127.0.0.1:" in said and "nc -vz" in said
 
     def test_ranks_that_are_restarted_meet_anew_in_a_store_that_remembers(self, tmp_path):
@@ -185,7 +199,7 @@ class TestTwoHostNames:
             assert f"train_data: {tmp_path}/disk/t.jsonl: content " in parts[2] and " on host-a; content " in parts[2]
             assert "u.jsonl: 2 bytes on host-a; 4 bytes on host-b" in parts[3]
             assert parts[3].count("PASSED") == 2  # equal copies; an output folder that both see
-            assert "host-b does not see output_dir" in parts[4] and "--save_steps" in parts[4]
+            assert "host-b does not see --output_dir" in parts[4] and "--save_steps" in parts[4]
             assert "PASSED" in parts[4]  # without checkpoints
             assert "resume_from_checkpoint='auto', overwrite_output_dir=False" in parts[4]
             assert "resume_from_checkpoint='elsewhere', overwrite_output_dir=False" in parts[4]

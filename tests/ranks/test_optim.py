@@ -48,7 +48,13 @@ def build(name, stage, offload=False, grad_dtype="bf16", clip=0.5, bf16=True):
         model = Net()
     _same_values(model)
     groups = optim.param_groups(model, SETTINGS["weight_decay"])
-    engine = zero.initialize(model, config, optim.build_optimizer(name, groups, offload=offload, device="cpu", **SETTINGS))
+    engine = zero.initialize(
+        model,
+        config,
+        optim.build_optimizer(
+            name, groups, optim.Options(offload=optim.Offload() if offload else None, device="cpu", **SETTINGS)
+        ),
+    )
     optim.after_initialize(name, engine)
     return engine
 
@@ -120,7 +126,9 @@ def _plain_deepspeed_refuses():
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     }
     model = Net()
-    optimizer = optim.build_optimizer("adamw_8bit", optim.param_groups(model, 0.1), lr=1e-3, offload=True, device="cpu")
+    optimizer = optim.build_optimizer(
+        "adamw_8bit", optim.param_groups(model, 0.1), optim.Options(lr=1e-3, offload=optim.Offload(), device="cpu")
+    )
     try:
         zero.initialize(model, config, optimizer)
     except Exception as error:
@@ -146,7 +154,9 @@ def _without_a_compiler(monkey):
     logging.getLogger("bigtrain.zero").addHandler(handler)
     before, adam.why_no_cpu_adam = adam.why_no_cpu_adam, monkey
     try:
-        optimizer = optim.build_optimizer("adamw", [{"params": [torch.nn.Parameter(torch.zeros(3))]}], lr=1.0, offload=True)
+        optimizer = optim.build_optimizer(
+            "adamw", [{"params": [torch.nn.Parameter(torch.zeros(3))]}], optim.Options(lr=1.0, offload=optim.Offload())
+        )
     finally:
         adam.why_no_cpu_adam = before
         logging.getLogger("bigtrain.zero").removeHandler(handler)

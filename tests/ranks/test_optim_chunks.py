@@ -38,7 +38,7 @@ def build(name, stage, accumulation, grad_dtype, bf16=True):
         model = Net()
     _same_values(model)
     groups = optim.param_groups(model, SETTINGS["weight_decay"])
-    return zero.initialize(model, config, optim.build_optimizer(name, groups, device="cpu", **SETTINGS))
+    return zero.initialize(model, config, optim.build_optimizer(name, groups, optim.Options(device="cpu", **SETTINGS)))
 
 
 def _run(name, chunked, *how):

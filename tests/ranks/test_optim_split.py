@@ -52,7 +52,7 @@ def build(name, stage, accumulation=1, clip=0.05, grad_dtype="bf16", model=Net):
     with deepspeed.zero.Init(config_dict_or_path=config) if stage == 3 else contextlib.nullcontext():
         model = model()
     groups = optim.param_groups(model, SETTINGS["weight_decay"])
-    engine = zero.initialize(model, config, optim.build_optimizer(name, groups, device="cpu", **SETTINGS))
+    engine = zero.initialize(model, config, optim.build_optimizer(name, groups, optim.Options(device="cpu", **SETTINGS)))
     optim.after_initialize(name, engine)
     return engine
 

@@ -131,3 +131,25 @@ def test_once_an_epoch_also_after_a_resume(demo, tmp_path):
                                      resume_from_checkpoint="auto")], world=1)  # fmt: skip
     assert "no report: [Errno 28] No space left on device" in said  # which is no reason for a run that is done to fail
     assert due[0] in [json.loads(line)["step"] for line in (out / "eval.jsonl").read_text().splitlines()]
+
+
+def test_a_chat_models_export_ends_with_the_turn_and_is_written_once(demo, tmp_path):
+    """Generation ran on after the answer: the end of a text was all that its config knew. And a finished run that was resumed exported again."""
+    out, train = tmp_path / "out", tmp_path / "train.jsonl"
+    turn = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three " * 20}]
+    train.write_text((json.dumps({"messages": turn}) + "\n") * 8)
+    same = {"train_data": train, "max_steps": 2, "save_steps": 2, "ds_config": "ds_configs/zero1.json"}
+    run_forked([TRAIN, *flags(demo, out, **same)], world=1)
+    ids = {
+        token["content"]: token["id"] for token in json.loads((out / "model" / "tokenizer.json").read_text())["added_tokens"]
+    }
+    wanted = [ids["<|eos|>"], ids["<|turn_end|>"]]
+    for folder in (out / "model", out / "checkpoint-2" / "model"):
+        assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == wanted
+    (out / "model" / "mine").touch()
+    said = run_forked([TRAIN, *flags(demo, out, **same, resume_from_checkpoint="auto")], world=1)
+    assert (
+        f"{out / 'model'} is there: nothing was trained" in said
+        and (out / "model" / "mine").exists()
+        and "exported" not in said
+    )

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from bigtrain.errors import UsageError
-from bigtrain.weights.export import _refuse_foreign
 from tests.ranks import families
 from tests.ranks.test_weights_load import partition
 
@@ -263,28 +262,11 @@ def test_an_earlier_export_is_replaced_and_other_folders_are_not(rank_pool, tmp_
     assert sorted(os.listdir(tmp_path)) == ["home", "out"] and os.listdir(tmp_path / "home") == ["letter.txt"]
 
 
-def test_a_checkpoint_an_adapter_and_a_folder_of_models_are_no_earlier_export(tmp_path):
-    own = ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"]
-    for number, more in enumerate(
-        (["COMMIT", "rank-00000-of-00001.safetensors"], ["adapter_model.safetensors"], ["a.bin"], ["sub/"])
-    ):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        for name in own:
-            (folder / name).touch()
-        _refuse_foreign(str(folder))
-        for name in more:
-            (folder / name).mkdir() if name.endswith("/") else (folder / name).touch()
-        with pytest.raises(UsageError, match="is not an earlier export"):
-            _refuse_foreign(str(folder))
-
-
 def lora(root, stage):
     """Train LoRA on a ZeRO-3 model, save the adapter; the reference is gathered tensor by tensor."""
     import torch.distributed as dist
     from peft import LoraConfig, get_peft_model
 
-    from bigtrain.errors import UsageError
     from bigtrain.weights import export_model
     from bigtrain.weights.adapters import export_adapter
 

@@ -320,6 +320,7 @@ def masters(folder, stage, offload):
 
     from bigtrain import zero
     from bigtrain.weights import load_into, load_masters
+    from bigtrain.zero import flat
 
     config = {
         "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,
@@ -341,7 +342,7 @@ def masters(folder, stage, offload):
         return [name for name, value in full.items() if not torch.equal(value, exact[name].reshape(-1))]
 
     before = len(wrong())
-    return before, load_masters(engine.module, folder), wrong()
+    return before, load_masters(engine.module, folder, master_of=flat.master_of(engine.optimizer)), wrong()
 
 
 def masters_each(folder, cases):

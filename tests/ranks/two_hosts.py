@@ -438,7 +438,7 @@ def own_output(bench: Bench) -> list[Row]:
     with TwoHosts(bench.work / "lab") as hosts:
         job = Job(hosts, "torchrun", hosts.disk / "saving", bench.flags(save_steps=4))
         end, found = job.finish()
-        said = pick(job.output(), r"host-b does not see output_dir.*?--save_steps")
+        said = pick(job.output(), r"host-b does not see --output_dir.*?--save_steps")
         good = refused(job, found) and said != "NOTHING"
         rows.append(Row("own output folders, --save_steps", "torchrun", end - job.began, codes(found), said, "not begun", good))
         before = time.time()
@@ -446,7 +446,7 @@ def own_output(bench: Bench) -> list[Row]:
         end, found = job.finish()
         job.out = hosts.work / "a" / "plain"
         same = bench.compare(job)
-        said = pick(job.output(), r"host-b does not see output_dir[^\n]*")
+        said = pick(job.output(), r"host-b does not see --output_dir[^\n]*")
         good = set(found.values()) == {0} and same == "equal" and (job.out / "model" / "model.safetensors").exists()
         good = good and not (hosts.work / "b" / "plain").exists()
         rows.append(Row("own output folders, no --save_steps", "torchrun", end - job.began, codes(found), said, same, good))

@@ -24,6 +24,11 @@ def test_help_lists_every_verb(capsys):
     assert all(f"  {verb} " in printed for verb in cli.VERBS) and "deepspeed launch/train.py" in printed
 
 
+def test_the_module_is_the_command_too():
+    done = subprocess.run([sys.executable, "-m", "bigtrain.cli", "pln"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "did you mean plan?" in done.stderr  # it was silent, and ended well
+
+
 def test_no_verb_is_bad_usage(capsys):
     assert cli.main([]) == 2
     assert "verbs:" in capsys.readouterr().out
@@ -156,6 +161,20 @@ def test_a_machine_with_cudas_toolkit_and_no_card_is_not_warned_of():
     env = {**os.environ, "PYTHONPATH": python_path()}
     said = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stderr
     assert said == "WARNING:torch.utils.cpp_extension:else\n"
+
+
+def test_a_backend_of_liger_kernel_that_is_not_installed_is_not_warned_of():
+    """liger-kernel 0.8.5 (backends/registry.py) looks for each kernel in all backends; one that fails otherwise is told."""
+    code = (
+        "import logging, bigtrain; log = logging.getLogger('liger_kernel.backends.registry'); logging.basicConfig()\n"
+        "for kind in ('ModuleNotFoundError', 'RuntimeError'):\n"
+        "    log.warning(\"Backend impl '%s' for op '%s' could not be imported: %s: %s\", 'a.b', 'rms_norm', kind, 'why')\n"
+        "log.warning('else')"
+    )
+    env = {**os.environ, "PYTHONPATH": python_path()}
+    said = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stderr
+    name = "WARNING:liger_kernel.backends.registry:"
+    assert said == f"{name}Backend impl 'a.b' for op 'rms_norm' could not be imported: RuntimeError: why\n{name}else\n"
 
 
 def test_short_names_of_types_are_taken():

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bigtrain import standins
 from bigtrain.errors import UsageError
 
 
@@ -41,8 +42,14 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--world_size {args.world_size}: at least 1 rank")
     if not args.limit_s > 0:
         raise UsageError(f"--limit_s {args.limit_s:g}: a positive number of seconds")
+    here = Path(args.dir).expanduser().absolute()
+    place = next(one for one in (here, *here.parents) if os.path.lexists(one))
+    if not place.is_dir():
+        raise UsageError(
+            f"--dir {args.dir}: {place} is {'a file' if place.is_file() else standins.instead(place)}, no folder that a run could write to"
+        )
     request = examine.Request(
-        world_size=args.world_size, quick=args.quick, build=args.build, folder=args.dir, limit_s=args.limit_s,
+        world_size=args.world_size, quick=args.quick, build=args.build, folder=str(here), limit_s=args.limit_s,
         save=Path(args.save) if args.save else rates_file(), ladder=not args.no_ladder,
     )  # fmt: skip
     findings, seconds = examine.timed(examine.examine(request))

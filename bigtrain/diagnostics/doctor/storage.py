@@ -91,9 +91,9 @@ def _write_all(handle: int, block: bytes) -> None:
         rest = rest[os.write(handle, rest) :]
 
 
-def _fsync(handle: int, times: int = 5) -> float:
+def _fsync(handle: int) -> float:
     spent = []
-    for _ in range(times):
+    for _ in range(5):
         os.lseek(handle, 0, os.SEEK_SET)
         os.write(handle, os.urandom(4096))
         begun = time.perf_counter()

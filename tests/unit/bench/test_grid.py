@@ -66,6 +66,24 @@ def test_ds_config_by_preset_mapping_and_single_values(tmp_path):
         ({"ds_config": None}, "are needed"),
         ({"ds_config": "auto", "ds_config.zero_optimization.stage": 2}, "auto chooses everything"),
         ({"ds_config.bf16.enabled.x": 2}, "cannot be set"),
+        ({"ds_config": [["zero2"]]}, "ds_config is \\['zero2'\\]"),
+        ({"gpu_memory_cap": -3}, "gpu_memory_cap must be a positive number of GiB, got -3$"),
+        ({"gpu_memory_cap": "much"}, "gpu_memory_cap is 'much'; it must be a number$"),
+        (
+            {"seq_len": [64, [512]]},
+            r"seq_len is \[512\]; it must be a whole number; a list in a list is no axis \(in the cell of seq_len \[512\]\)$",
+        ),
+        ({"micro_batch": True}, "per_device_train_batch_size is True; it must be a whole number"),
+        ({"micro_batch": [1, 0]}, r"must be at least 1, got 0 \(in the cell of per_device_train_batch_size 0\)$"),
+        ({"freeze": {"a": 1}}, "freeze is {'a': 1}; it must be a list of texts"),
+        ({"packing": "some"}, "packing is 'some'; it must be one of isolated, concatenate, none"),
+        ({"bf16": "yes"}, "bf16 is 'yes'; it must be true or false"),
+        ({"eval_steps": 5}, "eval_steps without anything to evaluate on"),
+        ({"env": {"A": [1]}}, "env is "),
+        (
+            {"seq_len": [8, 16], "cells": [{}, {"optim": "muon", "lr": "big"}]},
+            r"learning_rate is 'big'; .* \(in the cell of seq_len 8, optim 'muon', learning_rate 'big'\)$",
+        ),
     ],
 )
 def test_mistakes_are_named(wrong, word):
@@ -100,16 +118,30 @@ def test_shipped_grids_are_readable(name):
 @pytest.mark.parametrize(
     "values, said",
     [
-        ({"checkpoint_blocks": "some"}, "checkpoint_blocks is 'some'"),
-        ({"checkpoint_blocks": 0}, "checkpoint_blocks is 0"),
+        ({"checkpoint_blocks": "some"}, "checkpoint_blocks must be .* got 'some'"),
+        ({"checkpoint_blocks": 0}, "checkpoint_blocks must be .* got '0'"),
         ({"checkpoint_blocks": True}, "checkpoint_blocks is True"),
-        ({"checkpoint_blocks": [2, -1]}, "checkpoint_blocks is -1"),
+        ({"checkpoint_blocks": [2, -1]}, "checkpoint_blocks must be .* got '-1'"),
         ({"checkpointing_policy": "half"}, "checkpointing_policy is 'half'"),
-        ({"checkpoint_blocks": 2, "gradient_checkpointing": False}, "gradient_checkpointing false contradicts"),
+        (
+            {"checkpoint_blocks": 2, "gradient_checkpointing": False},
+            "checkpoint_blocks 2 goes with gradient_checkpointing, which is false",
+        ),
     ],
 )
 def test_recomputing_is_checked_before_the_first_cell(tmp_path, values, said):
     file = tmp_path / "grid.yaml"
     file.write_text(json.dumps({"model": "preset:llama-tiny", "ds_config": "zero2", **values}))
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=f"^{file}: {said}"):
         read_grid(file)
+
+
+def test_every_kind_of_value_that_a_grid_may_say():
+    said = {
+        "warmup_steps": 0.1, "run_name": 12, "freeze": ["a", "b"], "checkpoint_blocks": 2, "learning_rate": 1, "leaf_blocks": True,
+        "offload_gradients": 0.5, "lr_scheduler_kwargs": {"min_ratio": 0.1}, "gradient_checkpointing": True, "seed": 3,
+    }  # fmt: skip
+    (cell,) = expand({**LEAST, **said})
+    assert cell.arguments == {
+        "model_name_or_path": "preset:llama-tiny", "seq_len": 1024, **said, "leaf_blocks": "on", "lr_scheduler_kwargs": '{"min_ratio": 0.1}'
+    }  # fmt: skip

@@ -14,7 +14,7 @@ from bigtrain.config import ModelShape
 from bigtrain.plan.roofline import model_flops_per_token, stored_rates
 from bigtrain.plan.show import plan_text
 from bigtrain.plan.spilled import asked_share
-from bigtrain.run import capacity
+from bigtrain.run import capacity, left_open, search
 from bigtrain.run.arguments import TrainArguments
 from bigtrain.run.job import Job, run_values
 from bigtrain.run.model_files import load_model_config
@@ -115,14 +115,14 @@ def test_auto_plans_and_predicts_one_plan(card, capsys, monkeypatch):
             model_name_or_path=name, ds_config="auto", train_data="x", output_dir="y", seq_len=4096, use_liger_kernel=True,
             per_device_train_batch_size=more.get("micro_batch"),
         )  # fmt: skip
-        args, config = capacity.choose(args)
+        args, config = search.choose(args)
         run = run_values(args, None)
         shape = ModelShape.from_config(shapes.config_dict(model))
         resolved = ds.resolve(config, run=run, model=shape, world_size=1, device="cuda")
         steps = SimpleNamespace(micro_batch=run.micro_batch, accumulation=run.accumulation)
         job = Job(args=args, resolved=resolved, tokenizer=None, seq_len=4096, steps=steps, model_config=load_model_config(args),
                   config_overrides={}, resize_vocab_to=None, offload_gradients=asked_share(args.offload_gradients) or 0.0)  # fmt: skip
-        job = capacity.settle(job, *limits)
+        job = left_open.settle(job, *limits)
         assert plan_text(capacity.plan_of(job, limits[0]), *limits) == plan_text(found, *limits)
 
 

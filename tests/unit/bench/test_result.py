@@ -39,8 +39,26 @@ def test_the_rank_that_failed_by_itself_is_quoted(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "rank0.log").write_text("RanksDisagreeError: rank 1 failed\n")
     (tmp_path / "rank1.log").write_text("KeyError: 'x'\n")
-    status, error, rows = result.read_cell(tmp_path / "out", Ended([1, 1]), 8)
+    status, error, rows = result.read_cell(tmp_path / "out", Ended([1, 1]), 8, "max_cell_s 9")
     assert (status, error, rows) == ("crash", "KeyError: 'x'", [[]])
+
+
+@pytest.mark.parametrize(
+    "done, limit, said",
+    [
+        (0, "max_cell_s 90", "0 of 8 steps in 91 s: max_cell_s 90 was over before the end of the first, which builds and tunes kernels "
+         "(minutes, with experts); give a larger --max_cell_s"),
+        (3, "--total_s 600", "3 of 8 steps in 91 s: --total_s 600 was over; the same command runs it again"),
+    ],
+)  # fmt: skip
+def test_a_cell_out_of_time_says_which_limit_and_what_to_do(tmp_path, done, limit, said):
+    (tmp_path / "out").mkdir()
+    rows = "".join(f'{{"step": {n}, "loss": 1.0, "step_time_s": 1.0, "tokens": 8}}\n' for n in range(done))
+    (tmp_path / "out" / "metrics.jsonl").write_text(rows)
+    # a warning of a library is not why a cell was late
+    (tmp_path / "rank0.log").write_text("backend x: ImportError: no tanh\nmodel FLOPs per token: 6 N\n\n")
+    status, error, _ = result.read_cell(tmp_path / "out", Ended([None], timed_out=True, seconds=91.2), 8, limit)
+    assert (status, error) == ("timeout", f"{said}; last words: model FLOPs per token: 6 N")
 
 
 def row(step, seconds):

@@ -8,6 +8,7 @@ import pytest
 
 from bigtrain import shapes
 from bigtrain.bench import cli, report, sweep
+from bigtrain.bench import rows as rows_file
 from bigtrain.bench.grid import expand, read_grid
 from bigtrain.bench.prediction import Machine
 from bigtrain.errors import UsageError
@@ -42,13 +43,13 @@ def deeds(out, **more):
 
 def test_whatever_a_cell_does_it_becomes_a_row(tmp_path):
     grid = cells(seed=list(DEEDS), max_cell_s=15)
-    grid = [*grid[:3], *cells(seed=4, max_cell_s=0.5), *grid[4:], *cells(seed=6, gpu_memory_cap="much", micro_batch="x")]
+    grid = [*grid[:3], *cells(seed=4, max_cell_s=0.5), *grid[4:]]
     rows = list(deeds(tmp_path).run(grid))
     said = [row["status"] for row in rows]
-    assert said == ["crash", "crash", "killed", "timeout", "crash", "ok", "crash", "ok"], rows
-    assert "no plan: " in rows[-1]["predicted"]["none"]
-    assert [row["status"] for row in sweep.latest_rows(tmp_path)] == said
-    assert report.write(tmp_path, sweep.latest_rows(tmp_path)).exists()
+    assert said == ["crash", "crash", "killed", "timeout", "crash", "ok", "crash"], rows
+    assert "0 of 2 steps in 1 s: max_cell_s 0.5 was over before the end of the first" in rows[3]["error"]
+    assert [row["status"] for row in rows_file.latest_rows(tmp_path)] == said
+    assert report.write(tmp_path, rows_file.latest_rows(tmp_path)).exists()
     assert list(deeds(tmp_path).run(grid)) == []
 
 
@@ -61,10 +62,44 @@ def test_a_torn_last_line_swallows_no_row(tmp_path):
         file.write_bytes(first + torn)
         ran = [row["status"] for row in deeds(out).run(grid)]
         assert ran == ([] if torn.startswith(second[:41]) else ["killed"])
-        assert [row["status"] for row in sweep.latest_rows(out)] == ["ok", "killed"]
+        assert [row["status"] for row in rows_file.latest_rows(out)] == ["ok", "killed"]
         assert list(deeds(out).run(grid)) == []
-    file.write_bytes(b"12\nnull\n{}\n" + first)
-    assert len(sweep.latest_rows(out)) == 1
+
+
+def test_a_line_that_is_no_row_is_named(tmp_path, capsys):
+    """A KeyError of the report, or of launch/bench_plan.py."""
+    from bigtrain import cli as verbs
+    from launch import bench_plan
+
+    (row,) = deeds(tmp_path).run(cells(seed=6))
+    file, whole = tmp_path / "rows.jsonl", json.dumps(row)
+    for line, why in (
+        ("12", "a JSON object is needed, not 12"),
+        ('{"cell": "x", "foo": 1}', "it has no label, runner, model, num_gpus, card"),
+        (json.dumps({**row, "settings": {}}), "its settings have no seq_len"),
+        (json.dumps({**row, "predicted": 3}), "predicted is 3"),
+        (json.dumps({k: v for k, v in row.items() if k != "step_time_s"}), "it has no step_time_s"),
+    ):
+        file.write_text(f"{whole}\n{{torn\n{line}\n")
+        for command in (verbs.main, lambda words: bench_plan.main(["accuracy", str(file)])):
+            assert command(["bench", "--output_dir", str(tmp_path)]) == 2
+            assert f"{file}, line 3 is no row of a sweep: {why}." in capsys.readouterr().err
+        with pytest.raises(UsageError, match="line 3 is no row"):
+            list(deeds(tmp_path).run(cells(seed=6)))
+
+
+def test_a_report_of_no_sweep_is_an_error(tmp_path, capsys):
+    """`--output_dir TYPO` ended well."""
+    from bigtrain import cli as verbs
+    from launch import bench_plan
+
+    for out, why in ((tmp_path / "typo", "there is no such folder"), (tmp_path, "it holds no rows.jsonl with a row")):
+        assert verbs.main(["bench", "--output_dir", str(out)]) == 2
+        assert f"--output_dir {out}: {why}" in capsys.readouterr().err
+        assert verbs.main(["bench", "--output_dir", str(out), "--dry_run"]) == 2
+        assert "name a GRID" in capsys.readouterr().err
+        assert bench_plan.main(["host", str(out / "rows.jsonl")]) == 2
+        assert f"no rows in {out}/rows.jsonl" in capsys.readouterr().err
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path):
@@ -77,7 +112,6 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path):
         assert other.stdout.readline() == "held\n"
         with pytest.raises(UsageError, match=f"another sweep is at work in {tmp_path}"):
             list(deeds(tmp_path).run(cells(seed=6)))
-        assert list(deeds(tmp_path).run([])) == []  # the report alone
         other.kill()
     assert len(list(deeds(tmp_path).run(cells(seed=6)))) == 1  # whoever is gone holds nothing
 
@@ -113,15 +147,14 @@ def test_a_model_named_from_here_is_found_by_ranks_that_run_elsewhere(tmp_path, 
     assert cell.settings()["model_name_or_path"] == "models/mine"  # what the row says is what the grid said
 
 
-@pytest.mark.parametrize("data", ["../rows.jsonl", "../*.jsonl", "../nothing.jsonl"])
+@pytest.mark.parametrize("data", ["../rows.jsonl", "../*.jsonl"])
 def test_data_named_from_here_is_found_by_ranks_that_run_elsewhere(tmp_path, monkeypatch, data):
     (tmp_path / "here/out/cell").mkdir(parents=True)
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     monkeypatch.chdir(tmp_path / "here")
     (cell,) = cells(model="preset:llama-tiny", train_data=data)
     command = sweep.Sweep(out=tmp_path / "here/out", machine=MACHINE, code="c")._command(cell, tmp_path / "here/out/cell")
-    there = data if "nothing" in data else str(tmp_path / "here" / data)
-    assert command[command.index("--train_data") + 1] == there
+    assert command[command.index("--train_data") + 1] == str(tmp_path / "here" / data)
 
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path, capsys):
@@ -144,3 +177,60 @@ def test_a_number_without_a_point_is_a_number(tmp_path, capsys):
     ]
     assert verbs.main(["bench", str(grid), "--output_dir", str(tmp_path), "--dry_run"]) == 0
     assert "no plan" not in capsys.readouterr().out  # TypeError: '>=' between str and int
+
+
+SMI = """#!/bin/sh
+case $1 in
+--query-gpu=memory.total,memory.reserved) printf '81559, 551\\n40960, 0\\n24576, 0\\n' ;;
+--query-gpu=index,uuid*) for i in 0 1 2; do echo "$i, GPU-$i$i, NVIDIA Card $i, 81559, 0, 570, Default, 9.0, Disabled"; done ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    "variable, cards, name, size",
+    [
+        (None, (0, 1, 2), "NVIDIA Card 0", 24576),
+        ("1,0", (1, 0), "NVIDIA Card 1", 40960),
+        ("GPU-22", (2,), "NVIDIA Card 2", 24576),
+        ("MIG-5", (), "NVIDIA First", 24576),
+    ],
+)
+def test_the_machine_is_what_its_ranks_see(tmp_path, monkeypatch, variable, cards, name, size):
+    """The first card's name and the smallest of all, whatever CUDA_VISIBLE_DEVICES said."""
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(sweep, "card_name", lambda: "NVIDIA First")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    found = sweep.this_machine()
+    assert (found.cards, found.card, found.gpu_bytes) == (cards, name, size * 2**20)
+    four = cells(num_gpus=4)
+    sweep.refuse_impossible(four, found, run=False)  # planned, for a machine of more cards
+    if not cards:
+        sweep.refuse_impossible(four, found)
+        return
+    with pytest.raises(UsageError, match=rf"cell zero2: num_gpus 4: its ranks see {len(cards)} GPU.*one for each is needed"):
+        sweep.refuse_impossible(four, found)
+    sweep.refuse_impossible(cells(num_gpus=len(cards)), found)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UsageError, match="hides every GPU from the cells: unset it, or name some of 0,1,2"):
+        sweep.this_machine()
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"model": "nowhere"}, "cell zero2: there is no folder or file 'nowhere'"),
+        ({"optim": ["adamw", "adamm"]}, "cell adamm: unknown optimizer 'adamm'"),
+        ({"lr_scheduler_type": "cosin"}, "cosin"),
+        ({"ds_config.zero_optimization.stagee": [2]}, "cell zero2 stagee=2: .*\n.*zero_optimization.stagee"),
+        ({"num_gpus": 2, "ds_config": {"train_batch_size": 3}}, "train_batch_size 3 .* ranks 2"),
+    ],
+)
+def test_what_no_cell_can_run_with_is_told_before_the_first(wrong, words):
+    with pytest.raises(UsageError, match=words):
+        sweep.refuse_impossible(cells(**wrong), MACHINE)

@@ -8,6 +8,7 @@ import pytest
 from datasets import Dataset
 
 from bigtrain.data.chat import ChatEncoder, clean_messages
+from bigtrain.data.pack import build_rows
 from bigtrain.data.source import load_source
 from bigtrain.data.tokenise import tokenise
 from bigtrain.errors import DataError
@@ -261,3 +262,15 @@ def test_roles_and_tools_that_the_template_passes_over_are_refused(tokenizer, ma
         chat.encode(TALK, 6, tools=[{"name": "f"}])
     tokenizer.chat_template = "{{ tools | tojson if tools }}" + tokenizer.chat_template
     ChatEncoder(tokenizer).encode(TALK, 7, tools=[{"name": "f"}])
+
+
+def test_what_ends_an_answer_is_known_of_conversations_alone(tokenizer):
+    end, talk = tokenizer.convert_tokens_to_ids("<|turn_end|>"), [TALK[:2]] * 2
+
+    def told(**columns):
+        return build_rows(Dataset.from_dict(columns), tokenizer, 32).turn_end
+
+    assert told(messages=talk) == told(prompt=[t[:1] for t in talk], completion=[t[1:] for t in talk]) == end
+    assert told(prompt=["one"] * 2, completion=["two"] * 2) is told(text=["one two"] * 2) is None
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    assert ChatEncoder(tokenizer).turn_end == tokenizer.eos_token_id

@@ -356,6 +356,17 @@ def test_the_disk_is_really_tried(tmp_path):
     assert storage.check_space(facts).status == "ok" and list(tmp_path.iterdir()) == []
 
 
+def test_a_file_is_no_folder_that_runs_write_to(tmp_path, capsys):
+    """The disk of its folder was tried and found fine: a run would fail."""
+    from bigtrain import cli
+
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("link")
+    for name, why in (("file", "a file"), ("file/out", "a file"), ("link", "a link to link, which leads back to itself")):
+        assert cli.main(["doctor", "--quick", "--dir", str(tmp_path / name)]) == 2
+        assert f"{tmp_path / name.split('/')[0]} is {why}, no folder" in capsys.readouterr().err
+
+
 def test_B46_pinned_memory_that_cannot_be_had_is_told_as_such():
     probed = native.Probed(
         rates={"host": {"host_bytes_s": 5e10}, "device": {"error": "RuntimeError: CUDA error: out of memory"}}

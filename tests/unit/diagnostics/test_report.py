@@ -144,8 +144,8 @@ def test_a_tracker_that_fails_is_let_go_of_and_the_others_go_on(caplog):
     assert [kind.steps for kind in kinds.values()] == [[1], [1, 2, 3], [1, 2, 3]]
     assert [kind.closed for kind in kinds.values()] == [False, True, True]
     assert [r.getMessage().split(";")[0] for r in caplog.records] == [
-        "report_to mlflow failed at step 2 and gets no more numbers",
-        "report_to tensorboard failed at its end and gets no more numbers",
+        "--report_to mlflow failed at step 2 and gets no more numbers",
+        "--report_to tensorboard failed at its end and gets no more numbers",
     ]
 
 

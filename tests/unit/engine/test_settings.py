@@ -23,7 +23,7 @@ def base(stage=2, **more):
 def test_arguments_win_over_the_config_and_it_is_said():
     config = base(optimizer={"type": "AdamW", "params": {"lr": 0.5, "weight_decay": 0.1}}, gradient_clipping=0.3)
     s = settle(config, optim="adamw", learning_rate=1e-3, max_grad_norm=0.7)
-    assert (s.learning_rate, s.weight_decay, s.max_grad_norm) == (1e-3, 0.1, 0.7)
+    assert (s.options.lr, s.options.weight_decay, s.max_grad_norm) == (1e-3, 0.1, 0.7)
     text = " ".join(s.notes)
     assert "two optimizers" in text and "0.5" in text and "0.3" in text
     assert "optimizer" not in s.config and s.config["gradient_clipping"] == 0.7
@@ -42,6 +42,8 @@ def test_a_share_of_gradients_is_a_number_from_0_to_1(share):
         ({"max_grad_norm": float("nan")}, "max_grad_norm is nan"),
         ({"warmup_steps": 0.1, "total_steps": 100}, "warmup_steps is 0.1"),
         ({"total_steps": 10.7}, "total_steps is 10.7"),
+        ({"adam_beta2": 1.0}, r"betas are \(0.9, 1.0\)"),
+        ({"learning_rate": -1.0}, "the learning rate is -1.0"),
     ],
 )
 def test_values_that_would_be_read_as_others_are_refused(given, said):
@@ -159,7 +161,7 @@ def test_a_preset_name_is_a_config_and_auto_is_filled_from_model_and_arguments()
     config, _ = read("zero3_offload", learning_rate=1e-3, micro_batch=4, total_steps=9, model_config={"hidden_size": 64})
     assert config["zero_optimization"]["reduce_bucket_size"] == 64 * 64
     s = settle(config, learning_rate=1e-3, micro_batch=4, total_steps=9)
-    assert (s.learning_rate, s.micro_batch, s.bf16, s.notes) == (1e-3, 4, True, [])
+    assert (s.options.lr, s.micro_batch, s.bf16, s.notes) == (1e-3, 4, True, [])
 
 
 def test_what_the_file_contradicts_is_still_said_and_what_it_leaves_open_is_no_contradiction():

@@ -17,7 +17,9 @@ def both(name, grad_dtype, device, n, limit, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(n, generator=generator)
     whole, cut = torch.nn.Parameter(start.to(device)), torch.nn.Parameter(start.to(device))
-    one, other = (optim.build_optimizer(name, [{"params": [p]}], device=device, **SETTINGS) for p in (whole, cut))
+    one, other = (
+        optim.build_optimizer(name, [{"params": [p]}], optim.Options(device=device, **SETTINGS)) for p in (whole, cut)
+    )
     begin = getattr(other, "begin", None) or (lambda param, group: chunks.begin_adamw(other, param, group))
     ours = chunks.Chunks(other, begin)
     for factor in (1.0, 0.37, torch.tensor(0.61, device=device)):
@@ -57,7 +59,7 @@ def test_state_of_a_step_in_one_piece_goes_on_in_chunks_and_back(monkeypatch):
     plain, chunked = torch.nn.Parameter(param.detach().clone()), torch.nn.Parameter(param.detach().clone())
     grad = torch.randn(5000)
     for p in (plain, chunked):
-        optimizer = optim.build_optimizer("adamw", [{"params": [p]}], device="cpu", **SETTINGS)
+        optimizer = optim.build_optimizer("adamw", [{"params": [p]}], optim.Options(device="cpu", **SETTINGS))
         optimizer.load_state_dict(copy.deepcopy(saved))
         p.grad = grad.clone()
         if p is chunked:
@@ -70,7 +72,7 @@ def test_state_of_a_step_in_one_piece_goes_on_in_chunks_and_back(monkeypatch):
 
 def test_a_parameter_whose_gradient_was_not_handed_over_is_an_error():
     param = torch.nn.Parameter(torch.zeros(3))
-    optimizer = optim.build_optimizer("adamw", [{"params": [param]}], device="cpu", **SETTINGS)
+    optimizer = optim.build_optimizer("adamw", [{"params": [param]}], optim.Options(device="cpu", **SETTINGS))
     chunks.Chunks(optimizer, lambda p, group: chunks.begin_adamw(optimizer, p, group))
     with pytest.raises(KeyError):
         optimizer.step()

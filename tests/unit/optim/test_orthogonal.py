@@ -22,7 +22,7 @@ def test_singular_vectors_stay_and_values_go_to_one(shape):
 
 def test_matrices_take_muon_and_the_rest_adamw():
     model = torch.nn.Sequential(torch.nn.Embedding(5, 8), torch.nn.Linear(8, 12), torch.nn.LayerNorm(12))
-    optimizer = optim.build_optimizer("muon", optim.param_groups(model, 0.1), lr=1e-2, device="cpu")
+    optimizer = optim.build_optimizer("muon", optim.param_groups(model, 0.1), optim.Options(lr=1e-2, device="cpu"))
     assert [(g["matrices"], g["weight_decay"], g["names"]) for g in optimizer.param_groups] == [
         (True, 0.1, ["1.weight"]),
         (False, 0.1, ["0.weight"]),
@@ -40,7 +40,7 @@ def test_matrices_take_muon_and_the_rest_adamw():
 def test_a_flat_partition_without_layout_is_refused():
     param = torch.nn.Parameter(torch.zeros(12))
     param.is_hidden_matrix = True
-    optimizer = optim.build_optimizer("muon", [{"params": [param]}], lr=1e-2, device="cpu")
+    optimizer = optim.build_optimizer("muon", [{"params": [param]}], optim.Options(lr=1e-2, device="cpu"))
     param.grad = torch.ones(12)
     with pytest.raises(UsageError, match="after_initialize"):
         optimizer.step()
@@ -50,7 +50,7 @@ def test_fp32_masters_of_stage_0_are_still_known_as_matrices():
     model = torch.nn.Sequential(torch.nn.Embedding(5, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 5)).bfloat16()
 
     def build(groups):
-        return optim.build_optimizer("muon", groups, lr=0.1)
+        return optim.build_optimizer("muon", groups, optim.Options(lr=0.1))
 
     wrapped = MasterOptimizer(optim.param_groups(model, 0.0), build, max_norm=0.0)
     model(torch.tensor([1, 2])).float().square().mean().backward()

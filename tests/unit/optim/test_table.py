@@ -8,13 +8,12 @@ import torch
 
 from bigtrain import optim
 from bigtrain.errors import UsageError
-from bigtrain.optim.build import Options
 from bigtrain.optim.table import ALIASES, OPTIMIZERS
 
 
 def _step(name, n, groups=None):
     param = torch.nn.Parameter(torch.randn(n))
-    optimizer = optim.build_optimizer(name, groups or [{"params": [param]}], lr=1e-3, device="cpu")
+    optimizer = optim.build_optimizer(name, groups or [{"params": [param]}], optim.Options(lr=1e-3, device="cpu"))
     param.grad = torch.randn(n)
     optimizer.step()
     return param, optimizer
@@ -48,7 +47,7 @@ def test_B69_reported_state_bytes_are_the_real_ones(name, n):
 def test_B69_a_parameter_without_gradient_signal_does_not_move():
     param = torch.nn.Parameter(torch.randn(5000))
     before = param.detach().clone()
-    optimizer = optim.build_optimizer("adamw_8bit", [{"params": [param]}], lr=1e-2, device="cpu")
+    optimizer = optim.build_optimizer("adamw_8bit", [{"params": [param]}], optim.Options(lr=1e-2, device="cpu"))
     for _ in range(5):
         param.grad = torch.zeros(5000)
         optimizer.step()
@@ -75,11 +74,13 @@ def test_a_patch_can_be_changed_without_changing_the_table():
 @pytest.mark.parametrize("bad", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"weight_decay": float("nan")}])
 def test_values_out_of_range_are_refused(bad):
     with pytest.raises(UsageError):
-        optim.build_optimizer("adamw", [{"params": [torch.nn.Parameter(torch.zeros(2))]}], **{"lr": 1e-3, **bad}, device="cpu")
+        optim.build_optimizer(
+            "adamw", [{"params": [torch.nn.Parameter(torch.zeros(2))]}], optim.Options(**{"lr": 1e-3, **bad}, device="cpu")
+        )
 
 
 def test_a_device_may_be_one_card_or_an_object():
-    assert [Options(lr=1e-3, device=d).device for d in ("cuda:1", torch.device("cuda", 0), torch.device("cpu"))] == [
+    assert [optim.Options(lr=1e-3, device=d).device for d in ("cuda:1", torch.device("cuda", 0), torch.device("cpu"))] == [
         "cuda",
         "cuda",
         "cpu",

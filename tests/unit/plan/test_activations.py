@@ -1,5 +1,8 @@
 """What a block keeps for backward, counted on the real classes with torch's saved-tensor hooks (bf16, sdpa, CPU)."""
 
+import functools
+import json
+
 import pytest
 import torch
 import transformers
@@ -67,8 +70,9 @@ def sized(name, layers, **more):
     return {**config, **sparse, **sizes, **{depth: layers for depth in DEPTHS if depth in config}, "decoder_start_token_id": 0}
 
 
-def kept_bytes(name, config, tokens, attention, tile=0):
-    """Bytes of all distinct storages that autograd keeps in one forward pass, without the parameters."""
+@functools.lru_cache(maxsize=2)  # the two depths of one test, for both of its lengths: a forward pass changes nothing in them
+def built(name, config, attention, tile):
+    config = json.loads(config)
     model_class = getattr(transformers, ALL[name][0])
     has_sdpa = config["model_type"] not in ("gemma2", "gpt_oss", "bloom")
     hf = transformers.AutoConfig.for_model(**config)
@@ -76,6 +80,12 @@ def kept_bytes(name, config, tokens, attention, tile=0):
     model = model_class.from_config(hf, dtype=torch.bfloat16, attn_implementation=how).train()
     if tile:
         tile_mlp(model, tile)
+    return model
+
+
+def kept_bytes(name, config, tokens, attention, tile=0):
+    """Bytes of all distinct storages that autograd keeps in one forward pass, without the parameters."""
+    model = built(name, json.dumps(config), attention, tile)
     own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
     seen = {}
 

@@ -12,7 +12,7 @@ from bigtrain.config.run import DEFAULTS
 from bigtrain.errors import UsageError
 from bigtrain.plan.families import position_limit
 from bigtrain.plan.spilled import asked_share
-from bigtrain.run import capacity, model_files
+from bigtrain.run import capacity, left_open, model_files
 from bigtrain.run import job as jobs
 from bigtrain.run.arguments import parse
 from tests.unit.plan.family_configs import CAUSAL, OTHER
@@ -32,7 +32,7 @@ def planned_by_training(words, folder, gpu, host):
     job = jobs.Job(args=args, resolved=resolved, tokenizer=None, seq_len=model_files.choose_seq_len(args, model_config), steps=steps,
                    model_config=model_config, config_overrides={}, resize_vocab_to=None, offload_gradients=share,
                    block_classes=("LlamaDecoderLayer",))  # fmt: skip
-    return capacity.plan_of(capacity.settle(job, gpu, host), gpu)
+    return capacity.plan_of(left_open.settle(job, gpu, host), gpu)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

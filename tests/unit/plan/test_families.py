@@ -1,6 +1,6 @@
 """Parameter names and shapes from the config alone against the real classes on the meta device."""
 
-import copy
+import functools
 import json
 import subprocess
 import sys
@@ -19,9 +19,13 @@ CASES = {name: ("AutoModelForCausalLM", config) for name, config in CAUSAL.items
 
 
 def build(auto_class, config):
+    return _built(auto_class, json.dumps(config))
+
+
+@functools.cache  # several tests look at the same model, and none changes it
+def _built(auto_class, config):
     with torch.device("meta"):
-        hf = transformers.AutoConfig.for_model(**copy.deepcopy(config))
-        return getattr(transformers, auto_class).from_config(hf)
+        return getattr(transformers, auto_class).from_config(transformers.AutoConfig.for_model(**json.loads(config)))
 
 
 def check_equal(model, planned):

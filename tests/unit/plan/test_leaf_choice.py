@@ -153,7 +153,7 @@ def test_the_search_has_them_where_a_run_would():
 def test_on_leaves_stage_3_alone_to_the_search():
     found = ladder("on")
     assert found.fitting and all(c.input.settings.leaf_classes == ("LlamaDecoderLayer",) for c in found.fitting)
-    with pytest.raises(UsageError, match=r"leaf_blocks on needs ZeRO stage 3, and offload_gradients 0\.5 stage 2"):
+    with pytest.raises(UsageError, match=r"leaf_blocks on needs ZeRO stage 3, and --offload_gradients 0\.5 stage 2"):
         choose(plan(world_size=1), gpu_memory_bytes=None, host_memory_bytes=None, leaf_blocks="on", share=0.5)
 
 
@@ -161,7 +161,7 @@ def test_plan_says_it_in_a_line(capsys):
     words = ["plan", "--model", "preset:llama-8b", "--gpus", "2", "--gpu_memory", "139GiB", "--host_memory", "500GiB", "--seq_len", "4096"]  # fmt: skip
     assert cli.main(words) == 0
     said = capsys.readouterr().out
-    assert "\nleaf_blocks auto: on (0.797 s a step planned" in said and ", leaf blocks, liger kernels" in said
+    assert "\n--leaf_blocks auto: on (0.797 s a step planned" in said and ", leaf blocks, liger kernels" in said
     assert cli.main([*words, "--leaf_blocks", "off"]) == 0
     assert "leaf" not in capsys.readouterr().out
     assert cli.main([*words, "--json"]) == 0

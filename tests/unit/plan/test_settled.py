@@ -21,7 +21,7 @@ from bigtrain.plan.settled import (
     with_most_buffers,
 )
 from bigtrain.plan.zero_settings import ZeroSettings
-from bigtrain.run import capacity
+from bigtrain.run import capacity, left_open
 from bigtrain.run.arguments import TrainArguments
 from bigtrain.run.job import Job
 
@@ -92,7 +92,7 @@ def test_the_program_runs_what_is_settled(monkeypatch, name, card_gib):
     plan, card = plan_of(name), int(card_gib * GIB)
     monkeypatch.setattr(capacity, "plan_of", lambda job, gpu: predict(plan, reserve=False))
     monkeypatch.setattr(capacity, "stored_rates", lambda device: None)
-    done, found = capacity.settle(job(checkpoint_blocks="auto"), card, HOST), all_open(plan, card)
+    done, found = left_open.settle(job(checkpoint_blocks="auto"), card, HOST), all_open(plan, card)
     told = {decision.path: decision.value for decision in done.resolved.decisions}
     offload = done.resolved.config["zero_optimization"]["offload_optimizer"]
     assert (
@@ -102,12 +102,12 @@ def test_the_program_runs_what_is_settled(monkeypatch, name, card_gib):
     assert (0 if not done.args.gradient_checkpointing else total if blocks is None else blocks) == found.recomputed_blocks
     assert done.resolved.run.gradient_checkpointing == done.args.gradient_checkpointing
     assert set(told) >= {"checkpoint_blocks"} and told.get("offload_gradients", 0.0) == found.settings.offload_gradients
-    assert capacity.settle(done, card, HOST).resolved.config == done.resolved.config  # what is decided stays
+    assert left_open.settle(done, card, HOST).resolved.config == done.resolved.config  # what is decided stays
 
 
 def test_no_plan_takes_no_spare_memory(monkeypatch):
     monkeypatch.setattr(capacity, "plan_of", lambda job, gpu: predict(plan_of(), reserve=False))
-    done = capacity.settle(job(no_plan=True, checkpoint_blocks="auto"), 80 * GIB, HOST)
+    done = left_open.settle(job(no_plan=True, checkpoint_blocks="auto"), 80 * GIB, HOST)
     assert "buffer_count" not in done.resolved.config["zero_optimization"]["offload_optimizer"]
 
 

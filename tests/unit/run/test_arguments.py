@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
@@ -23,11 +25,19 @@ def base(tmp_path):
     return [str(part) for pair in flags.items() for part in pair]
 
 
+# `ds_config` is also what the file is called.
+BARE = re.compile(
+    rf"(?<![\w./=-])({'|'.join(f.name for f in fields(TrainArguments) if '_' in f.name and f.name != 'ds_config')})(?![\w./=])"
+)
+
+
 def refusal(flags):
     with pytest.raises(UsageError) as caught:
         parse(flags)
     assert caught.value.exit_code == 2
-    return str(caught.value)
+    said = str(caught.value)
+    assert BARE.findall(said) == [], said  # flags are spelled as they are written
+    return said
 
 
 def test_unsaid_values_stay_unsaid(base):
@@ -118,17 +128,20 @@ def test_warmup_steps_below_one_are_a_share_as_in_transformers_5(base, tmp_path)
     ("pasted", "remedy"),
     [
         ("--save_strategy best", "the best of them: --load_best_model_at_end"),
-        ("--save_strategy epoch --save_steps 5", "save_strategy epoch and save_steps 5 are two ways to say one thing"),
+        ("--save_strategy epoch --save_steps 5", "--save_strategy epoch and --save_steps 5 are two ways to say one thing"),
         ("--save_strategy epoch --save_total_limit 1 --keep_every 2", "keep_every counts steps"),
         ("--eval_strategy epoch", "eval_strategy epoch without anything to evaluate on"),
-        ("--evaluation_strategy epoch --eval_fraction 0.1 --eval_steps 2", "eval_strategy epoch and eval_steps 2 are two ways"),
+        (
+            "--evaluation_strategy epoch --eval_fraction 0.1 --eval_steps 2",
+            "--eval_strategy epoch and --eval_steps 2 are two ways",
+        ),
         (
             "--save_steps 4 --eval_strategy epoch --eval_fraction 0.1 --load_best_model_at_end",
-            "give eval_strategy and save_strategy the same value",
+            "give --eval_strategy and --save_strategy the same value",
         ),
         (
             "--save_strategy epoch --eval_steps 4 --eval_fraction 0.1 --load_best_model_at_end",
-            "give eval_strategy and save_strategy the same value",
+            "give --eval_strategy and --save_strategy the same value",
         ),
         ("--logging_strategy no", "use --logging_steps N or --logging_strategy epoch"),
         ("--save_strategy steps", "checkpoints come with --save_steps N"),  # but when?
@@ -141,11 +154,11 @@ def test_warmup_steps_below_one_are_a_share_as_in_transformers_5(base, tmp_path)
         ("--do_train False", "launch/train.py always trains"),
         ("--push_to_hub", "hf upload OWNER/NAME OUT/model"),
         ("--torch_compile_mode max-autotune", "--torch_compile compiles each block"),
-        ("--torch_compile --checkpointing_policy selective", "torch_compile does not go with checkpointing_policy selective"),
+        ("--torch_compile --checkpointing_policy selective", "torch_compile does not go with --checkpointing_policy selective"),
         ("--torch_compile --ds_config ds_configs/zero3.json", "torch_compile does not go with ZeRO stage 3"),
         ('--torch_compile --ds_config {"zero_optimization":{"stage":3}}', "torch_compile does not go with ZeRO stage 3"),
-        ("--torch_compile --mlp_tile_tokens 64", "torch_compile does not go with mlp_tile_tokens"),
-        ("--torch_compile --ds_config auto", "torch_compile does not go with ds_config auto"),
+        ("--torch_compile --mlp_tile_tokens 64", "torch_compile does not go with --mlp_tile_tokens"),
+        ("--torch_compile --ds_config auto", "torch_compile does not go with --ds_config auto"),
         ("--lora_r 8", "see launch/examples/lora.py"),
         ("--block_size 8", "use --seq_len N"),
         ("--zero_stage 3", "the ZeRO stage and offloading come from --ds_config"),
@@ -164,14 +177,14 @@ def test_the_remedy_for_a_pasted_flag(base, pasted, remedy):
 @pytest.mark.parametrize(
     ("said", "problem"),
     [
-        ("--save_only_model", "save_only_model without save_steps"),
-        ("--copy_checkpoints_to /elsewhere", "copy_checkpoints_to without save_steps"),
-        ("--save_steps 2 --keep_every 4", "keep_every without save_total_limit: all checkpoints are kept"),
+        ("--save_only_model", "save_only_model without --save_steps"),
+        ("--copy_checkpoints_to /elsewhere", "copy_checkpoints_to without --save_steps"),
+        ("--save_steps 2 --keep_every 4", "keep_every without --save_total_limit: all checkpoints are kept"),
         ("--load_best_model_at_end --save_steps 2", "load_best_model_at_end without anything to evaluate on"),
         ("--load_best_model_at_end --save_steps 2 --eval_fraction 0.1", "write for example --eval_steps 2"),
         (
             "--load_best_model_at_end --save_steps 3 --eval_fraction 0.1 --eval_steps 2",
-            "save_steps (3) must be a multiple of eval_steps (2)",
+            "--save_steps (3) must be a multiple of --eval_steps (2)",
         ),
         (
             "--load_best_model_at_end --save_steps 2 --eval_fraction 0.1 --eval_steps 2 --save_only_model",
@@ -278,8 +291,11 @@ def test_all_problems_of_a_command_line_are_listed_at_once(base):
     ]
     said = refusal([*base, *wrong])
     for part in ("4 problem(s) in", "--learning_rat: did you mean --learning_rate", "two names of one setting", "nothing.jsonl does not exist",
-                 "save_total_limit without save_steps", "Run launch/train.py --help"):  # fmt: skip
+                 "save_total_limit without --save_steps"):  # fmt: skip
         assert part in said, said
+    *problems, hint = said.splitlines()[1:]
+    assert len(problems) == 4 and all(line.startswith("  - ") for line in problems)
+    assert hint == "Run launch/train.py --help for the list of flags."  # none of the problems
     said = refusal([*base, "--learning_rat", "1", "--max_steps", "many"])
     assert "2 problem(s)" in said and "did you mean --learning_rate" in said and "invalid int value: 'many'" in said
     assert "required" not in refusal(["--model", "x"]) and "use --model_name_or_path" in refusal(["--model", "x"])
@@ -291,7 +307,7 @@ def test_going_on_and_starting_over_is_a_contradiction(base):
 
 
 def test_a_limit_of_checkpoints_that_nobody_writes(base):
-    assert "save_total_limit without save_steps" in refusal([*base, "--save_total_limit", "2"])
+    assert "save_total_limit without --save_steps" in refusal([*base, "--save_total_limit", "2"])
 
 
 def test_missing_files_are_named(base, tmp_path):
@@ -458,6 +474,18 @@ def test_the_help_can_be_read():
     assert "(default: 3.0)" in said and "(default: tensorboard)" in said and said.count("(default: isolated)") == 1
 
 
+def test_the_help_has_the_default_of_every_flag():
+    """Some stood nowhere, such as the rows of a micro step."""
+    parser = make_parser()
+    texts = {a.dest: parser._get_formatter()._get_help_string(a) for a in parser._actions if a.dest != "help"}
+    assert [name for name, text in texts.items() if text.count("(default") != 1] == [
+        "model_name_or_path", "train_data", "output_dir", "ds_config",
+    ]  # fmt: skip
+    for name, default in {"learning_rate": "5e-05", "warmup_steps": "0", "weight_decay": "0.0", "optim": "adamw", "resize_vocab": "false",
+                          "per_device_train_batch_size": "1", "gradient_checkpointing": "false", "freeze": "none"}.items():  # fmt: skip
+        assert texts[name].endswith(f"(default: {default})"), texts[name]
+
+
 def test_what_is_missing_is_named_once():
     with pytest.raises(UsageError, match=r"required: --model_name_or_path, --train_data, --output_dir, --ds_config$"):
         parse(["--seed", "1"])
@@ -500,3 +528,31 @@ def test_once_an_epoch_is_said_in_the_words_of_transformers(base):
     args = parse([*base, *strategies, "--eval_fraction", "0.1", "--load_best_model_at_end"])
     assert (args.eval_strategy, args.save_strategy, args.logging_strategy, args.saves) == ("epoch", "epoch", "epoch", True)
     assert not parse(base).saves
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_told_with_the_other_problems(base, tmp_path):
+    """It was told after the ranks had met and the machine was looked at. A token that is added and in the vocabulary counts once."""
+    vocabulary = {
+        "model": {"vocab": {f"t{n}": n for n in range(99)}},
+        "added_tokens": [{"content": "t0"}, {"content": "<end>"}],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").touch()
+
+    def size(rows, **more):
+        (model / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": rows, **more}))
+
+    flags = [*base, "--model_name_or_path", str(model)]
+    size(99)
+    said = refusal([*flags, "--seq_len", "1"])
+    assert "2 problem(s)" in said and "the tokenizer has 100 tokens, the model's embedding 99: pass --resize_vocab" in said
+    parse([*flags, "--resize_vocab"])
+    size(99, text_config={"vocab_size": 100})
+    parse(flags)
+    unigram = {"model": {"vocab": [[f"t{n}", -1.0] for n in range(101)]}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(unigram))
+    assert "has 101 tokens" in refusal(flags)
+    (tmp_path / "tokenizer.json").write_text("{}")  # told where it is loaded
+    parse(flags)

@@ -11,7 +11,7 @@ from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.choose import rows_per_rank
 from bigtrain.plan.inputs import plan_input
 from bigtrain.plan.zero_settings import settings_from_config
-from bigtrain.run import capacity, model_files
+from bigtrain.run import capacity, left_open, model_files, search
 from bigtrain.run import job as jobs
 from bigtrain.run.arguments import TrainArguments
 from bigtrain.run.auto import config_of, pick
@@ -73,19 +73,19 @@ def test_what_auto_chose_is_said_to_be_its_choice(card, monkeypatch):
         model_name_or_path="preset:llama-8b", ds_config="auto", train_data="x", output_dir="y", gradient_accumulation_steps=2,
         learning_rate=1e-4, seq_len=2048,
     )  # fmt: skip
-    args, config = capacity.choose(asked)
+    args, config = search.choose(asked)
     model = model_files.load_model_config(args)
     resolved = jobs.resolve(args, config, ModelShape.from_config(model), 10)
     job = jobs.Job(args=args, resolved=resolved, tokenizer=None, seq_len=2048, rows=None, eval_rows=None, steps=None, model_config=model,
                    config_overrides={}, resize_vocab_to=None, offload_gradients=float(args.offload_gradients))  # fmt: skip
-    job = capacity.settle(job, *limits)
+    job = left_open.settle(job, *limits)
     assert job.offload_gradients > 0
-    told = {d.path: d.source for d in capacity.named_auto(job, asked).resolved.decisions}
+    told = {d.path: d.source for d in search.named_auto(job, asked).resolved.decisions}
     assert told["offload_gradients"] == told["train_micro_batch_size_per_gpu"] == told["gradient_checkpointing"] == "auto"
     assert told["gradient_accumulation_steps"] == told["learning_rate"] == "flag"
     assert "file" not in told.values() and told["optimizer.type"] == "auto"
     unchanged = replace(asked, ds_config="zero2")
-    assert capacity.named_auto(job, unchanged) is job
+    assert search.named_auto(job, unchanged) is job
 
 
 def test_rows_per_rank():

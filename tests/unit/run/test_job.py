@@ -80,7 +80,7 @@ def test_what_several_checks_refuse_is_said_at_once():
         lambda: 3,
         lambda: _raise(ModelError("too many tokens")),
     ]
-    with pytest.raises(UsageError, match=r"(?s)2 problems:.* seq_len 65 is above.* too many tokens"):
+    with pytest.raises(UsageError, match=r"(?s)2 problems:.* --seq_len 65 is above.* too many tokens"):
         all_of(*checks)
     with pytest.raises(ModelError, match=r"^too many tokens$"):  # alone as it is
         all_of(*checks[1:])

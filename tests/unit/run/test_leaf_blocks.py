@@ -11,7 +11,7 @@ from bigtrain.config import ModelShape
 from bigtrain.errors import UsageError
 from bigtrain.plan.inputs import plan_input
 from bigtrain.plan.leaf_choice import with_leafs
-from bigtrain.run import capacity, leaf_blocks, model_files
+from bigtrain.run import capacity, leaf_blocks, model_files, search
 from bigtrain.run import job as jobs
 from bigtrain.run.arguments import TrainArguments, parse
 from bigtrain.run.auto import config_of, flags
@@ -152,7 +152,7 @@ def test_the_search_is_told(card, monkeypatch):
     card()
     monkeypatch.setattr(capacity, "memory_limits", lambda cap: (139 * GIB, 500 * GIB))
     asked = replace(job("on").args, ds_config="auto", per_device_train_batch_size=1, gradient_accumulation_steps=1)
-    args, config = capacity.choose(asked)
+    args, config = search.choose(asked)
     assert args.leaf_blocks == "on" and config["zero_optimization"]["leaf_module"] == {"classes": ["LlamaDecoderLayer"]}
 
 
@@ -162,8 +162,8 @@ def test_what_the_search_chose_is_a_decision_of_the_run(micro_batch, value):
     asked, chosen = replace(job().args, ds_config="auto"), with_leafs(plan(micro_batch=micro_batch), None, None)
     one = job(**config_of(chosen.settings)["zero_optimization"])
     one = replace(one, args=replace(asked, **flags(chosen)))
-    done = capacity.named_auto(leaf_blocks.decided(leaf_blocks.as_said(one), None, None, None), asked)
-    assert how(done) == [(value, "auto", "ds_config auto: the fastest that fits")] and done.leaf_blocks is (value == "on")
+    done = search.named_auto(leaf_blocks.decided(leaf_blocks.as_said(one), None, None, None), asked)
+    assert how(done) == [(value, "auto", "--ds_config auto: the fastest that fits")] and done.leaf_blocks is (value == "on")
 
 
 @pytest.mark.parametrize("said", ["on", "off", "auto"])

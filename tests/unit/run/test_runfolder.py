@@ -225,3 +225,15 @@ def test_a_model_is_none_to_resume_from(tmp_path, name):
         UsageError, match=f"is a model folder, .*write --model_name_or_path {model} and leave --resume_from_checkpoint out"
     ):
         RunFolder(tmp_path / "out").start_point(str(model))
+
+
+def test_which_step_the_exported_model_is_of(folder):
+    model = folder.root / "model"
+    shutil.rmtree(model, ignore_errors=True)
+    folder.update_run(model_step=3)
+    assert not folder.has_model(3)
+    model.mkdir()
+    (model / "config.json").touch()
+    assert not folder.has_model(3)
+    (model / "model-00001-of-00002.safetensors").touch()
+    assert folder.has_model(3) and not folder.has_model(4)

@@ -113,7 +113,7 @@ def test_bin_files_that_hold_no_plain_values_are_refused_before_a_read(tmp_path)
         error = refused(bins(tmp_path / str(number), **{"b.weight": value}), "b.weight", word)
         assert error.tensor == "b.weight"
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    refused(tmp_path, "pytorch_model.bin", "Damaged")
+    refused(tmp_path, "pytorch_model.bin", "is empty")
     torch.save({**values(), 5: dense}, tmp_path / "pytorch_model.bin")
     refused(tmp_path, "pytorch_model.bin", "found 5")
 
@@ -125,3 +125,63 @@ def test_one_pattern_as_text_is_not_a_sequence_of_letters(tmp_path):
         loaded(tmp_path, allow_missing="head.*")
     assert refused_.value.exit_code == 2 and WeightsError.exit_code == 1  # the folder is whole, and the wrong one
     assert len(loaded(tmp_path, allow_missing="a.*")) == 6
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
+PAGE = b"\n<!DOCTYPE html>\n<html><title>404</title></html>"
+STANDS = {"git lfs pull": LFS, "a web page": PAGE, "'Entry not found'": b"Entry not found", "empty: download": b""}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "config.json", INDEX])
+@pytest.mark.parametrize("word", STANDS)
+def test_what_a_clone_or_a_download_left_in_the_place_of_a_file_is_told(tmp_path, name, word):
+    """A pointer of git-lfs was a header that claims 2336927755350992246 bytes."""
+    folder = write(pristine(), tmp_path)
+    if name != "config.json":
+        os.unlink(f"{folder}/{INDEX}")
+    (tmp_path / name).write_bytes(STANDS[word])
+    assert refused(folder, f"{folder}/{name} is ", word).file == f"{folder}/{name}"
+
+
+def test_a_damaged_file_is_not_taken_for_another(tmp_path):
+    folder = write(pristine(), tmp_path)
+    (tmp_path / next(iter(SHARDS))).write_bytes(b"version 2 of something")
+    refused(folder, "Not a safetensors file, or damaged")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", list(SHARDS)[1]])
+def test_a_link_to_itself_is_told_by_every_reader(tmp_path, name):
+    """`build_model` ended in a bare OSError."""
+    from bigtrain.errors import BigtrainError
+    from bigtrain.models import build_model
+
+    folder = write({**pristine(), "config.json": b'{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}'}, tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    if name == "model.safetensors":
+        os.unlink(f"{folder}/{INDEX}")
+    (tmp_path / name).symlink_to(name)
+    refused(folder, name, f"a link to {name}, which leads back to itself")
+    with pytest.raises(BigtrainError, match=f"is a link to {name}, which leads back to itself"):
+        build_model(folder, ds_config={"train_batch_size": 1, "bf16": {"enabled": True}})
+
+
+def test_config_and_tokenizer_that_are_not_there_are_told_where_they_are_named(tmp_path, caplog):
+    from bigtrain import shapes
+    from bigtrain.errors import ModelError, UsageError
+    from bigtrain.models.source import resolve
+    from bigtrain.run.model_files import about_files
+    from bigtrain.weights.deepspeed_export import _model_of
+
+    for content, word in ((LFS, "git lfs pull"), (b"", "empty")):
+        (tmp_path / "config.json").write_bytes(content)
+        for error, read in ((UsageError, shapes.read_config), (ModelError, resolve), (UsageError, _model_of)):
+            with pytest.raises(error, match=f"config.json.* is .*{word}"):
+                read(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}')
+    (tmp_path / "tokenizer.json").write_bytes(PAGE)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2TokenizerFast"}')
+    with pytest.raises(UsageError, match=r"tokenizer of X cannot be loaded: .*tokenizer\.json is a web page"):
+        with about_files("tokenizer of X", str(tmp_path)):
+            raise ValueError("expected value at line 1 column 1")
+    assert _model_of(tmp_path)[1] is None
+    assert "the export has no tokenizer" in caplog.text and "tokenizer.json is a web page" in caplog.text

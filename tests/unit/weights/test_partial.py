@@ -7,8 +7,8 @@ import socket
 import pytest
 import torch
 
-from bigtrain.errors import UsageError, WeightsError
-from bigtrain.weights import adapters, export_model, partial
+from bigtrain.errors import UsageError
+from bigtrain.weights import export_model, partial
 
 
 def _other(out, then=None):
@@ -94,16 +94,6 @@ def test_an_empty_name_does_not_mean_the_working_directory(tmp_path, monkeypatch
 def test_a_mount_point_is_refused_before_anything_is_written():
     with pytest.raises(UsageError, match="mount point"):
         partial.begin("/dev/shm")
-
-
-@pytest.mark.parametrize("more", ["checkpoint-2/", "optimizer.pt", "notes.txt"])
-def test_an_adapter_replaces_adapters_only(tmp_path, more):
-    for name in ("adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer_config.json"):
-        (tmp_path / name).touch()
-    adapters._refuse_foreign(str(tmp_path))
-    (tmp_path / more).mkdir() if more.endswith("/") else (tmp_path / more).touch()
-    with pytest.raises(WeightsError, match=f"holds {more.rstrip('/')}, other things"):
-        adapters._refuse_foreign(str(tmp_path))
 
 
 def test_what_came_while_an_export_was_written_stays(tmp_path):
