@@ -15,8 +15,9 @@ import torch
 
 from bigtrain import zero
 from bigtrain.errors import ModelError
-from bigtrain.kernels import logits
 from bigtrain.kernels.cross_entropy import IGNORED, linear_cross_entropy
+from bigtrain.kernels.logits import Change, Use, change_by, loss_changed_by, use_of
+from bigtrain.kernels.standin import Joined, StandIn, is_changed_so, telling
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,8 @@ def use_chunked_loss(model: torch.nn.Module) -> LossPath:
     """Let `model(input_ids=..., labels=..., num_items_in_batch=...)` compute its loss in chunks; `logits` is then None.
 
     Works on the instance: the head's own forward computes the loss, so that ZeRO-3 gathers its weight as for any module, tied
-    or not. Calls without labels, or with `logits_to_keep`, are as before. A model that does not fit is left as it is.
+    or not. A factor of the logits and a soft cap become part of it, in fp32. Calls without labels, or with `logits_to_keep`, are
+    as before. A model that does not fit is left as it is.
 
     Args:
         model: a transformers model with a linear output head.
@@ -53,7 +55,9 @@ def use_chunked_loss(model: torch.nn.Module) -> LossPath:
         log.warning("the loss is computed from the logits of the whole batch: %s", reason)
         return LossPath("model", reason)
     _patch(model)
-    path = LossPath("chunked", f"{type(model).__name__}: head and cross-entropy run a chunk of tokens at a time")
+    change = change_by(model._bigtrain_steps, model)  # type: ignore[arg-type]
+    with_it = "" if change == Change() else f" (logits {change})"
+    path = LossPath("chunked", f"{type(model).__name__}: head and cross-entropy run a chunk of tokens at a time{with_it}")
     log.info("%s", path.why)
     return path
 
@@ -69,20 +73,29 @@ def why_not_chunked(model: torch.nn.Module) -> str | None:
         return f"{name}'s output head is more than a linear layer ({type(head).__name__} of {head.weight.dtype})"
     if head is not getattr(model, "lm_head", None):
         return f"{name}'s output head is not its attribute lm_head"
-    if (change := logits.changed_by(getattr(model, "config", None))) is not None:
-        return f"{name} changes its logits before the loss ({change})"
+    if (change := loss_changed_by(getattr(model, "config", None))) is not None:
+        return f"{name} computes more than cross entropy from its logits ({change})"
     return _why_not_by_source(model, name) or _why_not_by_loss(model, name)
 
 
 def _why_not_by_source(model: torch.nn.Module, name: str) -> str | None:
     try:
-        source = inspect.getsource(inspect.unwrap(type(model).forward))
-        if "self.lm_head(" not in source or "self.loss_function(" not in source:
+        use = _use(model)
+        if use is None:
             return f"{name}.forward does not hand the logits of lm_head to loss_function"
-        strange = logits.strange_use(source)
+        change_by(use.steps, model)
     except (OSError, TypeError, SyntaxError):
         return f"the source of {name}.forward cannot be read, so it is unknown what happens to the logits"
-    return f"{name}.forward does more with its logits than to hand them to loss_function: `{strange}`" if strange else None
+    except ValueError as error:
+        return f"{name} changes its logits before the loss in a way the chunked loss does not ({error})"
+    if use.strange is not None:
+        return f"{name}.forward does more with its logits than to scale or cap them and hand them to loss_function: `{use.strange}`"
+    return None
+
+
+def _use(model: torch.nn.Module) -> Use | None:
+    source = inspect.getsource(inspect.unwrap(type(model).forward))
+    return use_of(source) if "self.lm_head(" in source and "self.loss_function(" in source else None
 
 
 def _why_not_by_loss(model: Any, name: str) -> str | None:
@@ -98,16 +111,25 @@ def _why_not_by_loss(model: Any, name: str) -> str | None:
 
 @dataclass
 class _Pending:
-    """The targets of the forward that is running, and the loss that the head made of them."""
+    """The targets of the forward that is running, and the loss that the head made of them.
+
+    Attributes:
+        change: what the forward is going to do to the logits; None: it has no line that could.
+        handed: what head or forward handed on as logits: the loss, or a stand-in where the forward may change it.
+    """
 
     targets: torch.Tensor
     num_items: Any
+    change: Change | None = None
     loss: torch.Tensor | None = None
+    handed: torch.Tensor | None = None
 
 
 def _patch(model: Any) -> None:
     """Methods that find everything through the module that they are of: a copy of a module must not compute with the original."""
     running: list[_Pending] = []
+    use = _use(model)
+    model._bigtrain_steps, model._bigtrain_checked = use.steps if use else (), None
     model._bigtrain_running = model.lm_head._bigtrain_running = running
     model._bigtrain_loss, model.loss_function = model.loss_function, types.MethodType(_loss_function, model)
     for module, forward in ((model, _model_forward), (model.lm_head, _head_forward)):
@@ -137,7 +159,7 @@ def _model_forward(self: Any, signature: inspect.Signature, *args: Any, **kwargs
     own_mark = given.get("ignore_index", IGNORED) != IGNORED
     if targets is None or isinstance(keep, torch.Tensor) or keep or own_mark:
         return self._bigtrain_forward(*args, **kwargs)
-    now = _Pending(targets, given.get("num_items_in_batch"))
+    now = _Pending(targets, given.get("num_items_in_batch"), _change(self))
     self._bigtrain_running.append(now)
     try:
         out = self._bigtrain_forward(*args, **kwargs)
@@ -146,13 +168,21 @@ def _model_forward(self: Any, signature: inspect.Signature, *args: Any, **kwargs
     if now.loss is None:  # another head has taken the place of the one that was patched
         return out
     if isinstance(out, tuple):
-        return tuple(None if _is_alias(x, now.loss) else x for x in out)
+        return tuple(None if _is_alias(x, now.handed) else x for x in out)
     return type(out)(**{k: v for k, v in out.items() if k != "logits"})
 
 
-def _is_alias(value: Any, loss: torch.Tensor) -> bool:
+def _change(model: Any) -> Change | None:
+    """What the forward will do to its logits, by its values of now; None: it has no line that could."""
+    try:
+        return change_by(model._bigtrain_steps, model) if model._bigtrain_steps else None
+    except ValueError as error:
+        raise ModelError(f"{type(model).__name__} cannot scale or cap its logits so ({error}): correct its config") from error
+
+
+def _is_alias(value: Any, handed: Any) -> bool:
     """ZeRO-3 hands on an alias of what the head returned; any computation would have made a new tensor."""
-    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.data_ptr() == loss.data_ptr()
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.data_ptr() == handed.data_ptr()
 
 
 def _targets(given: dict[str, Any]) -> torch.Tensor | None:
@@ -170,19 +200,33 @@ def _head_forward(self: Any, _: inspect.Signature, hidden: torch.Tensor) -> torc
     now = self._bigtrain_running[-1]
     if hidden.shape[:-1].numel() != now.targets.numel():
         raise ModelError(f"{hidden.shape[:-1].numel()} hidden states came for {now.targets.numel()} labels")
-    now.loss = linear_cross_entropy(hidden, self.weight, now.targets, bias=self.bias, num_items=now.num_items)
-    return now.loss
+    scale, cap = now.change or Change()
+    now.loss = linear_cross_entropy(
+        hidden, self.weight, now.targets, bias=self.bias, num_items=now.num_items, scale=scale, cap=cap
+    )
+    now.handed = now.loss if now.change is None else StandIn.apply(now.loss, telling(now.change))
+    return now.handed
 
 
 def _loss_function(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not self._bigtrain_running or self._bigtrain_running[-1].loss is None:
         return self._bigtrain_loss(logits, *args, **kwargs)
-    if not _is_alias(logits, self._bigtrain_running[-1].loss):
+    now = self._bigtrain_running[-1]
+    if not (_is_alias(logits, now.loss) if now.change is None else _is_changed(self, logits, now.change)):
         raise ModelError(
-            f"{type(self).__name__} changes its logits between lm_head and loss, which the chunked loss never makes. Wrap the head "
+            f"{type(self).__name__} changes its logits between lm_head and loss by more than its own factor and cap, and the chunked loss never makes them. Wrap the head "
             "(LoRA) before use_chunked_loss or use_liger; or train without them (use_liger_kernel false)"
         )
-    return logits.clone()
+    now.handed = logits
+    return logits.clone() if now.change is None else Joined.apply(now.loss, logits)
+
+
+def _is_changed(self: Any, handed: torch.Tensor, change: Change) -> bool:
+    """The stand-in went through the forward's known lines alone; once for each change, as the value is waited for."""
+    if handed.dim() or (self._bigtrain_checked != change and not is_changed_so(handed, change)):
+        return False
+    self._bigtrain_checked = change
+    return True
 
 
 def use_liger(model: torch.nn.Module) -> LossPath:
@@ -190,8 +234,8 @@ def use_liger(model: torch.nn.Module) -> LossPath:
 
     The loss stays bigtrain's own, because liger's asks the device for its number of targets, which waits for everything that is
     queued there, once in forward and once in backward, and reads the head's weight without calling the head, so that ZeRO-3
-    has not gathered it. Liger's is taken where the model changes its logits before the loss. Without liger, or elsewhere,
-    nothing but the loss is changed.
+    has not gathered it. It is taken where the chunked loss does not fit. Without liger, or elsewhere, nothing but the loss is
+    changed.
 
     Returns:
         What was done, and why.

@@ -2,7 +2,8 @@
 
 Logits are the largest tensor of a training step: 16,384 tokens by 128,256 words are 8.4 GB in fp32. Here a chunk of tokens at a
 time goes through head, softmax and both gradients, in one pass during the forward; what is kept are the gradients of the hidden
-states and of the head, which any way of computing would have to hold, and the backward scales them where they lie.
+states and of the head, which any way of computing would have to hold, and the backward scales them where they lie. A factor of the logits and a soft cap are part of that pass, in fp32,
+where transformers rounds to bf16 after each of them.
 
 On a GPU with Triton the chunk's logits are bf16 (the weight's dtype), become their gradient in place, and the head's gradient is
 summed up in its own dtype over at most 16 chunks. Relative error of that gradient against fp64 (16,384 tokens, bf16 products; a
@@ -32,13 +33,13 @@ class Kernels(NamedTuple):
     """What a chunk goes through beside its matrix products.
 
     Attributes:
-        rows: of (logits [tokens, vocabulary], targets [tokens], losses fp32 [tokens], with_grad): writes each token's loss, 0
-            where its target is -100; with_grad also turns the logits into the gradient of the sum of losses, in place.
+        rows: of (logits [tokens, vocabulary], targets [tokens], losses fp32 [tokens], with_grad, scale, cap): writes each token's
+            loss, 0 where its target is -100; with_grad also turns the logits into the gradient of the sum of losses, in place.
         scale: of (values, factor fp32 without dimensions): values *= factor in fp32, in place.
         fp32_sums: the head's gradient is summed in fp32, whatever its dtype.
     """
 
-    rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
+    rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float, float | None], None]
     scale: Callable[[torch.Tensor, torch.Tensor], None]
     fp32_sums: bool
 
@@ -50,12 +51,14 @@ def linear_cross_entropy(
     *,
     bias: torch.Tensor | None = None,
     num_items: torch.Tensor | int | float | None = None,
+    scale: float = 1.0,
+    cap: float | None = None,
     chunk_tokens: int | None = None,
     kernels: Kernels | None = None,
 ) -> torch.Tensor:
-    """Sum over tokens of -log softmax(hidden @ weight.T + bias)[target], divided by `num_items`.
+    """Sum over tokens of -log softmax(scale * (hidden @ weight.T + bias))[target], divided by `num_items`.
 
-    Softmax and sums are in fp32, the matrix products in the dtype of `hidden` (or of autocast), as in transformers' own loss.
+    Scale, cap, softmax and sums are in fp32, the matrix products in the dtype of `hidden` (or of autocast), as in transformers' own loss.
     The host waits for nothing on the device. Backward works once: it scales the gradients in place.
 
     Args:
@@ -65,6 +68,7 @@ def linear_cross_entropy(
         bias: [vocabulary] or None.
         num_items: what the sum is divided by: the target tokens of the whole global batch, for a loss that does not depend on
             how the batch is cut. None: the target tokens here (1 if there is none, so that the loss is 0 and not NaN).
+        scale: factor of the logits. cap: above 0: of scaled logits x, cap * tanh(x / cap) goes into the softmax.
         chunk_tokens: tokens at a time; by default what the device can well hold (`plan.activations.fused_loss_rows` on a GPU).
         kernels: by default Triton's on a GPU that has them, torch's elsewhere.
 
@@ -89,7 +93,7 @@ def linear_cross_entropy(
         chunk_tokens = max(1, CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cpu"]) // weight.size(0))
         if not kernels.fp32_sums:
             chunk_tokens = fused_loss_rows(weight.size(0), flat.size(0))
-    return _LinearCrossEntropy.apply(flat, weight, bias, wanted, divisor, chunk_tokens, kernels)
+    return _LinearCrossEntropy.apply(flat, weight, bias, wanted, divisor, chunk_tokens, kernels, (scale, cap))
 
 
 def _divisor(num_items: torch.Tensor | int | float | None, targets: torch.Tensor) -> torch.Tensor:
@@ -131,9 +135,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         divisor: torch.Tensor,
         chunk_tokens: int,
         kernels: Kernels,
+        change: tuple[float, float | None],
     ) -> torch.Tensor:
         wanted = tuple(ctx.needs_input_grad[:3])
-        losses, grads = _in_chunks((hidden, weight, bias), targets, chunk_tokens, kernels, wanted)
+        losses, grads = _in_chunks((hidden, weight, bias), targets, chunk_tokens, kernels, change, wanted)
         ctx.save_for_backward(*grads, divisor)
         ctx.kernels, ctx.spent = kernels, False
         return losses.sum() / divisor
@@ -152,7 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for one in grads:
             if one is not None:
                 ctx.kernels.scale(one, factor)
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None, None, None)
 
 
 Triple = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -163,6 +168,7 @@ def _in_chunks(
     targets: torch.Tensor,
     chunk_tokens: int,
     kernels: Kernels,
+    change: tuple[float, float | None],
     wanted: tuple[bool, ...],
 ) -> tuple[torch.Tensor, Triple]:
     """Losses of all tokens (fp32), and the gradients of their sum by hidden states, weight and bias, as far as `wanted`."""
@@ -178,7 +184,7 @@ def _in_chunks(
     for start in range(0, tokens, chunk_tokens):
         part = slice(start, min(start + chunk_tokens, tokens))
         _logits(hidden[part], weight, bias, out=room[: part.stop - start])
-        kernels.rows(room[: part.stop - start], targets[part], losses[part], any(wanted))
+        kernels.rows(room[: part.stop - start], targets[part], losses[part], any(wanted), *change)
         _products(room[: part.stop - start], hidden[part], weight, (of_hidden, of_weight, of_bias), part)
     del room  # before another copy of the head's gradient
     return losses, (
@@ -213,8 +219,21 @@ def _products(grad_logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Ten
         torch.mm(grad_logits.t(), hidden, out=of_weight)
 
 
-def _rows(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, with_grad: bool) -> None:
-    exact = logits.float()
+def _rows(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    losses: torch.Tensor,
+    with_grad: bool,
+    scale: float = 1.0,
+    cap: float | None = None,
+) -> None:
+    exact = logits.to(torch.float32, copy=(scale, cap) != (1, None))  # of fp32 logits, too, where it is changed in place
+    tanh = None
+    if cap is not None:
+        tanh = exact.mul_(scale / cap).tanh_()
+        exact = tanh * cap
+    elif scale != 1:
+        exact.mul_(scale)
     ignored = targets == IGNORED
     index = targets.masked_fill(ignored, 0).unsqueeze(1)
     log_sum = torch.logsumexp(exact, dim=1, keepdim=True)
@@ -222,6 +241,10 @@ def _rows(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, wit
     if with_grad:
         probability = exact.sub_(log_sum).exp_()
         probability.scatter_add_(1, index, probability.new_full((), -1.0).expand_as(index))
+        if tanh is not None:
+            probability.mul_(tanh.square_().neg_().add_(1))
+        if scale != 1:
+            probability.mul_(scale)
         logits.copy_(probability.masked_fill_(ignored.unsqueeze(1), 0.0))
 
 

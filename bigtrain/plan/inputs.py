@@ -19,15 +19,13 @@ from bigtrain.plan.states import LAYOUTS, StateLayout, layout_name
 from bigtrain.plan.zero_settings import ZeroSettings, section, settings_from_config
 
 Kernels = Literal["hf", "liger"]
-Loss = Literal["full", "in_place", "chunked", "fused"]
+Loss = Literal["full", "chunked", "fused"]
 Checkpointing = Literal["none", "full", "attention", "selective", "offload", "offload_inputs"]
 
 _NO_TILES = {"opt", "bert", *ROBERTA}  # their blocks compute the feed-forward part themselves (models/feedforward.py)
-# Families whose forward does more with its logits than to hand them to the causal loss (kernels/attach.py `why_not_chunked`).
-_OWN_LOSS = {"granite", "granitemoe", "cohere", "cohere2", "bert", *ROBERTA, *T5, *VISION_LANGUAGE}
-_SCALES = {"granite", "granitemoe", "cohere", "cohere2"}  # of these, where that is a factor
-# Of these, where liger-kernel replaces the cross entropy alone (0.8.5 `apply_liger_kernel_to_granite`), not head and loss together.
-_IN_PLACE = {"granite"}
+# Families whose forward does more with its logits than to scale or cap them for the causal loss (kernels/attach.py `why_not_chunked`).
+_OWN_LOSS = {"bert", *ROBERTA, *T5, *VISION_LANGUAGE}
+_SCALES = {"granite", "granitemoe", "cohere", "cohere2"}  # where logits are made anew, times a factor
 # Beyond any run; without a bound a slip of the keyboard would keep the search busy for hours.
 _MOST = {"world_size": 2**17, "micro_batch": 2**31, "seq_len": 2**31, "accumulation": 2**31}
 _ZERO_NAMES = frozenset(f.name for f in fields(ZeroSettings))
@@ -49,7 +47,7 @@ class PlanInput:
         checkpoint_blocks: how many blocks are recomputed, the first ones; None: all. 0 is another way to say "none".
         mlp_tile_tokens: the feed-forward parts run over tiles of so many tokens (models/tiles.py); 0: as a whole.
         kernels: "hf" (transformers' own modules with sdpa) or "liger".
-        loss: "full" (all logits in fp32), "in_place" (the same, whose gradient is made where they lie: liger-kernel's), "chunked" (a chunk of tokens at a time, in fp32), "fused" (the same
+        loss: "full" (all logits in fp32), "chunked" (a chunk of tokens at a time, in fp32), "fused" (the same
             by Triton's kernels, in place); None: by kernels and chunks_loss.
         chunks_loss: bigtrain's own loss is there without liger's kernels: liger-kernel is not installed, or does not know the model.
         decay_groups: two parameter groups (matrices decay, vectors do not), as the optimizer builder makes them.
@@ -274,13 +272,9 @@ class PlanInput:
         liger = self.kernels == "liger"
         if self.loss is not None or not (liger or self.chunks_loss):
             return self.loss or "full"
-        # A loss that is not of the head's logits alone stays the model's own without liger, and at stage 3, where liger's cannot read
-        # the head.
-        own = self.parameters.kind in _OWN_LOSS or self.geometry.soft_cap
-        if own and (not liger or self.settings.stage == 3):
+        # Another loss stays the model's own without liger, and at stage 3, where liger's cannot read the head.
+        if self.parameters.kind in _OWN_LOSS and (not liger or self.settings.stage == 3):
             return "full"
-        if self.parameters.kind in _IN_PLACE:
-            return "in_place"
         return "fused" if liger or self.device == "cuda" else "chunked"
 
     @property

@@ -35,15 +35,13 @@ class Losses:
     def sum_is_apart(self) -> bool:
         """Whether a tied matrix's two gradients have a sum beside them: a linear layer's is transposed, and autograd adds to none that is a
         view (torch/csrc/autograd/input_buffer.cpp `can_accumulate_inplace`)."""
-        return self.tied and self.plan.loss_kind in ("full", "in_place")
+        return self.tied and self.plan.loss_kind == "full"
 
     def run(self) -> None:
         """One micro step's."""
         match self.plan.loss_kind:
             case "full":
                 self._full_loss()
-            case "in_place":
-                self._in_place_loss()
             case "chunked":
                 self._chunked_loss()
             case "fused":
@@ -72,25 +70,6 @@ class Losses:
         tape.drop("dlogits32", "dscaled", "cap")
         self._head_backward()
 
-    def _in_place_loss(self) -> None:
-        """liger-kernel's cross entropy of logits that the model scales first (Granite): the gradient is made where they lie.
-
-        liger_kernel/ops/cross_entropy.py `cross_entropy_forward`; the scaled logits are part of the model's output, which goes before backward.
-        """
-        tape, size = self.tape, self.t * self.g.vocab
-        tape.hold("logits", 2 * size, "logits, bf16")
-        tape.hold("scaled", 2 * size, "logits, bf16")
-        tape.drop("logits")
-        tape.hold("logits32", 4 * size, "logits, fp32")
-        tape.drop("scaled")
-        tape.phase("loss backward")
-        self._open_backward()
-        tape.hold("dscaled", 2 * size, "loss gradient, bf16")
-        tape.drop("logits32")
-        tape.hold("dlogits", 2 * size, "loss gradient, bf16")
-        tape.drop("dscaled")
-        self._head_backward()
-
     def _chunked_loss(self) -> None:
         """bigtrain/kernels/cross_entropy.py: both gradients are made in forward, the head's summed in fp32."""
         tape, row, trains = self.tape, "loss in chunks", self._head_trains()
@@ -99,7 +78,8 @@ class Losses:
         tape.hold("dhidden", hidden, row)
         if trains:
             tape.hold("dhead32", 4 * weight, row)
-        tape.touch(max(6 * logits, 2 * logits + 2 * weight if trains else 0), row)
+        # In fp32 beside the chunk's own; a cap keeps its tanh for the gradient.
+        tape.touch(max((10 if self.g.soft_cap else 6) * logits, 2 * logits + 2 * weight if trains else 0), row)
         if trains:
             tape.hold("dhead", 2 * weight, row)
             tape.drop("dhead32")

@@ -218,8 +218,8 @@ def _passes_s(plan: PlanInput, rates: Rates) -> float:
 
 def _logits_s(plan: PlanInput, rates: Rates) -> float:
     """Passes over the logits: two readings and a writing where the loss is one kernel. Where operations in fp32 are it, their softmax reads
-    a row that no cache holds three times forward, and twice backward. Between them: scaled in bf16, made fp32 for one kernel, and back."""
-    per_logit = {"full": 52, "in_place": 30}.get(plan.loss_kind, 6)
+    a row that no cache holds three times forward, and twice backward."""
+    per_logit = 52 if plan.loss_kind == "full" else 6
     return per_logit * plan.tokens * plan.geometry.vocab / rates.device_bytes_s
 
 

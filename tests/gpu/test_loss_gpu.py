@@ -8,8 +8,10 @@ import warnings
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from bigtrain.kernels import cross_entropy
+from bigtrain.kernels.attach import use_chunked_loss
 from bigtrain.kernels.cross_entropy import kernels_for, linear_cross_entropy
 from bigtrain.plan.activations import fused_loss_rows
 from tests import python_path
@@ -35,6 +37,47 @@ def test_rows_are_those_of_torch(vocab, dtype):
     assert torch.equal(again, losses) and not mine[::7].any() and not losses[::7].any()
     # fp32 in another order; in bf16 that may turn a rounding, 2^-8 of values up to 1
     assert (mine.float() - theirs.float()).abs().max() <= (2e-6 if dtype == torch.float32 else 2**-8)
+
+
+@pytest.mark.parametrize("vocab", [97, 32_768, 128_256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale, cap", [(1 / 3, None), (-0.7, None), (1.0, 30.0), (1.7, 2.3)])
+def test_scaled_and_capped_rows_are_those_of_fp64(vocab, dtype, scale, cap):
+    torch.manual_seed(0)
+    logits = torch.randn(32, vocab, device="cuda", dtype=dtype) * 8  # a cap of 2.3 saturates
+    targets = torch.randint(0, vocab, (32,), device="cuda")
+    targets[::7] = -100
+    x = logits.double().requires_grad_()
+    changed = scale * x if cap is None else cap * torch.tanh(scale * x / cap)
+    wanted = torch.nn.functional.cross_entropy(changed, targets, reduction="none")
+    wanted.sum().backward()
+    losses = torch.full((32,), 9.0, device="cuda")
+    kernels_for("cuda").rows(logits.clone(), targets, losses, False, scale, cap)
+    assert (losses - wanted).abs().max() <= 1e-6 * max(1.0, wanted.max().item())  # fp32
+    kernels_for("cuda").rows(logits, targets, losses, True, scale, cap)
+    # Rounded once: half of 2^-8 of values up to the factor, in bf16.
+    assert (logits - x.grad).abs().max() <= abs(scale) * (2e-6 if dtype == torch.float32 else 2**-8)
+
+
+@pytest.mark.parametrize("kind, more", [("cohere2", {"logit_scale": 0.3}), ("gemma2", {"final_logit_softcapping": 3.0})])
+def test_a_step_of_a_model_that_changes_its_logits_waits_once_in_its_first_forward(kind, more):
+    config = AutoConfig.for_model(
+        kind, vocab_size=5000, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, **more,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").cuda()
+    ids = torch.randint(3, 5000, (2, 512), device="cuda")
+    own = model(input_ids=ids, labels=ids, num_items_in_batch=1022).loss.item()
+    assert use_chunked_loss(model).kind == "chunked"
+    assert model(input_ids=ids, labels=ids, num_items_in_batch=1022).loss.item() == pytest.approx(own, rel=1e-3)  # bf16 logits
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loss = model(input_ids=ids, labels=ids, num_items_in_batch=1022).loss
+        loss.backward()
+        torch.cuda.set_sync_debug_mode("default")
+    places = [f"{w.filename}:{w.lineno}" for w in said if "synchroniz" in str(w.message)]
+    assert not [place for place in places if "bigtrain" in place and "site-packages" not in place], places
 
 
 def test_a_target_that_is_no_word_gives_nan():

@@ -5,13 +5,31 @@ import contextlib
 import deepspeed
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from bigtrain import ranks, zero
 from bigtrain.kernels import cross_entropy
 from bigtrain.kernels.attach import use_chunked_loss
 
-CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
+CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "cohere2": (Cohere2Config, Cohere2ForCausalLM, {"logit_scale": 0.3, "pad_token_id": None}),
+    "gemma2": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {"final_logit_softcapping": 0.7, "head_dim": 8, "pad_token_id": None, "attn_implementation": "eager"},
+    ),
+}
 
 
 def _train(kind, tied, stage, chunked):
@@ -23,10 +41,10 @@ def _train(kind, tied, stage, chunked):
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 20000},
     }
-    config_class, model_class = CLASSES[kind]
+    config_class, model_class, more = CLASSES[kind]
     shape = config_class(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=tied, **more,
     )  # fmt: skip
     torch.manual_seed(0)
     with deepspeed.zero.Init(config_dict_or_path=config) if stage == 3 else contextlib.nullcontext():
@@ -59,6 +77,16 @@ def _train(kind, tied, stage, chunked):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind, tied", [("llama", True), ("llama", False), ("qwen2", True), ("qwen2", False)])
 def test_chunked_loss_trains_like_the_models_own(rank_pool, stage, kind, tied):
+    _is_the_models_own(rank_pool, stage, kind, tied)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind, tied", [("cohere2", True), ("gemma2", False)])
+def test_so_it_does_where_the_model_scales_or_caps_its_logits(rank_pool, stage, kind, tied):
+    _is_the_models_own(rank_pool, stage, kind, tied)
+
+
+def _is_the_models_own(rank_pool, stage, kind, tied):
     pool = rank_pool(2)
     for ours, theirs in zip(pool.run(_train, kind, tied, stage, True), pool.run(_train, kind, tied, stage, False)):
         # fp32 in another order of sums

@@ -8,21 +8,15 @@ import torch
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
-    CohereConfig,
-    CohereForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    RecurrentGemmaForCausalLM,
 )  # fmt: skip
 
 from bigtrain.errors import DataError, ModelError
 from bigtrain.kernels import cross_entropy
-from bigtrain.kernels.attach import _why_not_by_source, use_chunked_loss, use_liger, why_not_chunked
-from bigtrain.kernels.logits import strange_use
+from bigtrain.kernels.attach import use_chunked_loss, use_liger, why_not_chunked
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -46,16 +40,6 @@ def _loss(model, **kw):
     return model(input_ids=IDS, labels=IDS, **kw).loss
 
 
-@pytest.mark.parametrize(
-    "config_class, model_class, kw",
-    [(GraniteConfig, GraniteForCausalLM, {"logits_scaling": 1.0}), (CohereConfig, CohereForCausalLM, {"logit_scale": 1.0})],
-)
-def test_a_model_that_multiplies_its_logits_by_one_trains_with_its_own_loss(config_class, model_class, kw):
-    model = model_class(config_class(**SMALL, **kw))
-    assert use_chunked_loss(model).kind == "model"
-    _loss(model).backward()
-
-
 def test_a_loss_that_looks_at_the_logits_again_keeps_them():
     """Bamba's z-loss came out as that of the chunked loss's own value."""
     shape = {**SMALL, "attn_layer_indices": [], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
@@ -64,23 +48,6 @@ def test_a_loss_that_looks_at_the_logits_again_keeps_them():
         without = BambaForCausalLM(BambaConfig(**shape))
     assert "z_loss_coefficient = 0.1" in why_not_chunked(model)
     assert why_not_chunked(without) is None
-
-
-def test_what_a_forward_does_with_its_logits_is_read():
-    recurrent = RecurrentGemmaForCausalLM.__new__(RecurrentGemmaForCausalLM)
-    assert "tanh(logits / cap) * cap" in _why_not_by_source(recurrent, "RecurrentGemma")
-    usual = (
-        "def forward(self, x, labels):\n    logits = self.lm_head(x).float()\n    {}\n    return self.loss_function({}), logits"
-    )
-    assert strange_use(usual.format("labels = labels.to(logits.device)", "logits, labels")) is None
-    for line, call in (
-        ("logits = logits + 1", "logits, labels"),
-        ("labels = labels + 1", "logits, labels"),
-        ("pass", "logits=logits, labels=labels, shift_labels=labels"),
-        ("pass", "logits, self.labels"),
-        ("x = self.lm_head(x) * 2", "logits, labels"),
-    ):
-        assert strange_use(usual.format(line, call)), line
 
 
 def test_a_loss_function_of_the_users_is_not_replaced():

@@ -4,12 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    GraniteConfig,
-    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -137,30 +133,6 @@ def test_without_labels_or_for_the_last_logits_only_nothing_changes():
     assert model(ids, labels=labels[:, -2:], logits_to_keep=2).logits.shape == (3, 2, 97)
     assert model.generate(ids[:1], max_new_tokens=3, do_sample=False).shape == (1, 20)
     assert model(input_ids=ids, labels=labels, return_dict=False)[1] is None
-
-
-@pytest.mark.parametrize(
-    "config_class, model_class, kw, why",
-    [
-        (Gemma2Config, Gemma2ForCausalLM, {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
-        (GraniteConfig, GraniteForCausalLM, {"logits_scaling": 8.0}, "logits_scaling = 8.0"),
-    ],
-)
-def test_a_model_that_changes_its_logits_keeps_its_own_loss(config_class, model_class, kw, why, caplog):
-    model = _build(config_class, model_class, **kw)
-    expected, _ = _loss_and_grads(model)
-    path = use_chunked_loss(model)
-    got, _ = _loss_and_grads(model)
-    assert path.kind == "model" and why in path.why and why in caplog.text
-    assert got.loss.item() == expected.loss.item() and got.logits is not None
-
-
-def test_logits_changed_in_a_way_no_setting_tells_are_an_error(monkeypatch):
-    model = _build(Gemma2Config, Gemma2ForCausalLM, final_logit_softcapping=None)
-    assert use_chunked_loss(model).kind == "chunked"
-    model.config.final_logit_softcapping = 30.0
-    with pytest.raises(ModelError, match="changes its logits"):
-        _loss_and_grads(model)
 
 
 def test_other_heads():

@@ -1,6 +1,5 @@
 """What a block keeps for backward, counted on the real classes with torch's saved-tensor hooks (bf16, sdpa, CPU)."""
 
-import dataclasses
 import functools
 import json
 
@@ -206,22 +205,23 @@ def test_bytes_of_the_fused_loss_are_those_of_its_tensors(stage):
     assert tape.ledger().peak_bytes == 2 * t * g.hidden + 2 * g.vocab * g.hidden + 2 * 2048 * g.vocab
 
 
-def test_liger_kernels_loss_of_scaled_logits_is_in_place_where_it_can_be_used():
-    """`use_liger`: at stage 3 the head's weight is not there for it."""
-    stage = {n: {"zero_optimization": {"stage": n}} for n in (2, 3)}
+@pytest.mark.parametrize("name", ["granite-3-2b", "command-r7b", "gemma-2-2b"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_scaled_and_capped_logits_go_in_chunks(name, stage):
+    """They were planned, and computed, whole: without liger-kernel, at stage 3, and Granite's with it."""
+    ds_config = {"zero_optimization": {"stage": stage}}
     kinds = [
-        plan_input(shapes.config_dict("granite-3-2b"), kernels=kernels, ds_config=stage[n]).loss_kind
-        for kernels, n in (("liger", 2), ("liger", 3), ("hf", 2))
+        plan_input(shapes.config_dict(name), ds_config=ds_config, **how).loss_kind
+        for how in ({"kernels": "liger"}, {"chunks_loss": True}, {"chunks_loss": True, "device": "cpu"}, {})
     ]
-    assert kinds == ["in_place", "full", "full"]
+    assert kinds == ["fused", "fused", "chunked", "full"]
 
 
 @pytest.mark.parametrize("name, kind", [("llama-3b", "fused"), ("qwen2.5-vl-7b", "full")])
 def test_a_model_that_keeps_its_own_loss_is_planned_with_all_logits(name, kind):
     plan = plan_input(shapes.config_dict(name), kernels="liger", ds_config={"zero_optimization": {"stage": 3}})
     assert plan.loss_kind == kind and plan.but(loss="chunked").loss_kind == "chunked"
-    capped = plan.but(geometry=dataclasses.replace(plan.geometry, soft_cap=True))
-    assert capped.loss_kind == "full" and capped.but(stage=2).loss_kind == "fused"
+    assert plan.but(stage=2).loss_kind == "fused"
 
 
 def test_the_plan_of_scores_has_no_more_parts_the_longer_its_rows_are():
