@@ -254,3 +254,5 @@ def test_which_step_the_exported_model_is_of(folder):
     assert not folder.has_model(3)
     (model / "model-00001-of-00002.safetensors").touch()
     assert folder.has_model(3) and not folder.has_model(4)
+    assert folder.has_model(3, str(folder.root / "checkpoint-9"))
+    assert not folder.has_model(3, str(folder.root.parent / "another" / "checkpoint-3"))  # it stayed, as if of that run
