@@ -9,7 +9,7 @@ from pathlib import Path
 _LFS = b"version https://git-lfs.github.com/spec/"
 _PAGES = (b"<!doctype", b"<html", b"<head", b"<?xml")
 _ANSWERS = (b"Entry not found", b"Repository not found", b"Access to model", b"Invalid username or password")
-_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".safetensors", ".bin")
+_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 
 
 def instead(path: str | Path) -> str:
@@ -48,7 +48,10 @@ def _unreadable(path: str | Path, error: OSError) -> str:
 
 
 def among(folder: str | Path) -> str:
-    """The first file of a model's or tokenizer's folder in whose place something else stands, as a sentence; else empty."""
+    """The first file of a tokenizer's folder in whose place something else stands, as a sentence; else empty.
+
+    Weights beside it do not count: who wants the tokenizer alone leaves their pointers.
+    """
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     told = ((path, instead(path)) for name in names if name.endswith(_SUFFIXES) for path in [os.path.join(folder, name)])
     return next((f"{path} is {why}" for path, why in told if why), "")

@@ -289,7 +289,7 @@ class Run:
 
         step = (self.saving.best() if self.args.load_best_model_at_end else None) or self.engine.global_step
         return self.engine.global_step == self.start and ranks.main_decides(
-            lambda: self.folder.has_model(step), "looking for the exported model"
+            lambda: self.folder.has_model(step, self.args.resume_from_checkpoint), "looking for the exported model"
         )
 
     def export(self) -> None:

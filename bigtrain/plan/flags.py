@@ -130,8 +130,8 @@ def settle_words(args: argparse.Namespace) -> None:
         raise UsageError("--kernels and --use_liger_kernel say one thing: give one of them")
     args.blocks = args.checkpoint_blocks
     if args.blocks not in (None, AUTO):
-        if not args.blocks.isdecimal():
-            raise UsageError(f"--checkpoint_blocks is {args.blocks!r}: a whole number, or auto, is needed")
+        if not args.blocks.isdecimal() or not int(args.blocks):
+            raise UsageError(f"--checkpoint_blocks is {args.blocks!r}: a whole number of at least 1, or auto, is needed")
         args.blocks = int(args.blocks)
     said = args.gradient_checkpointing if args.checkpointing is None else args.checkpointing != "none"
     if said is False and (args.blocks or args.checkpointing_policy):

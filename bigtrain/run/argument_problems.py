@@ -319,7 +319,7 @@ def _too_small(args: TrainArguments) -> str | None:
         told = json.loads(file.read_text(encoding="utf-8"))
         tokens = {entry if isinstance(entry, str) else entry[0] for entry in told["model"]["vocab"]}
         needed = len(tokens.union(token["content"] for token in told.get("added_tokens") or ()))
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, UsageError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, UsageError):
         return None  # what is wrong with these files is told where they are loaded
     return too_many_tokens(needed, size) if needed > size else None
 

@@ -19,7 +19,7 @@ def story(resolved: Resolved, folder: Path) -> Iterator[tuple[int, str]]:
         folder: of the run, where every value stands with who decided it.
     """
     run, zero = resolved.run, resolved.config.get("zero_optimization") or {}
-    away = [what for what in ("optimizer", "param") if zero.get(f"offload_{what}")]
+    away = [what for what in ("optimizer", "param") if (zero.get(f"offload_{what}") or {}).get("device", "none") != "none"]
     words = {"optimizer": "optimizer states", "param": "parameters"}
     parts = [
         f"ZeRO stage {zero.get('stage', 0)}"

@@ -1,4 +1,4 @@
-"""Does what a run writes fit the disk that it is written to."""
+"""Does what a run writes fit the disk that it is written to, and the place that it is to have there."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from bigtrain.errors import UsageError
 from bigtrain.plan.disk import Writes, saves_to_come
 from bigtrain.run.job import Job
 from bigtrain.run.runfolder import RunFolder
+from bigtrain.weights.replace import refuse_foreign
 
 logger = logging.getLogger(__name__)
 
 
 def check(job: Job, folder: RunFolder, reached: int) -> None:
-    """Refuse a run whose first checkpoint, or only result, the disk cannot hold; warn of one that will fill it. On rank 0.
+    """Refuse a run whose first checkpoint, or only result, has no place on the disk; warn of one that will fill it. On rank 0.
 
     Args:
         folder: of the run, before it is opened.
         reached: step that it starts from.
 
     Raises:
-        UsageError: with both sizes.
+        UsageError: with both sizes; or a run that goes on would at its end find a model in its place that no export may replace.
     """
     args, resumes = job.args, job.args.resume_from_checkpoint is not None
+    if resumes and not args.no_export and reached < job.steps.steps:
+        refuse_foreign(str(folder.root / "model"))
     if job.checkpoint_bytes is None or job.model_bytes is None:
         return
     kept = args.save_total_limit

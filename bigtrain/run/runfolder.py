@@ -226,8 +226,14 @@ class RunFolder:
         found = store.open_checkpoint(checkpoint).run["state"]["user"]
         return found if isinstance(found, dict) else {}
 
-    def has_model(self, step: int) -> bool:
-        """Whether `model` is a whole folder with the weights of this step, as run.json says."""
+    def has_model(self, step: int, resumed: str | None = "auto") -> bool:
+        """Whether `model` is a whole folder with the weights of this step, as run.json says.
+
+        Args:
+            resumed: what the run goes on from, "auto" or a path; of another run's checkpoint the model here is not.
+        """
+        if resumed not in (None, "auto") and not Path(resumed).expanduser().resolve().is_relative_to(self.root.resolve()):
+            return False
         folder = self.root / "model"
         whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
         return whole and self.read_run().get("model_step") == step

@@ -147,7 +147,8 @@ def test_one_table_of_defaults():
             ("--gradient_checkpointing", "false", "--checkpointing_policy", "offload"),
             "contradicts --gradient_checkpointing false",
         ),
-        (("--checkpoint_blocks", "some"), "'some': a whole number, or auto"),
+        (("--checkpoint_blocks", "some"), "'some': a whole number of at least 1, or auto"),
+        (("--auto", "--checkpoint_blocks", "0"), "'0': a whole number of at least 1"),  # launch/train.py takes none either
     ],
 )
 def test_two_words_for_one_thing_are_refused(words, said):

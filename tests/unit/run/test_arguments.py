@@ -554,5 +554,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_told_with_the_other_prob
     unigram = {"model": {"vocab": [[f"t{n}", -1.0] for n in range(101)]}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(unigram))
     assert "has 101 tokens" in refusal(flags)
-    (tmp_path / "tokenizer.json").write_text("{}")  # told where it is loaded
-    parse(flags)
+    for damaged in ("{}", "[" * 100_000):  # told where it is loaded
+        (tmp_path / "tokenizer.json").write_text(damaged)
+        parse(flags)

@@ -42,6 +42,11 @@ def test_a_file_with_an_optimizer_and_a_schedule_of_its_own():
     assert told(config)[0][1].startswith("ZeRO stage 0, fp32, adamw, learning rate 0.0001 (")
 
 
+def test_an_offload_to_nowhere_is_none():
+    away = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none"}, "offload_param": {"device": "cpu"}}}
+    assert told(away)[0][1].startswith("ZeRO stage 3 with parameters offloaded, ")
+
+
 def test_warnings_are_told_in_full():
     level, text = told({"train_micro_batch_size_per_gpu": 1})[-1]
     assert level == logging.WARNING and "neither bf16 nor fp16 is on" in text

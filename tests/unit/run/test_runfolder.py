@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from bigtrain.errors import BigtrainError, UsageError
+from bigtrain.run import disk
 from bigtrain.run.runfolder import RunFolder, this_process
 from bigtrain.versions import versions
 
@@ -227,6 +228,22 @@ def test_a_model_is_none_to_resume_from(tmp_path, name):
         RunFolder(tmp_path / "out").start_point(str(model))
 
 
+def test_a_model_that_no_export_may_replace_is_told_before_the_first_step(folder):
+    """It was told after the last one, whose weights were lost where nothing else saved them."""
+    (folder.root / "model" / "model.safetensors").write_bytes(b"of another")
+
+    def check(resume, steps, **more):
+        args = SimpleNamespace(resume_from_checkpoint=resume, **{"no_export": False, "save_total_limit": None, **more})
+        job = SimpleNamespace(args=args, steps=SimpleNamespace(steps=steps), checkpoint_bytes=None, model_bytes=None)
+        disk.check(job, folder, 10)
+
+    with pytest.raises(UsageError, match="holds a model that no export of bigtrain wrote"):
+        check("auto", 12)
+    check("auto", 10)  # nothing is left to train: the model stays
+    check("auto", 12, no_export=True)
+    check(None, 12)  # starting over puts it away
+
+
 def test_which_step_the_exported_model_is_of(folder):
     model = folder.root / "model"
     shutil.rmtree(model, ignore_errors=True)
@@ -237,3 +254,5 @@ def test_which_step_the_exported_model_is_of(folder):
     assert not folder.has_model(3)
     (model / "model-00001-of-00002.safetensors").touch()
     assert folder.has_model(3) and not folder.has_model(4)
+    assert folder.has_model(3, str(folder.root / "checkpoint-9"))
+    assert not folder.has_model(3, str(folder.root.parent / "another" / "checkpoint-3"))  # it stayed, as if of that run

@@ -180,6 +180,7 @@ def test_config_and_tokenizer_that_are_not_there_are_told_where_they_are_named(t
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}')
     (tmp_path / "tokenizer.json").write_bytes(PAGE)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2TokenizerFast"}')
+    (tmp_path / "model.safetensors").write_bytes(LFS)  # and weights that nobody wanted are no reason
     with pytest.raises(UsageError, match=r"tokenizer of X cannot be loaded: .*tokenizer\.json is a web page"):
         with about_files("tokenizer of X", str(tmp_path)):
             raise ValueError("expected value at line 1 column 1")
