@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from bigtrain.data.pack import PackStats, Rows, build_rows, stats_dict
     from bigtrain.data.sets import load_rows
     from bigtrain.data.source import load_source, split_validation
-    from bigtrain.data.tokenise import tokenise
 
 __all__ = [
     "EvalLoader",
@@ -41,7 +40,6 @@ __all__ = [
     "register_varlen",
     "split_validation",
     "stats_dict",
-    "tokenise",
 ]
 
 __getattr__ = lazily(
@@ -53,5 +51,4 @@ __getattr__ = lazily(
     pack="PackStats Rows build_rows stats_dict",
     sets="load_rows",
     source="load_source split_validation",
-    tokenise="tokenise",
 )
