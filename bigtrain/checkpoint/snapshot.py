@@ -76,24 +76,25 @@ class HostMemory:
             self._users[number] += 1
         return Copy(self._blocks[number][begin : begin + like.nbytes].view(like.dtype), number, self)
 
-    def reserve(self, nbytes: int, threads: int, device: torch.device | None = None) -> None:
+    def reserve(self, nbytes: int, threads: int, device: torch.device | None = None, keep_free: float = SHORT_SHARE) -> None:
         """Make the blocks that copies of `nbytes` will need, `threads` at a time: one after the other, pages are pinned at 1.5 GB/s.
 
         Args:
             nbytes: of copies that are still to come.
             threads: how many at a time.
             device: whose driver pins them.
+            keep_free: the share of the host's memory that stays available.
         """
         with self._lock:
             free = sum(users == 0 for users in self._users)
         # Threads and ranks look before any of them has made its block: a rank makes its part of what there is room for, no more.
-        has_room = _spare_bytes(SHORT_SHARE) / BLOCK_BYTES / ranks.local_world_size()
+        has_room = _spare_bytes(keep_free) / BLOCK_BYTES / ranks.local_world_size()
         missing = int(min(-(-nbytes // BLOCK_BYTES) - free, has_room))
         if missing <= 0:
             return
         with contextlib.suppress(RuntimeError):  # no thread can be started at the interpreter's end: `take` makes them
             with threads_on(device, min(threads, missing)) as pool:
-                list(pool.map(lambda _: self._add_block(), range(missing)))
+                list(pool.map(lambda _: self._add_block(keep_free), range(missing)))
 
     def _free_block(self, even_if_short: bool) -> int | None:
         for number, users in enumerate(self._users):
@@ -110,8 +111,8 @@ class HostMemory:
         self._append(block)
         return len(self._blocks) - 1
 
-    def _add_block(self) -> None:
-        if _spare_bytes(SHORT_SHARE) >= BLOCK_BYTES:
+    def _add_block(self, keep_free: float) -> None:
+        if _spare_bytes(keep_free) >= BLOCK_BYTES:
             with contextlib.suppress(OSError):  # `take` tells what it is short of
                 block = self._new_block()
                 with self._lock:

@@ -51,11 +51,11 @@ class Shared:
             dist.broadcast(part, src=reader)
 
 
-def assign(slots: Sequence[Slot]) -> Shared:
-    """Choose the slots to read in shares: whole, contiguous, on a GPU, more than one rank."""
+def assign(slots: Sequence[Slot], always: bool = False) -> Shared:
+    """Choose the slots to read in shares: whole, contiguous, on a GPU (or, with `always`, anywhere), more than one rank."""
     if not ranks.is_distributed() or ranks.world_size() == 1:
         return Shared([])
     return Shared([
         slot for slot in slots
-        if not slot.partitioned and slot.numel and slot.tensor.is_contiguous() and slot.tensor.is_cuda
+        if not slot.partitioned and slot.numel and slot.tensor.is_contiguous() and (slot.tensor.is_cuda or always)
     ])  # fmt: skip

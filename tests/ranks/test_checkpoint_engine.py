@@ -301,7 +301,7 @@ def test_a_changed_model_config_is_told_where_no_shape_shows_it(rank_pool, tmp_p
     same, (line,) = rank_pool(2).run(_other_config, str(tmp_path))[0]
     assert same == [] and line.startswith("config.rope_parameters: ") and "10000.0" in line and "500000.0" in line
     (tmp_path / "checkpoint-0" / "model" / "config.json").write_text("{}")
-    assert "config.json has 2 bytes" in rank_pool(2).run(_told_of, str(tmp_path))[0][0]
+    assert "config.json is damaged: it has 2 bytes" in rank_pool(2).run(_told_of, str(tmp_path))[0][0]
 
 
 def _told_of(root):
