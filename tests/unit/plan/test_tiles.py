@@ -204,7 +204,7 @@ def test_sweeps_and_auto_know_tiles():
     whole, tiled = expand({**grid, "mlp_tile_tokens": [0, 1024]})
     assert planned(tiled, machine).input == planned(whole, machine).input.but(mlp_tile_tokens=1024)
     for wrong in (-1, "some", True):
-        with pytest.raises(UsageError, match="grid: (--)?mlp_tile_tokens "):
+        with pytest.raises(UsageError, match=r"grid: (--)?mlp_tile_tokens "):
             expand({**grid, "mlp_tile_tokens": wrong})
     with pytest.raises(UsageError, match="mlp_tile_tokens is bigtrain's own"):
         expand({**grid, "mlp_tile_tokens": 8, "runner": "raw_deepspeed"})
