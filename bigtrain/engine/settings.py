@@ -185,7 +185,6 @@ def settle(
     scheduled = {k: v for k, v in (scheduler_section.get("params") or {}).items() if v != "auto"}
     rates = [("optimizer.params.lr", params.get("lr")), ("scheduler.params.warmup_max_lr", scheduled.get("warmup_max_lr"))]
     lr = _or(_first("learning rate", notes, run.learning_rate, *rates), DEFAULTS.learning_rate)
-    beta1, beta2 = params.get("betas") or (DEFAULTS.adam_beta1, DEFAULTS.adam_beta2)
     micro, accum = _batch(config, world_size, run.micro_batch, run.accumulation)
     norm = _clipping(config, run.max_grad_norm, notes)
     private = _private(config, stage, bf16, micro, accum, world_size, norm, notes)
@@ -208,8 +207,7 @@ def settle(
         optimizer=name,
         options=Options(
             lr=float(lr),
-            betas=(_or(run.adam_beta1, beta1), _or(run.adam_beta2, beta2)),
-            eps=float(_or(run.adam_epsilon, params.get("eps"), DEFAULTS.adam_epsilon)),
+            **_adam(run, params),
             weight_decay=decay,
             offload=_on_host(zero["offload_optimizer"], offload_gradients) if offload else None,
             device=device,
@@ -220,6 +218,13 @@ def settle(
         scheduler_kwargs=dict(scheduler_kwargs or {}),
         notes=notes,
     )
+
+
+def _adam(run: RunValues, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Betas and eps: what was said, else the config's, else the defaults."""
+    beta1, beta2 = params.get("betas") or (DEFAULTS.adam_beta1, DEFAULTS.adam_beta2)
+    betas = _or(run.adam_beta1, beta1), _or(run.adam_beta2, beta2)
+    return {"betas": betas, "eps": float(_or(run.adam_epsilon, params.get("eps"), DEFAULTS.adam_epsilon))}
 
 
 _LR_MOST = 0.1
