@@ -50,8 +50,8 @@ def _rows_kernel(
         for start in range(0, VOCAB, BLOCK):
             at = start + tl.arange(0, BLOCK)
             x = _changed(tl.load(logits_ptr + at, mask=at < VOCAB, other=float("-inf")).to(tl.float32), SCALE, CAP)
-            if CAP is not None:
-                x = tl.where(at < VOCAB, x, float("-inf"))  # what is beyond the row came out as -cap
+            if CAP is not None or SCALE < 0:
+                x = tl.where(at < VOCAB, x, float("-inf"))  # what is beyond the row came out as -cap or infinite
             higher = tl.maximum(most, tl.max(x, 0))
             total = total * tl.exp(most - higher) + tl.sum(tl.exp(x - higher), 0)
             most = higher

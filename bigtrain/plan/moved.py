@@ -20,13 +20,17 @@ _STREAM, _READ_AGAIN = 4 * 6, 6
 _DROPOUT = 5 + 5
 # Queries and keys turned: two products, halves that change places, a sum, 20; backward 24. liger-kernel: in place. Of a quarter of each
 # head: 11, and 22 to cut and join them, in backward with zeros for each part.
-_ROTARY, _FUSED_ROTARY, _PART_ROTARY = 20 + 24, 4 + 4, 11 + 22
+_ROTARY, _FUSED_ROTARY, _PART_ROTARY = 20 + 24, 4 + 4, 80
 # An activation, its product with the other half, and what an activation made of several operations adds for each byte that it keeps
 # beyond one of torch's own (gelu_new: eight operations, 6 bytes more). liger-kernel: one kernel each way.
 _ACTIVATION, _PRODUCT, _OPERATIONS, _FUSED_GATED = 4 + 6, 6 + 12, 14, 6 + 10
-# Scores of attention by operations, by what is kept of them (family_kept.py `matrix`): mask, softmax in bf16, or in fp32 with casts, cap;
-# and what products read and write of them.
-_SCORES, _SCORES_OF_PRODUCTS = {2: 22, 6: 56, 8: 82}, 12
+# Scores of attention by operations, forward and backward, by what is kept of them (family_kept.py `matrix`), as traced on an H200 (bloom-1b7,
+# gemma-2-2b, gpt-oss): a mask that is broadcast runs at 1.5 TB/s and a cast to fp32 at 1.9, which counts as more bytes here, a softmax of fp32 at
+# 2.9. Softmax of bf16 with a sink beside each row (joined, so that rows lie at odd places: 0.7 TB/s); softmax in fp32; a cap before it. And
+# what products read and write of them.
+_SCORES, _SCORES_OF_PRODUCTS = {2: (71, 35), 6: (38, 38), 8: (49, 50)}, (4, 8)
+# Bloom's gelu: 20 operations of its own, forward and backward.
+_OWN_GELU = {"bloom": (42, 88)}
 # Of a token's experts, inputs and results: gathered, masked twice, weighed, sorted back, summed up, 22; backward, with zeros for each that is
 # scattered, 60; and of all experts' weights, which are read twice and their gradients written, however few tokens there are.
 _CHOSEN, _WEIGHTS = 22 + 60, 6
@@ -42,8 +46,13 @@ _ONE_PRODUCT, _SLICED = {"gpt2", "gpt_neox", "bloom", "falcon"}, {"phi3"}
 NO_ROTARY = {"gpt2", "opt", "bloom", "vit", "bert", *ROBERTA, *T5}
 
 
-def moved_bytes(plan: PlanInput) -> float:
-    """Of one micro step of the model's blocks, without recomputes."""
+def moved_bytes(plan: PlanInput, forward: float = 1.0, backward: float = 1.0) -> float:
+    """Of one micro step of the model's blocks.
+
+    Args:
+        forward, backward: how often each runs; `forward` is 2 where all blocks are recomputed. Of what is not known by direction a third
+            is forward's.
+    """
     g, liger = plan.geometry, plan.kernels == "liger"
     each = _of_stream(plan, liger) + _of_attention(plan, liger) + _of_feed_forward(plan, g.is_dense(0), liger)
     found: float = plan.tokens * (g.layers * each + 2 * _bias_elems(plan) + _IO * _rows_of_products(plan))
@@ -52,7 +61,21 @@ def moved_bytes(plan: PlanInput) -> float:
         found += plan.tokens * sparse * (_of_feed_forward(plan, False, liger) - _of_feed_forward(plan, g.is_dense(0), liger))
         weights = _FUSED_WEIGHTS if liger and g.keeps.fused_experts else _WEIGHTS
         found += weights * sum(p.elems for p in plan.parameters.items if ".experts." in p.name)
-    return found
+    ahead, back = _by_direction(plan)
+    return found * (forward + 2 * backward) / 3 + plan.tokens * g.layers * (forward * ahead + backward * back)
+
+
+def _by_direction(plan: PlanInput) -> tuple[float, float]:
+    """A token's bytes in one block, forward and backward: scores by operations, and an activation made of many."""
+    g = plan.geometry
+    ahead, back = _OWN_GELU.get(plan.parameters.kind or "", (0.0, 0.0))
+    ahead, back = ahead * g.ffn, back * g.ffn
+    if g.keeps.matrix:
+        scores = plan.seq_len * g.heads
+        dropped = _DROPOUT / 2 if g.keeps.attention_dropout else 0
+        ahead += scores * (_SCORES[g.keeps.matrix][0] + _SCORES_OF_PRODUCTS[0] + dropped)
+        back += scores * (_SCORES[g.keeps.matrix][1] + _SCORES_OF_PRODUCTS[1] + dropped)
+    return ahead, back
 
 
 def _of_stream(plan: PlanInput, liger: bool) -> float:
@@ -76,9 +99,6 @@ def _of_attention(plan: PlanInput, liger: bool) -> float:
         found += 22 * whole + 4 * turned
     else:
         found += 4 * whole if kind in _ONE_PRODUCT else 2 * _READ_AGAIN * g.hidden
-    if g.keeps.matrix:
-        dropped = _DROPOUT if g.keeps.attention_dropout else 0
-        found += plan.seq_len * g.heads * (_SCORES[g.keeps.matrix] + _SCORES_OF_PRODUCTS + dropped)
     return found
 
 
@@ -89,6 +109,8 @@ def _of_feed_forward(plan: PlanInput, dense: bool, liger: bool) -> float:
         return own + _FUSED_GATED * g.shared_ffn
     width = _width(g, dense)
     found = 0.0 if dense else _CHOSEN * g.experts_per_token * g.hidden
+    if plan.parameters.kind in _OWN_GELU:
+        return found
     if g.gated and liger:
         found += _FUSED_GATED * width
     else:

@@ -18,9 +18,11 @@ from typing import Any
 from bigtrain.errors import UsageError
 from bigtrain.plan.activations import block_bytes
 from bigtrain.plan.inputs import PlanInput
+from bigtrain.plan.launched import launched
 from bigtrain.plan.leafs import leafs_of_plan
 from bigtrain.plan.moved import moved_bytes
 from bigtrain.plan.parts import feed_forward, parts_of
+from bigtrain.plan.scored import attention_flops
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.streamed import leaving_s, seconds
 
@@ -30,14 +32,14 @@ class Rates:
     """What a machine does in a second.
 
     Attributes:
-        matmul_flops: large bf16 matmul, FLOP/s. products_share, attention_share, experts_share: part of it that a model's matrices, its
-            attention, and products in groups of routed experts reach.
+        matmul_flops: large bf16 matmul, FLOP/s. products_share, experts_share: part of it that a model's matrices, and products in
+            groups of routed experts reach (attention: `scored`).
         device_bytes_s: GPU memory copied, read and written (an H200's: the others were measured on an H100). h2d_bytes_s, d2h_bytes_s: pinned PCIe. pageable_bytes_s: unpinned.
         cpu_adam_s_per_elem: DeepSpeedCPUAdam; cpu_adam_8bit_s_per_elem: its 8-bit stand-in (assumed twice that).
-        launch_s_per_block: of the host's thread, to launch one block's forward on a GPU; its backward takes twice that.
-        recompute_s_per_block: the same for a forward in backward, with the hooks around it.
-        stage3_s_per_tensor: what stage 3's hooks add to each of these (to a backward twice) for each weight and bias of a block.
-        stage3_s_per_leaf: the same for each leaf module, or less where its weights by themselves would take less.
+        operation_s: of the host's thread, for a small elementwise operation on a card and its backward (see `launched`).
+        stage3_s_per_tensor: what stage 3's hooks add to a block's forward (to its backward twice) for each of its weights and biases, on a host
+            with the default `operation_s`. stage3_s_per_leaf: the same for each leaf module, or less where its weights by themselves
+            would take less.
         host_bytes_s: elementwise passes over host memory with all cores; host_copy_bytes_s: with one thread.
         link_bytes_s: collectives between the cards of one host; network_bytes_s: between hosts. stage3_bytes_s: those of stage 3, which
             come a module or a prefetch bucket at a time, are no faster than that.
@@ -46,8 +48,7 @@ class Rates:
     """
 
     matmul_flops: float = 784e12
-    products_share: float = 0.865
-    attention_share: float = 0.615
+    products_share: float = 0.89
     experts_share: float = 0.47
     device_bytes_s: float = 3.6e12
     h2d_bytes_s: float = 53e9
@@ -55,8 +56,7 @@ class Rates:
     pageable_bytes_s: float = 10e9
     cpu_adam_s_per_elem: float = 0.174e-9
     cpu_adam_8bit_s_per_elem: float = 0.348e-9
-    launch_s_per_block: float = 1.6e-3
-    recompute_s_per_block: float = 1.0e-3
+    operation_s: float = 24.3e-6
     stage3_s_per_tensor: float = 0.43e-3
     stage3_s_per_leaf: float = 2.5e-3
     host_bytes_s: float = 95e9
@@ -66,6 +66,11 @@ class Rates:
     stage3_bytes_s: float = 80e9
     peak_flops: float = 989e12
     ranks_share_host: bool = True
+
+    @property
+    def pace(self) -> float:
+        """How much longer this host takes for what its thread does than the one of the defaults."""
+        return self.operation_s / Rates.operation_s
 
 
 def rates_from(values: Mapping[str, Any]) -> Rates:
@@ -161,11 +166,10 @@ def _compute_s(plan: PlanInput, rates: Rates, *, forward: bool = False) -> float
     # A row of logits that is no multiple of 16 bytes: products read it element by element.
     outside *= 1 if plan.geometry.vocab % 8 == 0 else _UNALIGNED
     products = (blocks - experts + outside) / rates.products_share + experts / rates.experts_share
-    seen, share = plan.geometry.attended(plan.seq_len), rates.attention_share
-    if plan.geometry.keeps.matrix:  # products of all scores, also those that the mask hides
-        seen, share = 2 * plan.geometry.layers * plan.seq_len, rates.products_share
-    attention = (times + (0 if plan.of_attention else again)) * seen * plan.geometry.query / share
-    return 2 * plan.tokens * (products + attention) / rates.matmul_flops + (times + again) / 3 * _passes_s(plan, rates)
+    ahead, back = (1.0, 0.0) if forward else (1.0 + again, 1.0)
+    attention = attention_flops(plan, rates.products_share, 1.0 if plan.of_attention else ahead, back)
+    passes = moved_bytes(plan, ahead, back) / rates.device_bytes_s
+    return (2 * plan.tokens * products + attention) / rates.matmul_flops + passes
 
 
 # Of the head's products, where rows of logits are no multiple of 16 bytes: seconds over those of others (Granite 3 2B, 49,155 columns).
@@ -209,11 +213,6 @@ def _again_elems(plan: PlanInput) -> float:
         feed = sum(plan.parameters.items[i].elems for part in feed_forward(plan.parameters) for i in part)
         left_out = feed if plan.tile_tokens else plan.block_count * g.ffn * g.hidden
     return _recomputed(plan) * max(0, active_elems(plan, of_blocks=True) - left_out)
-
-
-def _passes_s(plan: PlanInput, rates: Rates) -> float:
-    """Of forward and backward: what blocks move beside products; of which a recompute makes the forward's third again."""
-    return moved_bytes(plan) / rates.device_bytes_s
 
 
 def _logits_s(plan: PlanInput, rates: Rates) -> float:
@@ -266,7 +265,7 @@ def _optimizer_s(plan: PlanInput, rates: Rates, forward_s: float, backward_s: fl
 
 def forward_s(plan: PlanInput, rates: Rates) -> float:
     """Of one micro step: on the card, or longer if its launches take longer."""
-    return max(_compute_s(plan, rates, forward=True), plan.block_count * rates.launch_s_per_block)
+    return max(_compute_s(plan, rates, forward=True), plan.block_count * _launch_s(plan, rates) / 3)
 
 
 def _elementwise_s(plan: PlanInput, rates: Rates) -> float:
@@ -298,16 +297,21 @@ def host_s(plan: PlanInput, rates: Rates | None = None) -> float:
     this of two plans that differ in `settings.leaf_classes`; `step_time` counts it beside what the card does meanwhile.
     """
     rates = rates or Rates()
-    recompute = rates.recompute_s_per_block + (_WATCHED_S if plan.of_attention else 0.0)
-    launches = 3 * plan.block_count * rates.launch_s_per_block + plan.recomputed_blocks * recompute
+    again = _launch_s(plan, rates) / 3 + (_WATCHED_S if plan.of_attention else 0.0)
+    launches = plan.block_count * _launch_s(plan, rates) + plan.recomputed_blocks * again
     tensors = [i for block in plan.parameters.blocks.values() for i in block]
     if plan.settings.stage == 3:
         leafs = leafs_of_plan(plan)
         inside = Counter(leafs[i] for i in tensors if i in leafs)
         alone = (len(tensors) - inside.total()) * rates.stage3_s_per_tensor
         hooks = alone + sum(min(rates.stage3_s_per_leaf, n * rates.stage3_s_per_tensor) for n in inside.values())
-        launches += (3 + plan.recomputed_blocks / max(1, plan.block_count)) * hooks
+        launches += (3 + plan.recomputed_blocks / max(1, plan.block_count)) * hooks * rates.pace
     return launches
+
+
+def _launch_s(plan: PlanInput, rates: Rates) -> float:
+    """Of the host's thread for one block, forward and backward, of which a third is forward's."""
+    return launched(plan).operations * rates.operation_s
 
 
 # Of the host, to look for attention in a block's two forwards (models/recompute.py _InAttention), on a CPU where a block takes 4 ms.

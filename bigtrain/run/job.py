@@ -321,7 +321,8 @@ def build(job: Job) -> tuple[torch.nn.Module, data.Isolation]:
     attention.tell(args, model, job.seq_len)
     isolation = data.prepare_isolation(model, args.packing)
     models.disable_cache(model)
-    also_end_at(model, job.rows.turn_end)
+    if job.rows is not None:
+        also_end_at(model, job.rows.turn_end)
     if fused_kernels(args):
         use_liger(model)
     if args.mlp_tile_tokens:

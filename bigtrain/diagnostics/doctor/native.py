@@ -116,6 +116,10 @@ def check_rates(probed: Probed) -> list[Finding]:
             number = float(value)
             if key == "matmul_flops":
                 out.append(ok("GPU matmul", "measured", f"{number / 1e12:.0f} TFLOP/s in bf16"))
+            elif key == "operation_s":
+                out.append(
+                    ok("launching", "measured", f"{1e6 * number:.1f} us of the host for a small operation and its backward")
+                )
             elif key in ("h2d_bytes_s", "d2h_bytes_s") and number < SLOW_BUS_BYTES_S:
                 remedy = "nvidia-smi -q | grep -A4 'PCIe Generation': another slot, or bind ranks to the GPU's NUMA node"
                 out.append(

@@ -53,7 +53,7 @@ def host_rates() -> dict[str, float]:
 
 
 def device_rates() -> dict[str, float]:
-    """GPU: pinned and pageable copies each way, copy within the card, a large bf16 matmul.
+    """GPU: pinned and pageable copies each way, copy within the card, a large bf16 matmul; and what launching takes of the host's thread.
 
     Raises:
         RuntimeError: memory cannot be pinned, or CUDA does not start.
@@ -83,7 +83,26 @@ def device_rates() -> dict[str, float]:
         "pageable_bytes_s": size / timed(lambda: card.copy_(pageable)),
         "device_bytes_s": 2 * other.nbytes / timed(lambda: target.copy_(other)),
         "matmul_flops": 2 * 8192**3 / timed(lambda: a @ b, 10),
+        "operation_s": operation_s("cuda"),
     }
+
+
+def operation_s(device: str, chain: int = 50) -> float:
+    """Seconds of the host's thread for one small operation and its backward, as autograd runs them."""
+    import torch
+
+    start = torch.ones(64, 64, device=device, requires_grad=True)
+    ones = torch.ones_like(start)
+
+    def there_and_back() -> None:
+        x = start
+        for _ in range(chain):
+            x = x * 2.0
+        torch.autograd.grad(x, start, ones)
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return fastest(there_and_back, 20) / chain
 
 
 # ---------------------------------------------------------------- native parts
