@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def about_files(what: str, folder: str | None = None) -> Iterator[None]:
-    """Turn what a library raises about files (of `folder`, if it is one) into a UsageError that names the flag."""
+    """Turn what a library raises about files (of a tokenizer's `folder`, if it is one) into a UsageError that names the flag."""
     try:
         yield
     except Exception as error:
         if not _is_about_files(error):
             raise
-        raise UsageError(f"the {what} cannot be loaded: {standins.among(folder or '') or error}") from error
+        raise UsageError(f"the {what} cannot be loaded: {standins.why_no_tokenizer(folder or '', error)}") from error
 
 
 def _is_about_files(error: Exception) -> bool:

@@ -60,6 +60,15 @@ def test_a_value_that_a_config_cannot_have_is_told_for_tokenizer_and_model(tmp_p
         load_tokenizer(args)
 
 
+def test_an_empty_file_beside_a_tokenizer_hides_nothing_of_what_is_wrong(tmp_path):
+    (tmp_path / "trainer_state.json").touch()
+    with pytest.raises(UsageError, match=r"loaded: ValueError: no such class$"), about_files("tokenizer", str(tmp_path)):
+        raise ValueError("no such class")
+    (tmp_path / "special_tokens_map.json").touch()
+    with pytest.raises(UsageError, match=r"special_tokens_map.json is empty: .* \(ValueError: no such class\)$"), about_files("tokenizer", str(tmp_path)):  # fmt: skip
+        raise ValueError("no such class")
+
+
 def test_all_that_is_wrong_with_a_ds_config_is_in_one_report():
     """What DeepSpeed would not take, and what it would and bigtrain does not follow; a section that is none is no traceback."""
     wrong = {
