@@ -7,8 +7,9 @@ import pytest
 from transformers import AutoTokenizer, LlamaConfig
 
 from bigtrain.data.demo import train_tokenizer
+from bigtrain.data.isolation_choice import VARLEN
 from bigtrain.errors import ConfigError, ModelError, UsageError
-from bigtrain.run.argument_problems import all_of
+from bigtrain.run.argument_problems import ATTENTIONS, all_of, find_problems
 from bigtrain.run.arguments import TrainArguments
 from bigtrain.run.job import read_ds_config
 from bigtrain.run.model_files import about_files, choose_seq_len, load_model_config, load_tokenizer, tell_foreign_tokenizer
@@ -80,6 +81,20 @@ def test_all_that_is_wrong_with_a_ds_config_is_in_one_report():
         read_ds_config(replace(ARGS, ds_config=json.dumps(wrong)))
     for part in ("zero_optimization.stage = 7", "optimizer.params.momentum", "scheduler"):
         assert part in str(refused.value)
+
+
+def test_an_attention_that_nobody_knows_is_told_with_the_other_arguments():
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    theirs = {name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "paged" not in name and name != VARLEN}
+    assert theirs <= set(ATTENTIONS)
+    for name in ("spda", VARLEN, *ATTENTIONS, "kernels-community/flash-attn"):
+        told = [
+            line for line in find_problems(replace(ARGS, attn_implementation=name)) if line.startswith("--attn_implementation")
+        ]
+        assert bool(told) == (name in ("spda", VARLEN))
+    of_its_own = replace(ARGS, attn_implementation="mine", trust_remote_code=True)
+    assert not [line for line in find_problems(of_its_own) if "attn_implementation" in line]
 
 
 def test_what_several_checks_refuse_is_said_at_once():
