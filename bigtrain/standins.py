@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 from pathlib import Path
@@ -50,6 +51,15 @@ def _unreadable(path: str | Path, error: OSError) -> str:
     return f"not readable: {error.strerror}"
 
 
+def _no_json(path: str) -> str:
+    try:
+        if path.endswith(".json"):
+            json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return "no JSON: download or copy it again"
+    return ""
+
+
 def why_no_tokenizer(folder: str | Path, error: Exception) -> str:
     """Why a library could not load one: a file of `folder` in whose place something else stands, and what the library said.
 
@@ -57,6 +67,11 @@ def why_no_tokenizer(folder: str | Path, error: Exception) -> str:
     of weights that who wants the tokenizer alone leaves.
     """
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    told = ((path, instead(path)) for name in names if _TOKENIZERS.fullmatch(name) for path in [os.path.join(folder, name)])
+    told = (
+        (path, instead(path) or _no_json(path))
+        for name in names
+        if _TOKENIZERS.fullmatch(name)
+        for path in [os.path.join(folder, name)]
+    )
     said = f"{type(error).__name__}: {error}"
     return next((f"{path} is {why} ({said})" for path, why in told if why), said)

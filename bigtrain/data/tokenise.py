@@ -94,6 +94,8 @@ def text_encoder(tokenizer: Any, append_eos: bool, text_column: str) -> Encoder:
     def encode(batch: Columns, samples: list[int]) -> Columns:
         texts = batch[text_column]
         for text, sample in zip(texts, samples):
+            if text is None:
+                raise DataError(f"sample {sample}: it has no {text_column!r} (no such key, or null): remove it, or give it one")
             if not isinstance(text, str):
                 raise DataError(f"sample {sample}: {text_column!r} is {type(text).__name__} ({text!r:.80}), not a string")
         ids: list[np.ndarray] = []

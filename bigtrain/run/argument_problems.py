@@ -336,8 +336,16 @@ def _too_small(args: TrainArguments) -> str | None:
 
 
 def _no_model(folder: Path) -> str:
-    """Why a folder is none of a Hugging Face model; empty if it is one, or no folder."""
-    if not folder.is_dir() or (folder / "config.json").exists():
+    """Why a folder or file is none of a Hugging Face model; empty if it is one, or not there."""
+    if folder.is_file() and folder.name != "config.json":
+        return "is a file: name the folder of the model, with its config.json"
+    if not folder.is_dir():
+        return ""
+    if (folder / "config.json").exists():
+        try:
+            shapes.read_config(folder)
+        except UsageError as error:
+            return f"cannot be used: {error}"
         return ""
     if (folder / "COMMIT").is_file():
         return (

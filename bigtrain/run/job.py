@@ -155,10 +155,13 @@ def prepare(args: TrainArguments, config: dict[str, Any], resume: Path | None = 
         CheckpointError, WeightsError: the checkpoint is damaged.
     """
     name = args.tokenizer_name_or_path or args.model_name_or_path
+    with ranks.together(
+        "reading the model's config"
+    ):  # first: the tokenizer's library reads it too, and would be blamed for it
+        model_config = load_model_config(args)
     with ranks.main_first("reading the tokenizer"), about_files(f"tokenizer of {name}", name):
         tokenizer = load_tokenizer(args)
-    with ranks.together("reading the model's config"):
-        model_config = load_model_config(args)
+    with ranks.together("comparing the tokenizer with the model's config"):
         (overrides, resize_to), seq_len, *_ = all_of(
             lambda: vocabulary(args, model_config, tokenizer),
             lambda: choose_seq_len(args, model_config),

@@ -113,3 +113,26 @@ def test_what_several_checks_refuse_is_said_at_once():
 
 def _raise(error):
     raise error
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [("[]", "is no JSON object, {...}, but list"), ("", "config.json' is empty"), ("{", "config.json' is not JSON")],
+)
+def test_a_config_that_is_none_is_told_with_the_other_arguments(tmp_path, content, said):
+    """A list ended in a TypeError of the tokenizer's."""
+    (tmp_path / "config.json").write_text(content)
+    told = [line for line in find_problems(replace(ARGS, model_name_or_path=str(tmp_path))) if line.startswith("--model_name")]
+    assert len(told) == 1 and said in told[0]
+    told = "\n".join(find_problems(replace(ARGS, model_name_or_path=__file__)))
+    assert "test_job.py is a file: name the folder of the model" in told
+
+
+def test_a_tokenizers_file_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with (
+        pytest.raises(UsageError, match=r"tokenizer\.json is no JSON: download or copy it again"),
+        about_files("tokenizer", str(tmp_path)),
+    ):
+        load_tokenizer(replace(ARGS, model_name_or_path=str(tmp_path)))
