@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 from pathlib import Path
 
 _LFS = b"version https://git-lfs.github.com/spec/"
 _PAGES = (b"<!doctype", b"<html", b"<head", b"<?xml")
 _ANSWERS = (b"Entry not found", b"Repository not found", b"Access to model", b"Invalid username or password")
-_SUFFIXES = (".json", ".model", ".txt", ".jinja")
+_TOKENIZERS = re.compile(
+    r"config\.json|(.*token.*|.*vocab.*|.*merges.*|normalizer|chat_template|.*processor_config)\.(json|txt|jinja)|.+\.(model|spm|bpe|codes|tiktoken)"
+)
 
 
 def instead(path: str | Path) -> str:
@@ -47,11 +51,27 @@ def _unreadable(path: str | Path, error: OSError) -> str:
     return f"not readable: {error.strerror}"
 
 
-def among(folder: str | Path) -> str:
-    """The first file of a tokenizer's folder in whose place something else stands, as a sentence; else empty.
+def _no_json(path: str) -> str:
+    try:
+        if path.endswith(".json"):
+            json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return "no JSON: download or copy it again"
+    return ""
 
-    Weights beside it do not count: who wants the tokenizer alone leaves their pointers.
+
+def why_no_tokenizer(folder: str | Path, error: Exception) -> str:
+    """Why a library could not load one: a file of `folder` in whose place something else stands, and what the library said.
+
+    Both, since it may have failed for another reason. Files that no tokenizer is read from do not count: an empty report, or the pointers
+    of weights that who wants the tokenizer alone leaves.
     """
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    told = ((path, instead(path)) for name in names if name.endswith(_SUFFIXES) for path in [os.path.join(folder, name)])
-    return next((f"{path} is {why}" for path, why in told if why), "")
+    told = (
+        (path, instead(path) or _no_json(path))
+        for name in names
+        if _TOKENIZERS.fullmatch(name)
+        for path in [os.path.join(folder, name)]
+    )
+    said = f"{type(error).__name__}: {error}"
+    return next((f"{path} is {why} ({said})" for path, why in told if why), said)

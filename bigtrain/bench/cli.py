@@ -47,14 +47,14 @@ def _positive(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """All cells, then the report. Rows that failed do not make the sweep fail; Ctrl-C ends it, to be continued later."""
-    from bigtrain.bench import grid, sweep
+    from bigtrain.bench import grid, refusals, sweep
 
     if not args.grid:
         return _again(args)
     cells = [cell for path in args.grid for cell in grid.read_grid(path)]
     cells = sweep.with_limits(list({repr(c): c for c in cells}.values()), args.max_cell_s, args.gpu_memory_cap)
     machine = sweep.this_machine()
-    sweep.refuse_impossible(cells, machine, run=not args.dry_run)
+    refusals.refuse_impossible(cells, machine, run=not args.dry_run)
     if args.dry_run:
         return _dry_run(cells, machine)
     out = Path(args.output_dir)

@@ -39,7 +39,11 @@ _OWN = ("runner", "num_gpus", "steps", "warmup", "max_cell_s", "env")
 _SHORT = {"model": "model_name_or_path", "accumulation": "gradient_accumulation_steps", "num_ranks": "num_gpus"}
 # The sweep decides these itself.
 _TAKEN = ("output_dir", "max_steps", "overwrite_output_dir", "report_to", "resume_from_checkpoint", "no_export", "disable_tqdm")
-_BIGTRAINS = ("checkpoint_blocks", "checkpointing_policy", "leaf_blocks", "mlp_tile_tokens")
+# What peers would pass over, and so compute something else.
+_BIGTRAINS = (
+    "checkpoint_blocks", "checkpointing_policy", "leaf_blocks", "mlp_tile_tokens", "torch_compile", "freeze", "keep_in_fp32", "offload_gradients",
+    "train_data",
+)  # fmt: skip
 PEER_OPTIMIZERS = ("adamw", "adamw_8bit")
 _LISTS = ("freeze", "keep_in_fp32")
 _OVERRIDE = "ds_config."
@@ -184,8 +188,8 @@ def _cell(values: Mapping[str, Any], folder: Path) -> Cell:
         raise UsageError("grid: `model` (preset:NAME or a folder) and `ds_config` (preset, file or mapping) are needed")
     config, name = _ds_config(left.pop("ds_config"), overrides, folder)
     env = own.get("env") or {}
-    if not isinstance(env, dict) or any(isinstance(v, dict | list) for v in env.values()):
-        raise UsageError(f"grid: env is {env!r}; it must be a mapping of variables, {{NAME: value}}")
+    if not isinstance(env, dict) or not all(map(_is_variable, env, env.values())):
+        raise UsageError(f"grid: env is {env!r}; it must be a mapping of variables, {{NAME: value}}, of texts or numbers")
     own["env"] = {str(k): str(v) for k, v in env.items()}
     left.setdefault("seq_len", defaults.SEQ_LEN)
     if isinstance(left.get("leaf_blocks"), bool):  # YAML reads on and off as true and false
@@ -195,6 +199,12 @@ def _cell(values: Mapping[str, Any], folder: Path) -> Cell:
     cell = Cell(**own, ds_config=config, ds_name=name, arguments=left)
     _check(cell)
     return cell
+
+
+def _is_variable(name: Any, value: Any) -> bool:
+    """True for what the system takes and YAML has left as it was written: of yes and no it makes true and false."""
+    said = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return bool(name) and isinstance(name, str) and "=" not in name and said and "\0" not in f"{name}{value}"
 
 
 def _ds_config(value: Any, overrides: Mapping[str, Any], folder: Path) -> tuple[Any, str]:
@@ -247,11 +257,13 @@ def _check(cell: Cell) -> None:
 
 def _check_peer(cell: Cell) -> None:
     """Peers have no place for some arguments: found here, before a sweep has taken the cards."""
-    mine = [name for name in _BIGTRAINS if name in cell.arguments]
+    if cell.ds_config == "auto":
+        raise UsageError(f"grid: runner {cell.runner} cannot choose a ds_config by itself: name one, or exclude auto there")
+    mine = [name for name in _BIGTRAINS if cell.arguments.get(name) not in (None, False, [])]
+    mine += ["packing"] if cell.arguments.get("packing", "none") != "none" else []
+    mine += ["attn_implementation auto"] if cell.arguments.get("attn_implementation") == "auto" else []
     if mine:
-        raise UsageError(
-            f"grid: {mine[0]} is bigtrain's own: runner {cell.runner} recomputes all blocks or none, as a whole; exclude it there"
-        )
+        raise UsageError(f"grid: {mine[0]} is bigtrain's own: runner {cell.runner} would pass over it; exclude it there")
     optim = cell.arguments.get("optim", PEER_OPTIMIZERS[0])
     if optim not in PEER_OPTIMIZERS:
         raise UsageError(

@@ -63,7 +63,7 @@ def cell_of(model: str, candidate: Candidate) -> Cell:
         "optim": plan.optimizer,
         "gradient_checkpointing": plan.checkpointing != "none",
         **{name: value for name, value in flags(plan).items() if value not in (None, "full", "0.0", "auto")},
-        "use_liger_kernel": plan.kernels == "liger",
+        "use_liger_kernel": plan.kernels == "liger" or plan.chunks_loss,
     }
     if plan.frozen:
         arguments["freeze"] = list(plan.frozen)

@@ -147,19 +147,16 @@ def limits(cell: Cell, machine: Machine) -> tuple[int | None, int | None]:
     return (min(gpu, int(float(cap) * 2**30)) if gpu is not None and cap else gpu), machine.host_bytes
 
 
-def planned(cell: Cell, machine: Machine) -> Plan:
-    """The plan of a cell, as launch/train.py makes it.
+def asked(cell: Cell, machine: Machine, done: Resolved | None = None) -> PlanInput:
+    """What the cell says, with nothing settled that it leaves open; of ds_config auto (`done` is None) what the search begins from.
 
     Raises:
-        UsageError: the model's family has no formulas, or settings contradict each other.
+        UsageError: the model's family has no formulas, or the cell's values contradict each other or the model.
     """
-    done, chosen = _resolved(cell, machine)
-    run, share = done.run, _share(cell)
-    blocks, blocks_are_open = _blocks(cell), cell.arguments.get("checkpoint_blocks") == AUTO
-    policy = _policy(cell)
-    if chosen is not None:
-        policy = policy if chosen.checkpointing == "none" else chosen.checkpointing
-        blocks, blocks_are_open, share = chosen.checkpoint_blocks, False, chosen.settings.offload_gradients
+    run, blocks = run_values(cell), _blocks(cell)
+    if done is None:
+        return _plan_input(cell, machine, run, checkpointing=_policy(cell), checkpoint_blocks=blocks)
+    run = done.run
     assert run.micro_batch and run.accumulation
     found = _plan_input(
         cell,
@@ -168,13 +165,32 @@ def planned(cell: Cell, machine: Machine) -> Plan:
         ds_config=done.engine_config(),
         micro_batch=run.micro_batch,
         accumulation=run.accumulation,
-        checkpointing=policy if run.gradient_checkpointing else "none",
+        checkpointing=_policy(cell) if run.gradient_checkpointing else "none",
         checkpoint_blocks=blocks,
-    ).but(offload_gradients=share or 0.0)
+    )
+    return as_said(found.but(offload_gradients=_share(cell) or 0.0), _leafs(cell))
+
+
+def planned(cell: Cell, machine: Machine) -> Plan:
+    """The plan of a cell, as launch/train.py makes it.
+
+    Raises:
+        UsageError: the model's family has no formulas, or settings contradict each other.
+    """
+    done, chosen = _resolved(cell, machine)
+    share, blocks_are_open = _share(cell), cell.arguments.get("checkpoint_blocks") == AUTO
+    found = asked(cell, machine, done)
+    if chosen is not None:
+        share, blocks_are_open = chosen.settings.offload_gradients, False
+        policy = _policy(cell) if chosen.checkpointing == "none" else chosen.checkpointing
+        found = found.but(
+            offload_gradients=share,
+            checkpointing=policy if done.run.gradient_checkpointing else "none",
+            checkpoint_blocks=chosen.checkpoint_blocks,
+        )
     gpu, host = limits(cell, machine)
     buffers = not cell.arguments.get("no_plan") and buffers_are_open(done.config)
     rates = stored_rates(machine.device)
-    found = as_said(found, _leafs(cell))
     found = settled(found, gpu, host, rates, share=share is None, buffers=buffers, blocks=blocks_are_open)
     found = with_leafs(found, gpu, host) if _leafs(cell) == AUTO else found
     return plan.predict(found, gpu_memory_bytes=gpu)

@@ -26,7 +26,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bigtrain import defaults, optim
 from bigtrain.bench import inputs, prediction, result
 from bigtrain.bench.grid import Cell, labels
 from bigtrain.bench.prediction import Machine
@@ -196,8 +195,6 @@ class Sweep:
 
     def _peer_file(self, cell: Cell, folder: Path, rows: Path, model: Mapping[str, Any]) -> Path:
         """Everything that a peer needs, in one file: it imports nothing of bigtrain."""
-        if cell.ds_config == "auto":
-            raise UsageError(f"runner {cell.runner} cannot choose a ds_config by itself: name one")
         filled, asked = prediction.resolved(cell, self.machine), copy.deepcopy(cell.ds_config)
         if self.machine.device == "cpu":
             _without_a_compiler(filled.config)
@@ -282,37 +279,6 @@ def code_version() -> str:
         for file in sorted((CLONE / folder).rglob("*.py")):
             digest.update(str(file.relative_to(CLONE)).encode() + file.read_bytes())
     return f"sources {digest.hexdigest()[:16]}"
-
-
-def refuse_impossible(cells: Sequence[Cell], machine: Machine, *, run: bool = True) -> None:
-    """Find the models, ds_configs, optimizers and numbers of ranks that cannot run, before the first cell takes the cards.
-
-    Args:
-        run: the cells are to run here; else they are planned, for any number of cards.
-
-    Raises:
-        UsageError: with each cell and what is wrong with it.
-    """
-    problems = []
-    for cell, label in zip(cells, labels(cells) if cells else ()):
-        try:
-            model_config(cell.model)
-            optim.canonical_name(cell.arguments.get("optim") or defaults.OPTIM)
-            if cell.ds_config != "auto":
-                prediction.resolved(cell, machine)
-            optim.schedule(cell.arguments.get("lr_scheduler_type") or "linear", total_steps=1)
-            if run and machine.cards and cell.num_gpus > len(machine.cards):
-                chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-                by = f" by CUDA_VISIBLE_DEVICES={chosen}" if chosen is not None else ""
-                raise UsageError(
-                    f"num_gpus {cell.num_gpus}: its ranks see {len(machine.cards)} GPU(s){by}, one for each is needed"
-                )
-        except UsageError as error:
-            problems.append(f"cell {label}: {str(error).rstrip()}")
-    if problems:
-        raise UsageError(
-            "\n".join([*dict.fromkeys(problems[:10]), *([f"and {len(problems) - 10} more cells"] if problems[10:] else [])])
-        )
 
 
 def with_limits(cells: Sequence[Cell], max_cell_s: float | None, cap_gib: float | None) -> list[Cell]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -22,14 +23,21 @@ def problems(arguments: Mapping[str, Any], ds_config: Any) -> list[str]:
     Args:
         arguments: by the names of `TrainArguments`. ds_config: content, or "auto".
     """
-    wrong = list(_wrong_types(arguments))
-    if wrong:
-        return wrong
+    return list(_wrong_types(arguments)) or [as_keys(line) for line in find_problems(as_run(arguments, ds_config))]
+
+
+def as_run(arguments: Mapping[str, Any], ds_config: Any) -> TrainArguments:
+    """The arguments as the program will have them."""
     told = {name: str(value) if _kinds()[name][0] is str else value for name, value in arguments.items()}
     if isinstance(told.get("warmup_steps"), float):
         told["warmup_ratio"] = told.pop("warmup_steps")
     text = ds_config if isinstance(ds_config, str) else json.dumps(ds_config, default=str)
-    return list(find_problems(TrainArguments(**{**_GIVEN, **told, "ds_config": text})))
+    return TrainArguments(**{**_GIVEN, **told, "ds_config": text})
+
+
+def as_keys(text: str) -> str:
+    """A message of the program in the words of a grid: keys, not flags."""
+    return re.sub(rf"--(?=({'|'.join(_kinds())})\b)", "", text)
 
 
 def _wrong_types(arguments: Mapping[str, Any]) -> Iterator[str]:

@@ -7,8 +7,6 @@ that tests can kill the process, or let the disk fail, at each single point.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import shutil
 import stat
@@ -20,6 +18,7 @@ import xxhash
 from bigtrain import standins
 from bigtrain.checkpoint.manifest import ALIGN_BYTES, SavedSlice
 from bigtrain.errors import CheckpointError
+from bigtrain.weights import lock
 
 HEADER_LIMIT_BYTES = 1 << 30
 
@@ -86,35 +85,22 @@ class Disk:
 
 
 def claim(folder: Path) -> int:
-    """Keep other processes from writing checkpoints into `folder`, until `release`, or until this process ends.
+    """Keep other processes from writing checkpoints into `folder`, until `lock.release`, or until this process ends.
 
     Returns:
-        For `release`; -1 on a file system that cannot lock a folder.
+        For `lock.release`; -1 on a file system that cannot lock a folder.
 
     Raises:
         CheckpointError: another process has it.
     """
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            return -1
+    handle = lock.acquire(folder)
+    if handle is None:
         raise CheckpointError(
             f"another run is writing a checkpoint into {folder}: two runs in one folder would delete each other's. Stop one of "
             "them, or give this one another --output_dir.",
             str(folder),
-        ) from error
+        )
     return handle
-
-
-def release(handle: int) -> None:
-    """Give up what `claim` returned."""
-    if handle >= 0:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone leaves it to data workers that were forked while it was held
-        os.close(handle)
 
 
 def aligned(offset: int) -> int:

@@ -30,6 +30,7 @@ from bigtrain.checkpoint.pieces import Job, data_bytes, plan
 from bigtrain.checkpoint.slices import LocalSlice, raw, share_of
 from bigtrain.errors import CheckpointError
 from bigtrain.plan.disk import SPARE_BYTES
+from bigtrain.weights import lock
 from bigtrain.whereabouts import HERE
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Saver:
                 try:
                     store.restore_moved_aside(self._disk, self.root)
                 finally:
-                    files.release(claim)
+                    lock.release(claim)
 
     # ------------------------------------------------------------ the training thread
 
@@ -159,7 +160,7 @@ class Saver:
         except BaseException:
             agreed.put(False)
             self.copier.release(job)
-            files.release(job.claim)
+            lock.release(job.claim)
             if ranks.is_main():
                 Disk().remove_tree(scratch)
             raise
@@ -224,7 +225,7 @@ class Saver:
         try:
             self._finish(job)
         finally:
-            files.release(job.claim)
+            lock.release(job.claim)
 
     def _finish(self, job: Job) -> None:
         failure: Exception | None = None

@@ -9,6 +9,7 @@ from pathlib import Path
 from bigtrain.checkpoint import files, store
 from bigtrain.checkpoint.files import Disk
 from bigtrain.errors import CheckpointError
+from bigtrain.weights import lock
 from bigtrain.whereabouts import HERE
 
 BLOCK_BYTES = 16 << 20
@@ -25,7 +26,7 @@ def prepare(disk: Disk, root: Path) -> None:
     try:
         store.restore_moved_aside(disk, root)
     finally:
-        files.release(claim)
+        lock.release(claim)
 
 
 def copy(disk: Disk, checkpoint: Path, root: Path) -> Path:

@@ -16,6 +16,7 @@ from bigtrain.checkpoint import files, manifest
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.manifest import Commit, RankManifest
 from bigtrain.errors import CheckpointError
+from bigtrain.weights import lock
 
 log = logging.getLogger(__name__)
 MODEL = "model"  # subfolder for config and tokenizer
@@ -270,7 +271,7 @@ def recover(root: Path) -> None:
             if claim >= 0:  # else a writer may be between the two renames right now
                 restore_moved_aside(Disk(), root, delete=False)
         finally:
-            files.release(claim)
+            lock.release(claim)
 
 
 def restore_moved_aside(disk: Disk, root: Path, delete: bool = True) -> None:

@@ -15,7 +15,7 @@ from bigtrain.config.resolve import Decision, Resolved, resolve, table
 from bigtrain.config.rules_run import left_open
 from bigtrain.config.run import RunValues
 from bigtrain.config.shape import ModelShape
-from bigtrain.config.undone import refuse_undone, undone
+from bigtrain.config.undone import refuse_kept, refuse_undone, undone
 
 __all__ = [
     "PRESETS",
@@ -32,6 +32,7 @@ __all__ = [
     "lint",
     "load",
     "parse",
+    "refuse_kept",
     "refuse_undone",
     "report",
     "resolve",

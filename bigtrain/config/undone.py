@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bigtrain.config.problems import Problem, ordered, report
-from bigtrain.errors import ConfigError
+from bigtrain.errors import ConfigError, UsageError
 
 # Key -> (what bigtrain does, what to write). DeepSpeed's meaning: runtime/lr_schedules.py and ops/adam of 0.19.8.
 _SCHEDULE: dict[str, tuple[Any, str, str]] = {
@@ -63,6 +63,20 @@ def refuse_undone(config: Mapping[str, Any], name: str = "ds_config", **counts: 
     """
     if problems := list(undone(config, **counts)):
         raise ConfigError(report(ordered(problems), name))
+
+
+def refuse_kept(patterns: Sequence[str], stage: int, bf16: bool) -> None:
+    """Refuse `keep_in_fp32` where DeepSpeed cannot.
+
+    Raises:
+        UsageError: patterns are given and the training is in bf16 at stages 1 to 3.
+    """
+    if patterns and bf16 and stage > 0:
+        raise UsageError(
+            f"keep_in_fp32={list(patterns)} at ZeRO stage {stage}: DeepSpeed 0.19.8 holds parameters in flat buffers of one "
+            "dtype and reduces their gradients in it, so parameters cannot stay fp32 beside bf16 ones (buffers can, and do). "
+            "Use stage 0, train in fp32 (bf16.enabled false), or cast inside the module: F.linear(x.float(), weight.float())."
+        )
 
 
 def _other(config: Mapping[str, Any], name: str, known: Mapping[str, tuple[Any, str, str]]) -> Iterator[Problem]:

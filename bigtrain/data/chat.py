@@ -103,15 +103,33 @@ class ChatEncoder:
         return added | dict(zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens))
 
     @cached_property
-    def turn_end(self) -> int | None:
-        """Id that a model learns to end an answer with: the special token that the template writes after one, else the end token."""
+    def _behind(self) -> tuple[int | None, str]:
+        """What the template writes after an answer: the special token that ends it, or else the text that opens the user's turn."""
+        user, tokenizer = _PROBE[::-1], self.tokenizer
+        probe = [{"role": "user", "content": user}, {"role": "assistant", "content": _PROBE}]
         try:
-            probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
-            tail = self._render(probe, None).rsplit(_PROBE, 1)[1]
+            head, _, rest = self._render(probe, None).partition(user)
+            marked = self._marked(probe, None) if self.marks_answers else ([], [])
         except Exception:  # a template may demand more of a conversation than the probe has; the end token remains
-            return self.tokenizer.eos_token_id
-        tokens = self.tokenizer(tail, add_special_tokens=False)["input_ids"]
-        return next((token for token in tokens if token in self.special_tokens), self.tokenizer.eos_token_id)
+            return None, ""
+        if declared := [token for token, keep in zip(*marked) if keep and token in self.special_tokens]:
+            return declared[-1], ""
+        between, _, tail = rest.rpartition(_PROBE)
+        tokens = tokenizer(tail, add_special_tokens=False)["input_ids"]
+        token = next((token for token in tokens if token in self.special_tokens), None)
+        if token is None or token == tokenizer.eos_token_id:
+            return token, ""
+        opening = tail[max(0, tail.find(self.special_tokens[token])) :].strip()
+        opens = head.rstrip().endswith(opening) and not between.rstrip().endswith(opening)
+        return (None, opening) if opens else (token, "")
+
+    @cached_property
+    def turn_end(self) -> int | None:
+        """Id that a model learns to end an answer with: the special token that the template writes after one, else the end token.
+
+        What opens the user's turn is no end of the answer, even where the template writes it at once.
+        """
+        return self.tokenizer.eos_token_id if self._behind[0] is None else self._behind[0]
 
     @cached_property
     def turn_ends(self) -> frozenset[int]:
@@ -209,11 +227,15 @@ class ChatEncoder:
         """The conversation without its tool calls; None where the template refuses that, so that it looks at them."""
         return self._tried([{"content": "", **{k: v for k, v in m.items() if k != "tool_calls"}} for m in messages], tools)
 
-    def _by_template(self, messages: list[Message], tools: Any, has_answer: bool, sample: int) -> Encoded:
+    def _marked(self, messages: list[Message], tools: Any) -> tuple[list[int], list[int]]:
+        """Ids, and 1 for each that the template marks as an answer's."""
         out = self.tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        ids, mask = list(out["input_ids"]), list(out["assistant_masks"])
+        return list(out["input_ids"]), list(out["assistant_masks"])
+
+    def _by_template(self, messages: list[Message], tools: Any, has_answer: bool, sample: int) -> Encoded:
+        ids, mask = self._marked(messages, tools)
         if has_answer and not any(mask):
             raise DataError(
                 f"sample {sample}: the chat template has {{% generation %}} but marks no token of this conversation as "
@@ -240,7 +262,9 @@ class ChatEncoder:
         if not after.startswith(before) or not text.startswith(after):
             return self._span_of_content(text, messages, tools, answer, sample)
         stripped = after.rstrip()
-        if stripped.endswith(tuple(self.special_tokens.values())):
+        if (opening := self._behind[1]) and stripped.endswith(opening):
+            after = stripped.removesuffix(opening)
+        elif stripped.endswith(tuple(self.special_tokens.values())):
             after = stripped  # the line break after an end-of-turn token belongs to the next turn
         return len(before), len(after)
 
@@ -274,13 +298,18 @@ class ChatEncoder:
         return start, next((behind + len(mark) for mark in ends if text.startswith(mark, behind)), end)
 
     def _end(self, ids: list[int], labels: list[int]) -> None:
-        """Appends the end token, in the loss, when the template closed the last answer without any."""
+        """Appends the end token, in the loss, when the template closed the last answer without any; a user's turn opened there goes."""
         last = next((token for token in reversed(labels) if token != IGNORE), None)
         if last in self.turn_ends:
             return
         eos = self.tokenizer.eos_token_id
         if eos is None:
             raise DataError("neither the chat template nor the tokenizer has an end token; set tokenizer.eos_token")
+        if opening := self._behind[1]:
+            mark = self.tokenizer(opening, add_special_tokens=False)["input_ids"][0]
+            begin = len(ids) - 1 - ids[::-1].index(mark) if mark in ids else len(ids)
+            if self.tokenizer.decode(ids[begin:]).strip() == opening:
+                del ids[begin:], labels[begin:]
         ids.append(eos)
         labels.append(eos)
 

@@ -11,6 +11,7 @@ their feature says so (`CODED`). `decoded` gives back what stood in the file.
 from __future__ import annotations
 
 import bz2
+import codecs
 import contextlib
 import gzip
 import io
@@ -202,6 +203,20 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
                 yield inner
 
 
+def first_not_utf8(files: Iterable[Path]) -> Path | None:
+    """The first of these files that holds bytes that are no UTF-8."""
+    for file in files:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        with _opened(file) as stream:
+            try:
+                while part := stream.read(1 << 20):
+                    decoder.decode(part)
+                decoder.decode(b"", final=True)
+            except UnicodeDecodeError:
+                return file
+    return None
+
+
 def _zstandard(file: Path) -> Any:
     try:
         import zstandard
@@ -243,6 +258,7 @@ def _of_lines(file: Path, stream: BinaryIO) -> Iterator[Row]:
             problem = f"{type(error).__name__}: {error}"
         if problem:
             raise DataError(f"{file} line {number}: {problem}: {line[:80]!r}")
+        _refuse_wrapped(file, value)
         yield f"{file} line {number}", len(line), value
 
 
@@ -254,6 +270,7 @@ def _of_whole(file: Path, stream: BinaryIO) -> Iterator[Row]:
     except (ValueError, RecursionError) as error:
         lines = f"; its first line is {_first_of(text)!r:.80}: where each line is to be a row, each must be a whole object"
         raise DataError(f"{file}: {type(error).__name__}: {error}{lines}") from error
+    _refuse_wrapped(file, value)
     items = value if isinstance(value, list) else [value]
     size = len(text) // max(1, len(items))
     kinds = {type(item) for item in items}
@@ -263,6 +280,15 @@ def _of_whole(file: Path, stream: BinaryIO) -> Iterator[Row]:
         if not isinstance(item, dict):
             raise DataError(f"{file}: element {place} of its list is a {type(item).__name__}, not an object: {item!r:.80}")
         yield f"{file} element {place}", size, item
+
+
+def _refuse_wrapped(file: Path, value: Any) -> None:
+    """All samples in a list under one key would be one sample, whose column nobody knows."""
+    if not isinstance(value, dict) or not value.keys().isdisjoint(KNOWN):
+        return
+    for key, inner in value.items():
+        if isinstance(inner, list) and inner and isinstance(inner[0], dict) and not inner[0].keys().isdisjoint(KNOWN):
+            raise DataError(f"{file}: the samples stand in a list under {key!r}: give that list alone, or one sample a line")
 
 
 def _first_of(text: bytes) -> bytes:

@@ -217,8 +217,8 @@ class Rows:
             )
         if not len(useful) or not targets.sum():
             raise DataError(
-                f"none of the {len(store)} samples has a token to learn from: they are empty, one token long, or have no "
-                "answer (role 'assistant') in them"
+                f"none of the {len(store)} samples has a token to learn from: they are empty, one token long, have no "
+                "answer (role 'assistant') in them, or labels that are all -100"
             )
         self._pieces = pack(store, useful, seq_len)
         self.stats = self._count(targets, useful)

@@ -109,6 +109,9 @@ def _load_files(
         why = str(error) if isinstance(error, DataError) else _root_cause(error)
         if "corresponds to no data" in why or why.endswith("holds 0 samples"):  # of files of blank lines alone
             raise DataError(f"{paths} holds 0 samples") from error
+        if "UnicodeDecodeError" in why:
+            which = jsonfile.first_not_utf8(files) if kind == "text" else None
+            why += f"{f' in {which}' if which else ''}. Text is read as UTF-8: convert it, for example with iconv -f latin1 -t utf-8 (or -f utf-16)"
         raise DataError(f"cannot read {paths} as {kind} ({len(files)} files): {why}") from error
     if changed := [name for (name, *_), then, now in zip(before, before, _states(files)) if then != now]:
         raise DataError(f"{changed[:10]} changed while being read: start again when what writes there is done")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-_FORMAT = 2  # raise it when the meaning of the cached columns changes, so that older caches are not read
+_FORMAT = 3  # raise it when the meaning of the cached columns changes, so that older caches are not read
 _INT32_MAX = 2**31 - 1
 _LOSS_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask", "label_mask", "loss_weights")
 _CALL_CHARS = 4_000_000  # characters handed to the tokenizer in one call
@@ -94,6 +94,8 @@ def text_encoder(tokenizer: Any, append_eos: bool, text_column: str) -> Encoder:
     def encode(batch: Columns, samples: list[int]) -> Columns:
         texts = batch[text_column]
         for text, sample in zip(texts, samples):
+            if text is None:
+                raise DataError(f"sample {sample}: it has no {text_column!r} (no such key, or null): remove it, or give it one")
             if not isinstance(text, str):
                 raise DataError(f"sample {sample}: {text_column!r} is {type(text).__name__} ({text!r:.80}), not a string")
         ids: list[np.ndarray] = []
@@ -245,11 +247,11 @@ def make_encoder(columns: list[str], tokenizer: Any, *, append_eos: bool, text_c
 
 
 def turn_end(source: Dataset, tokenizer: Any, text_column: str) -> int | None:
-    """Id of the token that ends an answer, where the samples are conversations; None for other samples."""
+    """Id of the token that ends an answer, where the samples are conversations; None for other samples, and for none at all."""
     kind = sample_kind([name for name in source.column_names if name != PLACE], text_column)
     if kind not in ("messages", "prompt"):
         return None
-    first = decoded(source[:1], coded_columns(source)).get(kind, [None])[0]
+    first = next(iter(decoded(source[:1], coded_columns(source)).get(kind, ())), "")
     return None if isinstance(first, str) else ChatEncoder(tokenizer).turn_end
 
 

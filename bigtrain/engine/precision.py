@@ -12,6 +12,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from bigtrain import guards, zero
 from bigtrain.checkpoint.live import persistent_buffers
+from bigtrain.config import refuse_kept
 from bigtrain.errors import ModelError, UsageError
 from bigtrain.weights.dtypes import NAMES
 from bigtrain.zero import flat
@@ -127,20 +128,6 @@ def keep_parameters_in_fp32(model: torch.nn.Module, patterns: Sequence[str], sta
             raise UsageError(f"keep_in_fp32: no parameter matches {pattern!r}; names look like {names[:3]}")
         kept.update(found)
     return kept
-
-
-def refuse_kept(patterns: Sequence[str], stage: int, bf16: bool) -> None:
-    """Refuse `keep_in_fp32` where DeepSpeed cannot.
-
-    Raises:
-        UsageError: patterns are given and the training is in bf16 at stages 1 to 3.
-    """
-    if patterns and bf16 and stage > 0:
-        raise UsageError(
-            f"keep_in_fp32={list(patterns)} at ZeRO stage {stage}: DeepSpeed 0.19.8 holds parameters in flat buffers of one "
-            "dtype and reduces their gradients in it, so parameters cannot stay fp32 beside bf16 ones (buffers can, and do). "
-            "Use stage 0, train in fp32 (bf16.enabled false), or cast inside the module: F.linear(x.float(), weight.float())."
-        )
 
 
 def to_bf16(model: torch.nn.Module, keep: set[str]) -> None:

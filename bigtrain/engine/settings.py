@@ -62,10 +62,7 @@ class Settings:
         Raises:
             UsageError: the values contradict each other, or `scheduler_kwargs` has a name that `optim.schedule` does not know.
         """
-        known = ("min_ratio", "decay_steps", "decay")
-        wrong = [name for name in self.scheduler_kwargs if name not in known]
-        if wrong:
-            raise UsageError(f"lr_scheduler_kwargs: {', '.join(map(repr, wrong))} is unknown; it takes {', '.join(known)}.")
+        optim.refuse_unknown(self.scheduler_kwargs)
         return optim.schedule(
             self.scheduler, warmup_steps=self.warmup_steps, total_steps=self.total_steps, **self.scheduler_kwargs
         )

@@ -188,7 +188,8 @@ def _constructor(config: Any, attn_implementation: str | None, trust_remote_code
                     f"{cls.__name__} cannot be built from this config: {error} is none of the values that transformers knows; looked up by "
                     f"{_last_line(error)}"
                 ) from error
-            except (AttributeError, TypeError) as error:  # a setting that is missing, or None where the class computes with it
+            except (AttributeError, TypeError, AssertionError, ArithmeticError, IndexError) as error:
+                # A setting that is missing, None where the class computes with it, or beyond the others (pad_token_id above vocab_size).
                 raise ModelError(f"{cls.__name__} cannot be built from this config: {error}; at {_last_line(error)}") from error
             except (ValueError, ImportError) as error:
                 asked = isinstance(error, ImportError) and attention not in (None, "sdpa", "eager")

@@ -14,6 +14,7 @@ __all__ = [
     "canonical_name",
     "engine_config_patch",
     "param_groups",
+    "refuse_unknown",
     "schedule",
     "state_bytes",
 ]
@@ -23,6 +24,6 @@ __getattr__ = lazily(
     build="after_initialize build_optimizer",
     groups="param_groups",
     options="Offload Options",
-    schedules="schedule",
+    schedules="refuse_unknown schedule",
     table="OPTIMIZERS Optimizer canonical_name engine_config_patch state_bytes",
 )

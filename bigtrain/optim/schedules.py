@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from bigtrain import guards
@@ -67,6 +67,17 @@ def schedule(
         length = min(length, total_steps - warmup_steps)
         return _decaying(warmup_steps, total_steps - length, length, min_ratio, DECAYS[decay])
     return _decaying(warmup_steps, warmup_steps, total_steps - warmup_steps, min_ratio, DECAYS[kind])
+
+
+def refuse_unknown(kwargs: Iterable[str]) -> None:
+    """Names that `schedule` does not take beside the run's own numbers.
+
+    Raises:
+        UsageError: naming them.
+    """
+    known = ("min_ratio", "decay_steps", "decay")
+    if wrong := [name for name in kwargs if name not in known]:
+        raise UsageError(f"lr_scheduler_kwargs: {', '.join(map(repr, wrong))} is unknown; it takes {', '.join(known)}.")
 
 
 def _warm(step: int, warmup_steps: int, after: float) -> float:

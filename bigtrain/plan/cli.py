@@ -82,7 +82,7 @@ def _input(args: argparse.Namespace, config: dict[str, Any] | None, ds_config: d
         "mlp_tile_tokens": args.mlp_tile_tokens,
         "checkpointing": args.policy if recompute or (recompute is None and defaults.GRADIENT_CHECKPOINTING) else "none",
         "checkpoint_blocks": None if args.blocks == AUTO else args.blocks,
-        **(liger_for((config or {}).get("model_type")) if args.kernels == "liger" else {"kernels": "hf"}),
+        **(liger_for((config or {}).get("model_type"), args.device) if args.kernels == "liger" else {"kernels": "hf"}),
         "loss": args.loss, "device": args.device,
         "attention": attention_of("auto", "isolated", args.device, (config or {}).get("model_type")),
         "micro_batch": args.micro_batch if run is None else run.micro_batch,

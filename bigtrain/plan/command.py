@@ -18,6 +18,7 @@ def command_for(args: argparse.Namespace, best: PlanInput) -> str:
     What was open in a way that competes for memory (blocks to recompute, gradients that leave, buffers) stays open: a number for one of
     them would change what is left for the others.
     """
+    fused, usual = best.kernels == "liger" or best.chunks_loss, defaults.fused_kernels(None, best.device == "cuda")
     path, preset = Path(args.model), shapes.PREFIX + args.model.lower().removeprefix(shapes.PREFIX)
     values = {
         "model_name_or_path": path.parent if path.is_file() else path if path.exists() else preset,
@@ -31,7 +32,7 @@ def command_for(args: argparse.Namespace, best: PlanInput) -> str:
         "mlp_tile_tokens": args.mlp_tile_tokens or None,
         "offload_gradients": args.offload_gradients if args.offload_gradients != AUTO else None,
         "leaf_blocks": args.leaf_blocks if args.leaf_blocks != AUTO else None,
-        "use_liger_kernel": "false" if best.device == "cuda" and best.kernels == "hf" and not best.chunks_loss else None,
+        "use_liger_kernel": str(fused).lower() if fused != usual else None,
     }
     words = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
     return train_command(best, ["--ds_config", AUTO, *words, *(["--freeze", *args.freeze] if args.freeze else [])])

@@ -38,12 +38,12 @@ HALVES = {"phi3", "glm4"}
 NORM_LAST = {"gemma2", "gemma3_text", "gemma3", "glm4", "olmo2", "olmo3", "flex_olmo", "exaone4"}
 
 
-def liger_for(kind: str | None) -> dict[str, Any]:
+def liger_for(kind: str | None, device: str = "cuda") -> dict[str, Any]:
     """What `plan_input` is told where liger-kernel is asked for: as kernels/attach.py `use_liger` does, without it bigtrain's loss alone.
 
     None: a model of unknown family.
     """
-    known = kind is None or kind in LIGER_KINDS
+    known = device == "cuda" and (kind is None or kind in LIGER_KINDS)
     return {"kernels": "liger"} if known else {"kernels": "hf", "chunks_loss": True}
 
 

@@ -140,9 +140,7 @@ def settle_words(args: argparse.Namespace) -> None:
         raise UsageError(f"--{name} {getattr(args, name)} contradicts --{how}: leave one of them out")
     args.policy = args.checkpointing_policy or (args.checkpointing if said else None) or defaults.CHECKPOINTING_POLICY
     args.recompute = defaults.recomputes(said, args.policy, args.blocks)
-    has_gpu = args.device == "cuda"
-    fused = has_gpu and defaults.fused_kernels(args.use_liger_kernel, has_gpu)
-    args.kernels = args.kernels or ("liger" if fused else "hf")
+    args.kernels = args.kernels or ("liger" if defaults.fused_kernels(args.use_liger_kernel, args.device == "cuda") else "hf")
     _refuse_what_would_not_count(args)
 
 
@@ -159,6 +157,11 @@ def _refuse_what_would_not_count(args: argparse.Namespace) -> None:
         raise UsageError(f"an optimizer is '': name one of {', '.join(LAYOUTS)}, or leave the flag out")
     if args.optimizers and (args.optim or not args.auto):
         raise UsageError("--optimizers says what --auto may choose; --optim names the one to plan: give one of them")
+    if args.auto and args.loss is not None:
+        raise UsageError(
+            f"--loss {args.loss}: --auto ends in a command, and launch/train.py has no such flag: its loss goes with --use_liger_kernel. Leave "
+            "--loss out, or plan one configuration"
+        )
     for name in ("stage", "offload"):
         if getattr(args, name) is not None and (args.auto or args.ds_config is not None):
             decides = "--auto" if args.auto else "--ds_config"

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from bigtrain.run.arguments import TrainArguments
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
+# Those of transformers; a kernel of the hub is OWNER/NAME, and a model's own code may bring others.
+ATTENTIONS = ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 # Files of a model folder that no tokenizer is read from.
 _NO_TOKENIZER = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "*.index.json", "*.md", ".*")
 PATHS = (
@@ -41,6 +43,8 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
     yield from _problems_with_numbers(args)
     yield from _problems_with_recomputing(args)
     yield from _problems_with_files(args)
+    if args.attn_implementation not in ATTENTIONS and "/" not in args.attn_implementation and not args.trust_remote_code:
+        yield f"--attn_implementation {args.attn_implementation!r}: expected {', '.join(ATTENTIONS)}, or a kernel of the hub, OWNER/NAME"
     if args.torch_compile:
         yield from _problems_with_compiling(args)
     yield from share_problems(args.offload_gradients)
@@ -298,6 +302,13 @@ def _problems_with_files(args: TrainArguments) -> Iterator[str]:
         yield f"--resume_from_checkpoint: {resume} is no directory; write auto, or the path of a checkpoint-<step> folder"
 
 
+def too_long(seq_len: int | None, limit: int | None, model: str) -> str | None:
+    """What to say of rows that the model has no positions for; None: it has, or nobody knows."""
+    if not limit or (seq_len or 0) <= limit:
+        return None
+    return f"--seq_len {seq_len} is above the max_position_embeddings {limit} of {model}: write --seq_len {limit}, or less"
+
+
 def too_many_tokens(needed: int, size: int) -> str:
     """What to say of a tokenizer with more tokens than the model's embedding has rows."""
     return (
@@ -325,8 +336,16 @@ def _too_small(args: TrainArguments) -> str | None:
 
 
 def _no_model(folder: Path) -> str:
-    """Why a folder is none of a Hugging Face model; empty if it is one, or no folder."""
-    if not folder.is_dir() or (folder / "config.json").exists():
+    """Why a folder or file is none of a Hugging Face model; empty if it is one, or not there."""
+    if folder.is_file() and folder.name != "config.json":
+        return "is a file: name the folder of the model, with its config.json"
+    if not folder.is_dir():
+        return ""
+    if (folder / "config.json").exists():
+        try:
+            shapes.read_config(folder)
+        except UsageError as error:
+            return f"cannot be used: {error}"
         return ""
     if (folder / "COMMIT").is_file():
         return (

@@ -27,7 +27,7 @@ def check(job: Job, folder: RunFolder, reached: int) -> None:
     """
     args, resumes = job.args, job.args.resume_from_checkpoint is not None
     if resumes and not args.no_export and reached < job.steps.steps:
-        refuse_foreign(str(folder.root / "model"))
+        refuse_foreign(str(folder.root / "model"), "Move that away, give another --output_dir, or add --no_export")
     if job.checkpoint_bytes is None or job.model_bytes is None:
         return
     kept = args.save_total_limit

@@ -18,7 +18,7 @@ from bigtrain import data, defaults, models, optim, ranks
 from bigtrain.checkpoint import fit
 from bigtrain.checkpoint.live import layout_of
 from bigtrain.config import ModelShape, Resolved, RunValues
-from bigtrain.engine import precision, settings
+from bigtrain.engine import settings
 from bigtrain.kernels.attach import use_liger
 from bigtrain.plan.spilled import asked_share
 from bigtrain.run import attention
@@ -155,10 +155,13 @@ def prepare(args: TrainArguments, config: dict[str, Any], resume: Path | None = 
         CheckpointError, WeightsError: the checkpoint is damaged.
     """
     name = args.tokenizer_name_or_path or args.model_name_or_path
+    with ranks.together(
+        "reading the model's config"
+    ):  # first: the tokenizer's library reads it too, and would be blamed for it
+        model_config = load_model_config(args)
     with ranks.main_first("reading the tokenizer"), about_files(f"tokenizer of {name}", name):
         tokenizer = load_tokenizer(args)
-    with ranks.together("reading the model's config"):
-        model_config = load_model_config(args)
+    with ranks.together("comparing the tokenizer with the model's config"):
         (overrides, resize_to), seq_len, *_ = all_of(
             lambda: vocabulary(args, model_config, tokenizer),
             lambda: choose_seq_len(args, model_config),
@@ -293,7 +296,7 @@ def check_engine(job: Job) -> None:
         offload_gradients=job.offload_gradients,
     )
     settled.schedule()
-    precision.refuse_kept(args.keep_in_fp32, settled.stage, settled.bf16)
+    ds.refuse_kept(args.keep_in_fp32, settled.stage, settled.bf16)
 
 
 # ---------------------------------------------------------------- the model

@@ -12,7 +12,7 @@ from typing import Any
 from bigtrain import defaults, plan, ranks, shapes, standins
 from bigtrain.data.tokens import model_limits
 from bigtrain.errors import ModelError, UsageError
-from bigtrain.run.argument_problems import too_many_tokens
+from bigtrain.run.argument_problems import too_long, too_many_tokens
 from bigtrain.run.arguments import TrainArguments
 
 logger = logging.getLogger(__name__)
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def about_files(what: str, folder: str | None = None) -> Iterator[None]:
-    """Turn what a library raises about files (of `folder`, if it is one) into a UsageError that names the flag."""
+    """Turn what a library raises about files (of a tokenizer's `folder`, if it is one) into a UsageError that names the flag."""
     try:
         yield
     except Exception as error:
         if not _is_about_files(error):
             raise
-        raise UsageError(f"the {what} cannot be loaded: {standins.among(folder or '') or error}") from error
+        raise UsageError(f"the {what} cannot be loaded: {standins.why_no_tokenizer(folder or '', error)}") from error
 
 
 def _is_about_files(error: Exception) -> bool:
@@ -108,10 +108,8 @@ def choose_seq_len(args: TrainArguments, model_config: Any) -> int:
         UsageError: the model has no positions for so many.
     """
     limit = model_limits(model_config)[1]
-    if limit and (args.seq_len or 0) > limit:
-        raise UsageError(
-            f"--seq_len {args.seq_len} is above the max_position_embeddings {limit} of {args.model_name_or_path}: write --seq_len {limit}, or less"
-        )
+    if why := too_long(args.seq_len, limit, args.model_name_or_path):
+        raise UsageError(why)
     return defaults.seq_len(args.seq_len, limit)
 
 

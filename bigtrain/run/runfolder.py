@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.checkpoint import store
-from bigtrain.errors import BigtrainError, UsageError
+from bigtrain.errors import BigtrainError, UsageError, WeightsError
+from bigtrain.weights.folder import open_folder
 
 OWN_FILES = ("run.json", "metrics.jsonl", "eval.jsonl", "ds_config.resolved.json", "report.html", "report.png")
 OWN_FOLDERS = ("hang", "model", "runs")
@@ -227,7 +228,7 @@ class RunFolder:
         return found if isinstance(found, dict) else {}
 
     def has_model(self, step: int, resumed: str | None = "auto") -> bool:
-        """Whether `model` is a whole folder with the weights of this step, as run.json says.
+        """Whether `model` has the weights of this step, as run.json says, and all its files are there and whole.
 
         Args:
             resumed: what the run goes on from, "auto" or a path; of another run's checkpoint the model here is not.
@@ -235,8 +236,13 @@ class RunFolder:
         if resumed not in (None, "auto") and not Path(resumed).expanduser().resolve().is_relative_to(self.root.resolve()):
             return False
         folder = self.root / "model"
-        whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-        return whole and self.read_run().get("model_step") == step
+        if self.read_run().get("model_step") != step or not (folder / "config.json").is_file():
+            return False
+        try:
+            return not open_folder(folder).pickled
+        except WeightsError as error:
+            logger.warning("the model is exported again: %s", error)
+            return False
 
     def read_run(self) -> dict[str, Any]:
         """run.json as it is, empty if there is none, or one that a crash of the machine has emptied."""

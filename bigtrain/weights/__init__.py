@@ -8,7 +8,7 @@
 Where bytes lie     header, folder (safetensors, torch-free), pickles (.bin), inspect (for people)
 What they make      mapping and runs (which bytes make which tensor), slots (which elements this rank owns), dtypes
 Loading             load; plan (all checks, before a byte is read), read (moves bytes), share (each GPU reads a part), verify, guard
-Export              export; layout (names, shapes, shards), write (moves bytes), partial (until it has its name), companions (config, tokenizer),
+Export              export; layout (names, shapes, shards), write (moves bytes), partial (until it has its name), lock, companions (config, tokenizer),
                     adapters (LoRA)
 DeepSpeed's folders deepspeed_folder, deepspeed_universal (read), deepspeed_export (as a Hugging Face folder)
 """

@@ -116,7 +116,7 @@ def _model_of(model_dir: str | Path | None) -> tuple[torch.nn.Module, Any]:
     except Exception as error:  # mostly there is none in the folder: the export then has none either
         tokenizer = None
         if any(Path(model_dir).glob("*token*")):
-            why = standins.among(model_dir) or f"{type(error).__name__}: {error}"
+            why = standins.why_no_tokenizer(model_dir, error)
             logger.warning("the export has no tokenizer, as that of %s cannot be loaded: %s", model_dir, why)
     return model, tokenizer
 

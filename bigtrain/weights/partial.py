@@ -7,8 +7,6 @@ what is being written now, and the next export to the same place removes it.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import re
 import shutil
@@ -17,10 +15,11 @@ from collections.abc import Iterator
 
 from bigtrain import ranks
 from bigtrain.errors import UsageError
+from bigtrain.weights import lock
 from bigtrain.weights.write import fsync
 
 LONGEST_BYTES = 120  # of NAME in the folder's own name: file systems allow 255 in all
-_locks: dict[str, int] = {}
+_locks: dict[str, int | None] = {}
 
 
 def begin(out_dir: str) -> str:
@@ -44,9 +43,7 @@ def begin(out_dir: str) -> str:
         temporary = _make(parent, stem, out_dir)
     except OSError as error:
         raise UsageError(f"{out_dir} cannot be made: {error.strerror}. Give another folder.") from error
-    lock = _lock(f"{temporary}.new")
-    assert lock is not None  # nobody else knows it
-    _locks[temporary] = lock
+    _locks[temporary] = lock.acquire(f"{temporary}.new")  # nobody else knows it
     os.rename(f"{temporary}.new", temporary)  # under a name that is looked for, it is locked
     return temporary
 
@@ -71,13 +68,13 @@ def publish(temporary: str, out_dir: str) -> None:
     os.rename(temporary, out_dir)
     fsync(os.path.dirname(out_dir))
     shutil.rmtree(old, ignore_errors=True)
-    _unlock(temporary)
+    lock.release(_locks.pop(temporary, None))
 
 
 def drop(temporary: str) -> None:
     """Remove a folder that is not to be."""
     shutil.rmtree(temporary, ignore_errors=True)
-    _unlock(temporary)
+    lock.release(_locks.pop(temporary, None))
 
 
 @contextlib.contextmanager
@@ -112,10 +109,10 @@ def _clear_dead(out_dir: str) -> None:
 
 def _is_dead(path: str, pid: int, whole: bool) -> bool:
     """Nobody has its lock; where there are none (here, or of an earlier export, which is `whole`), the process is gone."""
-    lock = -1 if whole else _lock(path)
-    if lock is None or lock >= 0:
-        _close(lock)
-        return lock is not None
+    handle = -1 if whole else lock.acquire(path)
+    if handle is None or handle >= 0:
+        lock.release(handle)
+        return handle is not None
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -123,23 +120,3 @@ def _is_dead(path: str, pid: int, whole: bool) -> bool:
     except PermissionError:
         pass
     return False
-
-
-def _lock(folder: str) -> int | None:
-    """A descriptor with the folder's lock; -1 on a file system that cannot lock a folder, None if another process has it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
-        return None if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else -1
-    return handle
-
-
-def _unlock(temporary: str) -> None:
-    _close(_locks.pop(temporary, None))
-
-
-def _close(handle: int | None) -> None:
-    if handle is not None and handle >= 0:
-        os.close(handle)

@@ -25,8 +25,11 @@ _BESIDE_ADAPTER = re.compile(  # peft's model card, and the files of tokenizers 
 )
 
 
-def refuse_foreign(out_dir: str) -> None:
+def refuse_foreign(out_dir: str, instead: str = "Give another folder") -> None:
     """An export of a model replaces an empty folder or an earlier export.
+
+    Args:
+        instead: what the caller's user can do, who may not have given `out_dir` itself.
 
     Raises:
         UsageError: `out_dir` is a file, holds other things, or a model that bigtrain did not write.
@@ -34,18 +37,18 @@ def refuse_foreign(out_dir: str) -> None:
     if not os.path.exists(out_dir):
         return
     if not os.path.isdir(out_dir):
-        raise UsageError(f"{out_dir} is a file; give the name of a folder to make.")
+        raise UsageError(f"{out_dir} is a file, where a folder is to be made. {instead}.")
     names = sorted(os.listdir(out_dir))
     others = [name for name in names if not _EXPORTED.fullmatch(name)]
     if names and (others or not _is_export(out_dir, names)):
         raise UsageError(
-            f"{out_dir} holds {listing(others or names)} and is not an earlier export, which would be replaced. Give another folder."
+            f"{out_dir} holds {listing(others or names)} and is not an earlier export, which would be replaced. {instead}."
         )
     unmarked = [name for name in names if name.endswith(".safetensors") and not _is_marked(os.path.join(out_dir, name))]
     if unmarked:
         raise UsageError(
             f"{out_dir} holds a model that no export of bigtrain wrote ({listing(unmarked)}: no mark of bigtrain in the header), such as a base model. "
-            "Give another folder; if that model may go, remove it yourself first."
+            f"{instead}; if that model may go, remove it yourself first."
         )
 
 

@@ -26,6 +26,7 @@ from bigtrain.checkpoint.verify import verify
 from bigtrain.errors import BigtrainError, CheckpointError, UsageError
 from bigtrain.plan.room import Room
 from bigtrain.run.runfolder import RunFolder
+from bigtrain.weights import lock
 
 SHAPES = {"a": (7, 5), "b": (1,), "c": (1031,), "d": (3, 2_000_003)}
 
@@ -199,7 +200,7 @@ def test_two_runs_in_one_folder_do_not_delete_each_others(rank_pool, tmp_path):
     rank_pool(2).run(_save, str(tmp_path), 1)
     held = files.claim(tmp_path)
     assert all("another run is writing a checkpoint into" in said for said in rank_pool(2).run(_save_says, str(tmp_path)))
-    files.release(held)
+    lock.release(held)
     assert rank_pool(2).run(_save_says, str(tmp_path)) == ["", ""] and store.steps(tmp_path) == [1, 5]
 
 

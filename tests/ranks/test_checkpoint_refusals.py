@@ -16,6 +16,7 @@ from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError, CheckpointError
 from bigtrain.models import build_model
 from bigtrain.run.runfolder import RunFolder
+from bigtrain.weights import lock
 from tests.ranks.test_checkpoint_engine import _state, _step
 from tests.ranks.tiny import TinyLM, config
 
@@ -150,10 +151,10 @@ def test_a_claim_ends_with_its_save_although_a_data_worker_was_forked_meanwhile(
     try:
         with pytest.raises(CheckpointError, match="another run is writing"):
             files.claim(tmp_path)
-        files.release(held)
+        lock.release(held)
         again = files.claim(tmp_path)
         assert held >= 0 and again >= 0
-        files.release(again)
+        lock.release(again)
     finally:
         os.kill(worker, 9)
         os.waitpid(worker, 0)

@@ -80,6 +80,14 @@ def test_ds_config_by_preset_mapping_and_single_values(tmp_path):
         ({"bf16": "yes"}, "bf16 is 'yes'; it must be true or false"),
         ({"eval_steps": 5}, "eval_steps without anything to evaluate on"),
         ({"env": {"A": [1]}}, "env is "),
+        ({"env": {"A=B": 1}}, "env is "),
+        ({"env": {"A": True}}, "env is {'A': True}; it must be a mapping of variables"),
+        ({"attn_implementation": 5}, "attn_implementation '5': expected auto, sdpa,"),
+        ({"attn_implementation": "bigtrain_varlen"}, "attn_implementation 'bigtrain_varlen': expected auto, sdpa,"),
+        ({"runner": "hf_trainer", "freeze": ["lm_head"]}, "freeze is bigtrain's own: runner hf_trainer would pass over it"),
+        ({"runner": "raw_deepspeed", "packing": "isolated"}, "packing is bigtrain's own"),
+        ({"runner": "raw_deepspeed", "attn_implementation": "auto"}, "attn_implementation auto is bigtrain's own"),
+        ({"runner": "raw_deepspeed", "ds_config": "auto"}, "runner raw_deepspeed cannot choose a ds_config by itself"),
         (
             {"seq_len": [8, 16], "cells": [{}, {"optim": "muon", "lr": "big"}]},
             r"learning_rate is 'big'; .* \(in the cell of seq_len 8, optim 'muon', learning_rate 'big'\)$",
@@ -118,14 +126,14 @@ def test_shipped_grids_are_readable(name):
 @pytest.mark.parametrize(
     "values, said",
     [
-        ({"checkpoint_blocks": "some"}, "--checkpoint_blocks must be .* got 'some'"),
-        ({"checkpoint_blocks": 0}, "--checkpoint_blocks must be .* got '0'"),
+        ({"checkpoint_blocks": "some"}, "checkpoint_blocks must be .* got 'some'"),
+        ({"checkpoint_blocks": 0}, "checkpoint_blocks must be .* got '0'"),
         ({"checkpoint_blocks": True}, "checkpoint_blocks is True"),
-        ({"checkpoint_blocks": [2, -1]}, "--checkpoint_blocks must be .* got '-1'"),
+        ({"checkpoint_blocks": [2, -1]}, "checkpoint_blocks must be .* got '-1'"),
         ({"checkpointing_policy": "half"}, "checkpointing_policy is 'half'"),
         (
             {"checkpoint_blocks": 2, "gradient_checkpointing": False},
-            "--checkpoint_blocks 2 goes with --gradient_checkpointing, which is false",
+            "checkpoint_blocks 2 goes with gradient_checkpointing, which is false",
         ),
     ],
 )

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from bigtrain import shapes
-from bigtrain.bench import cli, report, sweep
+from bigtrain.bench import cli, refusals, report, sweep
 from bigtrain.bench import rows as rows_file
 from bigtrain.bench.grid import expand, read_grid
 from bigtrain.bench.prediction import Machine
@@ -209,13 +209,13 @@ def test_the_machine_is_what_its_ranks_see(tmp_path, monkeypatch, variable, card
     found = sweep.this_machine()
     assert (found.cards, found.card, found.gpu_bytes) == (cards, name, size * 2**20)
     four = cells(num_gpus=4)
-    sweep.refuse_impossible(four, found, run=False)  # planned, for a machine of more cards
+    refusals.refuse_impossible(four, found, run=False)  # planned, for a machine of more cards
     if not cards:
-        sweep.refuse_impossible(four, found)
+        refusals.refuse_impossible(four, found)
         return
     with pytest.raises(UsageError, match=rf"cell zero2: num_gpus 4: its ranks see {len(cards)} GPU.*one for each is needed"):
-        sweep.refuse_impossible(four, found)
-    sweep.refuse_impossible(cells(num_gpus=len(cards)), found)
+        refusals.refuse_impossible(four, found)
+    refusals.refuse_impossible(cells(num_gpus=len(cards)), found)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UsageError, match="hides every GPU from the cells: unset it, or name some of 0,1,2"):
         sweep.this_machine()
@@ -229,8 +229,28 @@ def test_the_machine_is_what_its_ranks_see(tmp_path, monkeypatch, variable, card
         ({"lr_scheduler_type": "cosin"}, "cosin"),
         ({"ds_config.zero_optimization.stagee": [2]}, "cell zero2 stagee=2: .*\n.*zero_optimization.stagee"),
         ({"num_gpus": 2, "ds_config": {"train_batch_size": 3}}, "train_batch_size 3 .* ranks 2"),
+        ({"seq_len": [8, 2000]}, "cell seq 2000: seq_len 2000 is above the max_position_embeddings 1024 of preset:llama-tiny"),
+        ({"checkpoint_blocks": 7}, "checkpoint_blocks is 7, but the model has 6 blocks"),
+        ({"freeze": ["model.no"]}, "frozen names 'model.no'"),
+        ({"keep_in_fp32": ["norm"]}, r"keep_in_fp32=\['norm'\] at ZeRO stage 2"),
+        ({"offload_gradients": 0.5}, "offload_gradients 0.5 needs one rank"),
+        ({"leaf_blocks": True}, "cell zero2: leaf_blocks on needs zero_optimization.stage 3"),
+        ({"lr_scheduler_kwargs": {"decay_step": 1}}, "'decay_step' is unknown"),
+        (
+            {"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": {"decay_steps": 3}},
+            "decay_steps is 3: it must lie between 0 and .* 2",
+        ),
+        ({"warmup_steps": 3}, "warmup_steps is 3, more than the run's 2 updates"),
+        ({"ds_config.optimizer.type": "Lamb"}, "unknown optimizer 'lamb'"),
+        ({"num_gpus": 10**6}, "world_size is 1000000"),
     ],
 )
 def test_what_no_cell_can_run_with_is_told_before_the_first(wrong, words):
     with pytest.raises(UsageError, match=words):
-        sweep.refuse_impossible(cells(**wrong), MACHINE)
+        refusals.refuse_impossible(cells(**wrong), MACHINE)
+
+
+@pytest.mark.parametrize("name", ["memory_vs_throughput", "offload", "compile"])
+def test_of_grids_that_are_there_no_cell_is_refused(name):
+    machine = Machine(device="cuda", card="NVIDIA H200", gpu_bytes=140 << 30, host_bytes=1 << 40)
+    refusals.refuse_impossible(read_grid(f"launch/grids/{name}.yaml"), machine)

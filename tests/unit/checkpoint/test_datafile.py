@@ -19,6 +19,7 @@ from bigtrain.checkpoint.snapshot import BLOCK_BYTES as HOST_BLOCK_BYTES
 from bigtrain.checkpoint.snapshot import HostMemory, copy_host
 from bigtrain.errors import CheckpointError
 from bigtrain.plan.room import Room
+from bigtrain.weights import lock
 
 CHUNK = 1 << 20
 FOLDERS = ["disk", "memory"] if Path("/dev/shm").is_dir() else ["disk"]
@@ -168,5 +169,5 @@ def test_a_folder_belongs_to_one_writer(tmp_path):
     held = files.claim(tmp_path)
     with pytest.raises(CheckpointError, match="another run is writing"):
         files.claim(tmp_path)
-    files.release(held)
-    files.release(files.claim(tmp_path))
+    lock.release(held)
+    lock.release(files.claim(tmp_path))

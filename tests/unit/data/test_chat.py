@@ -10,7 +10,7 @@ from datasets import Dataset
 from bigtrain.data.chat import ChatEncoder, clean_messages
 from bigtrain.data.pack import build_rows
 from bigtrain.data.source import load_source
-from bigtrain.data.tokenise import tokenise
+from bigtrain.data.tokenise import tokenise, turn_end
 from bigtrain.errors import DataError
 
 TALK = [
@@ -274,3 +274,39 @@ def test_what_ends_an_answer_is_known_of_conversations_alone(tokenizer):
     assert told(prompt=["one"] * 2, completion=["two"] * 2) is told(text=["one two"] * 2) is None
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
     assert ChatEncoder(tokenizer).turn_end == tokenizer.eos_token_id
+    assert turn_end(Dataset.from_dict({"messages": talk}).select([]), tokenizer, "text") is None  # was an IndexError
+
+
+OPENING = (  # the user's turn is opened as soon as an answer is over
+    "<|user|>{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% else %}{{ '<|turn|>' }}"
+    "{% generation %}{{ m['content'] }}{% endgeneration %}{{ '<|user|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|turn|>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_what_opens_the_users_turn_is_no_end_of_an_answer(tokenizer, marks):
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    tokenizer.chat_template = OPENING if marks else _cut_marks(OPENING)
+    chat = ChatEncoder(tokenizer)
+    ids, labels = chat.encode(TALK, 0)
+    assert chat.turn_end == ids[-1] == labels[-1] == tokenizer.eos_token_id
+    assert _targets(tokenizer, (ids, labels)) == ["two", "four five<|eos|>"]
+    assert tokenizer.decode(ids) == "<|user|>one<|turn|>two<|user|>\nthree<|turn|>four five<|eos|>"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # the template itself says that it is learned
+        OPENING.replace("{% endgeneration %}{{ '<|user|>\n' }}", "{{ '<|user|>' }}{% endgeneration %}"),
+        # it stands between any two turns: nothing else ends one
+        "<|user|>{% for m in messages %}{{ m['content'] + '<|user|>' }}{% endfor %}",
+    ],
+)
+def test_a_special_token_that_the_template_means_as_an_end_is_one(tokenizer, template):
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    tokenizer.chat_template = template
+    chat = ChatEncoder(tokenizer)
+    assert chat.turn_end == tokenizer.convert_tokens_to_ids("<|user|>")
+    assert _targets(tokenizer, chat.encode(TALK, 0)) == ["two<|user|>", "four five<|user|>"]

@@ -174,3 +174,13 @@ def test_an_id_outside_the_vocabulary_is_named_by_its_line(tmp_path):
     config = SimpleNamespace(vocab_size=9, max_position_embeddings=64)
     with pytest.raises(DataError, match=r"a.jsonl line 3: sample 1: input_ids holds 9 at token 1"):
         build_rows(load_source(tmp_path), None, 8, model_config=config)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"data": [{"text": "one"}]}', '{\n"version": 1, "data": [\n{"prompt": "a", "completion": "b"}]\n}']
+)
+def test_samples_in_a_list_under_a_key_are_not_one_sample(tmp_path, text):
+    """They were told to rename 'data' to 'text'."""
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DataError, match=r"a\.json: the samples stand in a list under 'data': give that list alone"):
+        load_source(tmp_path / "a.json")

@@ -206,9 +206,11 @@ def test_a_name_is_no_pattern(tmp_path):
 
 
 def test_text_that_is_no_utf8_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(DataError, match=r"cannot read .*UnicodeDecodeError"):
-        load_source(tmp_path / "a.txt")
+    """By its name: a folder has many."""
+    (tmp_path / "a.txt").write_text("caf\u00e9", encoding="utf-8")
+    (tmp_path / "b.txt").write_bytes(b"x" * 2**20 + b"caf\xe9")
+    with pytest.raises(DataError, match=r"cannot read .*UnicodeDecodeError.* in .*b\.txt\. Text is read as UTF-8: .*iconv"):
+        load_source(tmp_path)
 
 
 def test_B61_a_source_without_samples_is_refused(tmp_path):

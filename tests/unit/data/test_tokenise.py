@@ -54,7 +54,7 @@ def test_pre_tokenised_padding_is_cut_by_mask_not_by_id():
         ({"input_ids": [[1], [2, 3]], "labels": [[1], [2]]}, "sample 1: 2 input_ids but 1 labels"),
         ({"input_ids": [[1.5, 2.0]]}, "sample 0: 'input_ids' must be a list of integers"),
         ({"input_ids": [[1], None]}, "sample 1: 'input_ids' must be a list of integers"),
-        ({"text": ["a", None]}, "sample 1: 'text' is NoneType"),
+        ({"text": ["a", None]}, "sample 1: it has no 'text'"),
         ({"prompt": ["a", "b"], "completion": ["c", None]}, "sample 1: prompt is 'b' and completion None; both must be"),
         ({"messages": [[{"role": "user", "content": "a"}]], "tools": ["{x"]}, "sample 0: 'tools' is no JSON"),
         ({"body": ["a"]}, "needed is one of"),

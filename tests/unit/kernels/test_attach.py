@@ -8,6 +8,8 @@ import torch
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -97,8 +99,12 @@ def test_a_head_that_computes_on_is_told_how_to_go_on():
         _loss(model)
 
 
-def test_a_tuple_keeps_everything_but_the_logits():
-    model = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4, output_router_logits=True))
+@pytest.mark.parametrize(
+    "config, model", [(MixtralConfig, MixtralForCausalLM), (GraniteMoeConfig, GraniteMoeForCausalLM)], ids=["plain", "scaled"]
+)
+def test_a_tuple_keeps_everything_but_the_logits(config, model):
+    scaling = {"logits_scaling": 3.0} if config is GraniteMoeConfig else {}
+    model = model(config(**SMALL, **scaling, num_local_experts=4, output_router_logits=True))
     loss, aux, logits, *rest = model(input_ids=IDS, labels=IDS, return_dict=False)
     assert logits.shape == (*IDS.shape, 97)
     use_chunked_loss(model)

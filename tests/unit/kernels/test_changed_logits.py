@@ -111,16 +111,6 @@ def expected_loss(model):
     return loss if aux is None else loss + model.router_aux_loss_coef * aux
 
 
-def test_a_tuple_keeps_everything_but_the_logits():
-    model = _build(GraniteMoeConfig, GraniteMoeForCausalLM, num_local_experts=4, output_router_logits=True, logits_scaling=3.0)
-    loss, aux, logits, *rest = model(input_ids=IDS, labels=IDS, return_dict=False)
-    assert logits.shape == (*IDS.shape, 97)
-    use_chunked_loss(model)
-    found = model(input_ids=IDS, labels=IDS, return_dict=False)
-    assert found[0].item() == pytest.approx(loss.item(), rel=1e-6) and torch.equal(found[1], aux)
-    assert found[2] is None and len(found) == 3 + len(rest)
-
-
 def test_a_cap_that_is_set_later_counts():
     """Before, it was an error."""
     model = _build(Gemma2Config, Gemma2ForCausalLM, final_logit_softcapping=None)

@@ -50,6 +50,8 @@ def test_a_config_that_its_class_cannot_compute_with_is_told():
         ModelError, match=r"NemotronForCausalLM cannot be built from this config: .*NoneType.*; at .*modeling_nemotron"
     ):
         build_model({**LLAMA, "model_type": "nemotron", "num_key_value_heads": None})
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM cannot be built from this config: Padding_idx must be within"):
+        build_model({**LLAMA, "pad_token_id": 10**6})
 
 
 def test_attention_that_there_is_not_is_refused():

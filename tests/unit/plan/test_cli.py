@@ -14,6 +14,7 @@ from bigtrain import cli as verbs
 from bigtrain import shapes
 from bigtrain.errors import ConfigError, UsageError
 from bigtrain.plan import cli
+from bigtrain.plan.flags import add_flags
 from bigtrain.plan.machine import HostMemory, cgroup_limit, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.zero_settings import settings_from_config
 from bigtrain.run.arguments import parse
@@ -405,7 +406,7 @@ def test_the_command_that_trains_so_has_all_that_the_choice_was_bound_by(tmp_pat
 def flags_of(said):
     """Those of the command that --auto prints last, but for the words that are the user's."""
     words = shlex.split(said.splitlines()[-1])
-    assert words[0] == "deepspeed"
+    assert words[:2] == ["DS_ACCELERATOR=cpu", "deepspeed"] or words[0] == "deepspeed"
     words = words[words.index("launch/train.py") + 1 :]
     for mine in ("DATA", "OUT", "TOKENIZER"):
         if mine in words:
@@ -450,3 +451,65 @@ def test_what_a_plan_cannot_tell_apart_is_said(capsys):
     rates = [float(rate.replace(",", "")) for rate in re.findall(r"fits +([\d,]+) tokens/s", said)]
     alike = sum(rate >= rates[0] / 1.01 for rate in rates)
     assert (f"the first {alike} are within 1%" in said) == (alike > 1)
+
+
+# Of each flag that changes what --auto chooses, words that do so.
+BINDING = {
+    "seq_len": ["--seq_len 512"],
+    "micro_batch": ["--micro_batch 2"],
+    "accumulation": ["--accumulation 3"],
+    "global_batch": ["--global_batch 16"],
+    "offload_gradients": ["--offload_gradients 0.5 --optim adamw_split", "--offload_gradients 0"],
+    "optim": ["--optim muon"],
+    "optimizers": ["--optimizers adamw_8bit,muon"],
+    "checkpointing": ["--checkpointing none", "--checkpointing selective"],
+    "gradient_checkpointing": ["--gradient_checkpointing", "--gradient_checkpointing false"],
+    "checkpointing_policy": ["--checkpointing_policy attention"],
+    "checkpoint_blocks": ["--checkpoint_blocks 2", "--checkpoint_blocks auto"],
+    "mlp_tile_tokens": ["--mlp_tile_tokens 256"],
+    "leaf_blocks": ["--leaf_blocks on", "--leaf_blocks off"],
+    "freeze": ["--freeze model.embed_tokens model.norm"],
+    "kernels": ["--kernels hf", "--device cpu --kernels liger"],
+    "use_liger_kernel": ["--use_liger_kernel false", "--device cpu --use_liger_kernel"],
+    "device": ["--device cpu"],
+}
+# The machine, which the command is planned and run on, and what is shown.
+ELSEWHERE = {
+    "model",
+    "gpus",
+    "gpus_per_node",
+    "gpu_memory",
+    "host_memory",
+    "calibration",
+    "formulas",
+    "json",
+    "measure",
+    "auto",
+}
+NOT_WITH_AUTO = {"shapes", "ds_config", "stage", "offload", "loss"}  # the first ends in no command, the others are refused
+
+
+def test_each_flag_of_the_plan_is_looked_at():
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    assert {action.dest for action in parser._actions} - {"help"} == BINDING.keys() | ELSEWHERE | NOT_WITH_AUTO
+    for name in ("ds_config", "stage", "offload", "loss"):
+        value = {"ds_config": "zero2", "stage": "2", "offload": "all", "loss": "full"}[name]
+        with pytest.raises((UsageError, SystemExit)):
+            run("--model", "preset:llama-tiny", *LIMITS, "--auto", f"--{name}", value)
+
+
+@pytest.mark.parametrize("words", [one for each in BINDING.values() for one in each])
+def test_the_command_has_each_flag_that_the_choice_was_bound_by(words, tmp_path, capsys):
+    """--loss and what --use_liger_kernel says on a CPU were lost on the way."""
+    machine = ["--gpu_memory", "2GiB", "--host_memory", "16GiB", *(["--device", "cpu"] if "--device cpu" in words else [])]
+    assert run("--model", "preset:llama-tiny", *machine, "--auto", *words.split()) == 0
+    first = capsys.readouterr().out
+    flags = flags_of(first)
+    assert run(*flags, *machine) == 0
+    again = capsys.readouterr().out
+    assert again.split("\nchosen: ")[1] == first.split("\nchosen: ")[1]
+    run("--model", "preset:llama-tiny", *machine, "--auto")
+    assert flags_of(capsys.readouterr().out) != flags or words in ("--checkpoint_blocks auto", "--device cpu")
+    (tmp_path / "tokenizer.json").touch()
+    parse([*flags, "--train_data", ".", "--output_dir", "out", "--tokenizer_name_or_path", str(tmp_path)])

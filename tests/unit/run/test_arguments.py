@@ -246,7 +246,7 @@ def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(base, tmp_path,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out" / "smollm2").mkdir(parents=True)
     for name in ("config.json", "tokenizer.json"):
-        (tmp_path / "out" / "smollm2" / name).touch()
+        (tmp_path / "out" / "smollm2" / name).write_text("{}")
     said = refusal([*base, "--model_name_or_path", "out/smolm2", "--tokenizer_name_or_path", "path/to/tokenizer"])
     assert "model_name_or_path: there is no folder out/smolm2; did you mean out/smollm2?" in said
     assert "tokenizer_name_or_path: there is no folder path/to/tokenizer" in said
@@ -266,7 +266,7 @@ def test_a_folder_without_a_model_or_tokenizer_is_named_before_anything_is_loade
     (tmp_path / "COMMIT").touch()
     assert f"bigtrain export {tmp_path} MODEL_DIR" in refusal([*base, "--model_name_or_path", str(tmp_path)])
     (tmp_path / "COMMIT").unlink()
-    (model / "config.json").touch()
+    (model / "config.json").write_text("{}")
     (model / "model.safetensors").touch()
     assert f"the folder of a run: did you mean {model}?" in refusal([*base, "--model_name_or_path", str(tmp_path)])
     said = refusal(wanted)

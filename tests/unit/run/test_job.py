@@ -7,8 +7,9 @@ import pytest
 from transformers import AutoTokenizer, LlamaConfig
 
 from bigtrain.data.demo import train_tokenizer
+from bigtrain.data.isolation_choice import VARLEN
 from bigtrain.errors import ConfigError, ModelError, UsageError
-from bigtrain.run.argument_problems import all_of
+from bigtrain.run.argument_problems import ATTENTIONS, all_of, find_problems
 from bigtrain.run.arguments import TrainArguments
 from bigtrain.run.job import read_ds_config
 from bigtrain.run.model_files import about_files, choose_seq_len, load_model_config, load_tokenizer, tell_foreign_tokenizer
@@ -60,6 +61,15 @@ def test_a_value_that_a_config_cannot_have_is_told_for_tokenizer_and_model(tmp_p
         load_tokenizer(args)
 
 
+def test_an_empty_file_beside_a_tokenizer_hides_nothing_of_what_is_wrong(tmp_path):
+    (tmp_path / "trainer_state.json").touch()
+    with pytest.raises(UsageError, match=r"loaded: ValueError: no such class$"), about_files("tokenizer", str(tmp_path)):
+        raise ValueError("no such class")
+    (tmp_path / "special_tokens_map.json").touch()
+    with pytest.raises(UsageError, match=r"special_tokens_map.json is empty: .* \(ValueError: no such class\)$"), about_files("tokenizer", str(tmp_path)):  # fmt: skip
+        raise ValueError("no such class")
+
+
 def test_all_that_is_wrong_with_a_ds_config_is_in_one_report():
     """What DeepSpeed would not take, and what it would and bigtrain does not follow; a section that is none is no traceback."""
     wrong = {
@@ -71,6 +81,20 @@ def test_all_that_is_wrong_with_a_ds_config_is_in_one_report():
         read_ds_config(replace(ARGS, ds_config=json.dumps(wrong)))
     for part in ("zero_optimization.stage = 7", "optimizer.params.momentum", "scheduler"):
         assert part in str(refused.value)
+
+
+def test_an_attention_that_nobody_knows_is_told_with_the_other_arguments():
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    theirs = {name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "paged" not in name and name != VARLEN}
+    assert theirs <= set(ATTENTIONS)
+    for name in ("spda", VARLEN, *ATTENTIONS, "kernels-community/flash-attn"):
+        told = [
+            line for line in find_problems(replace(ARGS, attn_implementation=name)) if line.startswith("--attn_implementation")
+        ]
+        assert bool(told) == (name in ("spda", VARLEN))
+    of_its_own = replace(ARGS, attn_implementation="mine", trust_remote_code=True)
+    assert not [line for line in find_problems(of_its_own) if "attn_implementation" in line]
 
 
 def test_what_several_checks_refuse_is_said_at_once():
@@ -89,3 +113,26 @@ def test_what_several_checks_refuse_is_said_at_once():
 
 def _raise(error):
     raise error
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [("[]", "is no JSON object, {...}, but list"), ("", "config.json' is empty"), ("{", "config.json' is not JSON")],
+)
+def test_a_config_that_is_none_is_told_with_the_other_arguments(tmp_path, content, said):
+    """A list ended in a TypeError of the tokenizer's."""
+    (tmp_path / "config.json").write_text(content)
+    told = [line for line in find_problems(replace(ARGS, model_name_or_path=str(tmp_path))) if line.startswith("--model_name")]
+    assert len(told) == 1 and said in told[0]
+    told = "\n".join(find_problems(replace(ARGS, model_name_or_path=__file__)))
+    assert "test_job.py is a file: name the folder of the model" in told
+
+
+def test_a_tokenizers_file_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with (
+        pytest.raises(UsageError, match=r"tokenizer\.json is no JSON: download or copy it again"),
+        about_files("tokenizer", str(tmp_path)),
+    ):
+        load_tokenizer(replace(ARGS, model_name_or_path=str(tmp_path)))

@@ -8,6 +8,8 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from bigtrain.errors import BigtrainError, UsageError
 from bigtrain.run import disk
@@ -237,7 +239,7 @@ def test_a_model_that_no_export_may_replace_is_told_before_the_first_step(folder
         job = SimpleNamespace(args=args, steps=SimpleNamespace(steps=steps), checkpoint_bytes=None, model_bytes=None)
         disk.check(job, folder, 10)
 
-    with pytest.raises(UsageError, match="holds a model that no export of bigtrain wrote"):
+    with pytest.raises(UsageError, match=r"(?s)holds a model that no export of bigtrain wrote.* give another --output_dir"):
         check("auto", 12)
     check("auto", 10)  # nothing is left to train: the model stays
     check("auto", 12, no_export=True)
@@ -250,9 +252,18 @@ def test_which_step_the_exported_model_is_of(folder):
     folder.update_run(model_step=3)
     assert not folder.has_model(3)
     model.mkdir()
-    (model / "config.json").touch()
+    (model / "config.json").write_text("{}")
     assert not folder.has_model(3)
-    (model / "model-00001-of-00002.safetensors").touch()
+    shards = {f"model-{n}-of-00002.safetensors": {f"w{n}": torch.ones(4)} for n in ("00001", "00002")}
+    index = {name: shard for shard, tensors in shards.items() for name in tensors}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    for shard, tensors in shards.items():
+        assert not folder.has_model(3)  # as long as a shard is missing
+        save_file(tensors, model / shard)
     assert folder.has_model(3) and not folder.has_model(4)
+    last = (model / shard).read_bytes()
+    (model / shard).write_bytes(last[:-1])
+    assert not folder.has_model(3)
+    (model / shard).write_bytes(last)
     assert folder.has_model(3, str(folder.root / "checkpoint-9"))
     assert not folder.has_model(3, str(folder.root.parent / "another" / "checkpoint-3"))  # it stayed, as if of that run
