@@ -100,8 +100,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_arguments(job))
         engine.checkpoints.tokenizer = job.tokenizer
         if resume is not None:
-            job = job.going_on(engine.load_checkpoint(resume), engine.global_step, engine.data_position)
-            logger.info("resumed from %s at step %d, row %d", resume, engine.global_step, engine.data_position)
+            job = going_on(job, engine, folder, resume, reached)
         with ranks.together("opening loaders and trackers"):
             run = Run(job, engine, folder, stop, flops_formula(model, job.seq_len), places, isolation.document_bounds)
         try:
@@ -112,6 +111,15 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         finally:
             run.close()
             engine.close()
+
+
+def going_on(job: Any, engine: Any, folder: Any, resume: Path, reached: tuple[int, int]) -> Any:
+    """Load the checkpoint `resume`, or the one before it if its data is damaged and the user named none; the job from there on."""
+    source = folder.load_from(resume, job.args.resume_from_checkpoint)
+    job = job.going_on(engine.load_checkpoint(source), engine.global_step, engine.data_position, reached)
+    at = resume if source == resume else source / f"checkpoint-{engine.global_step}"
+    logger.info("resumed from %s at step %d, row %d", at, engine.global_step, engine.data_position)
+    return job
 
 
 class Run:
