@@ -265,7 +265,8 @@ class Run:
             return f"stopped by {why} after step {step}; no checkpoint, because {without}"
         if self.saving.step != step:
             self.save()
-        self.engine.checkpoints.wait()
+        if (lost := self.saving.lost()) is not None:
+            raise lost
         model = f"bigtrain export {shlex.quote(str(self.folder.root / f'checkpoint-{step}'))} MODEL_DIR"
         return f"stopped by {why} after step {step}; continue with --resume_from_checkpoint auto; for a model now: {model}"
 
@@ -273,16 +274,16 @@ class Run:
         """Last checkpoint, the exported model, the summary, the report.
 
         Raises:
-            StoppedError: the run was stopped; nothing is exported then.
+            StoppedError: the run was stopped; nothing is exported then. CheckpointError: the last one could not be saved, the model was.
         """
         if outcome == "finished":
-            if self.saving.resumable and self.saving.step != self.engine.global_step:
-                self.save()
-            self.engine.checkpoints.wait()
+            lost = self.saving.last(self.save)
             if self.is_exported():
                 logger.info("%s is there: nothing was trained since it was written", self.folder.root / "model")
             else:
                 self.export()
+            if lost is not None:
+                raise lost
         self.progress.close()
         summary = self._summarise(outcome) if self.main else {}
         if outcome != "finished":
