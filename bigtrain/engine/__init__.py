@@ -357,6 +357,7 @@ class Engine(NotCopied):
         """Write the model as a Hugging Face folder, its weights in `dtype`; all ranks call it. Errors: `weights.export_model`."""
         meet(Point.EXPORT, self.global_step, 0, limit_s=meeting.MEET_S)
         self.checkpoints.refuse_torn()
+        self._since.tell_left_out()
         weights.export_model(self.module, directory := Path(directory), dtype=dtype, tokenizer=tokenizer)
         return directory
 
