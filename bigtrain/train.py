@@ -100,8 +100,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_arguments(job))
         engine.checkpoints.tokenizer = job.tokenizer
         if resume is not None:
-            job = job.going_on(engine.load_checkpoint(resume), engine.global_step, engine.data_position)
-            logger.info("resumed from %s at step %d, row %d", resume, engine.global_step, engine.data_position)
+            job = going_on(job, engine, folder, resume, reached)
         with ranks.together("opening loaders and trackers"):
             run = Run(job, engine, folder, stop, flops_formula(model, job.seq_len), places, isolation.document_bounds)
         try:
@@ -112,6 +111,15 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         finally:
             run.close()
             engine.close()
+
+
+def going_on(job: Any, engine: Any, folder: Any, resume: Path, reached: tuple[int, int]) -> Any:
+    """Load the checkpoint `resume`, or the one before it if its data is damaged and the user named none; the job from there on."""
+    source = folder.load_from(resume, job.args.resume_from_checkpoint)
+    job = job.going_on(engine.load_checkpoint(source), engine.global_step, engine.data_position, reached)
+    at = resume if source == resume else source / f"checkpoint-{engine.global_step}"
+    logger.info("resumed from %s at step %d, row %d", at, engine.global_step, engine.data_position)
+    return job
 
 
 class Run:
@@ -257,7 +265,8 @@ class Run:
             return f"stopped by {why} after step {step}; no checkpoint, because {without}"
         if self.saving.step != step:
             self.save()
-        self.engine.checkpoints.wait()
+        if (lost := self.saving.lost()) is not None:
+            raise lost
         model = f"bigtrain export {shlex.quote(str(self.folder.root / f'checkpoint-{step}'))} MODEL_DIR"
         return f"stopped by {why} after step {step}; continue with --resume_from_checkpoint auto; for a model now: {model}"
 
@@ -265,16 +274,16 @@ class Run:
         """Last checkpoint, the exported model, the summary, the report.
 
         Raises:
-            StoppedError: the run was stopped; nothing is exported then.
+            StoppedError: the run was stopped; nothing is exported then. CheckpointError: the last one could not be saved, the model was.
         """
         if outcome == "finished":
-            if self.saving.resumable and self.saving.step != self.engine.global_step:
-                self.save()
-            self.engine.checkpoints.wait()
+            lost = self.saving.last(self.save)
             if self.is_exported():
                 logger.info("%s is there: nothing was trained since it was written", self.folder.root / "model")
             else:
                 self.export()
+            if lost is not None:
+                raise lost
         self.progress.close()
         summary = self._summarise(outcome) if self.main else {}
         if outcome != "finished":

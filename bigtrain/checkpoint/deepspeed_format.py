@@ -54,6 +54,7 @@ def save(engine: Engine, directory: str | Path, tag: str | None, state: dict[str
         CheckpointError: if the tag exists already, or in the middle of an accumulation.
     """
     meet(Point.SAVE, engine.global_step, 0, limit_s=meeting.MEET_S)
+    engine.checkpoints.refuse_torn()
     tag = str(tag) if tag is not None else f"checkpoint-{engine.global_step}"
     root = Path(directory).absolute()
     ranks.agree((str(root), tag), "the checkpoint's folder and tag")
@@ -168,6 +169,7 @@ def load(engine: Engine, directory: str | Path, tag: str | None, trust: bool) ->
         own = json.loads((folder / f"rank_{engine.rank}.json").read_text())
         if not trust:
             scan(folder, engine.rank)
+    engine.checkpoints.change_to(folder)
     with _restricted(engine.deepspeed, trust):
         loaded, _ = engine.deepspeed.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
     if loaded is None or engine.deepspeed.global_steps != run["deepspeed_steps"]:

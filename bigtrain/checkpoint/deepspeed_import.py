@@ -77,6 +77,7 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
         slices, _ = live.slices_to_fill(engine, _with_remainders(index) if splitting else index)
         wanted = [s for s in slices if not (splitting and ("master", s.param) in index and s.kind in ("weight", "low"))]
         reads = reshard.plan_reads(index, [s.wanted() for s in wanted])
+    engine.checkpoints.change_to(folder)
     with ranks.together(f"reading {folder}"):
         _copy(reads, wanted, tensors)
         if splitting:

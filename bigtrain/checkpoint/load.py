@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,13 +67,16 @@ class _Stretch:
     parts: list[_Part] = field(default_factory=list)
 
 
-def load_slices(opened: Opened, slices: Sequence[LocalSlice], *, index: Index | None = None) -> int:
+def load_slices(
+    opened: Opened, slices: Sequence[LocalSlice], *, index: Index | None = None, begin: Callable[[], object] = lambda: None
+) -> int:
     """Fill `slices` from a checkpoint of any number of ranks; bytes read by this rank. All ranks call it.
 
     Args:
         opened: the checkpoint.
         slices: this rank's state.
         index: `reshard.index_slices` of the checkpoint, where the caller has it.
+        begin: called when nothing is left that could be refused, right before the first slice changes.
 
     Raises:
         CheckpointError: a tensor is missing or of another shape (found before anything is read, on all ranks), or bytes on
@@ -87,6 +90,7 @@ def load_slices(opened: Opened, slices: Sequence[LocalSlice], *, index: Index | 
         _check_dtypes(reads, slices)
         stretches = list(_stretches(opened, reads, slices))
     device = next((s.tensor.device for s in slices if s.tensor.is_cuda), None)
+    begin()
     with ranks.together(f"reading {opened.folder}"), _Sources(pinned=device is not None) as sources:
         waits = any(sources.open(stretch.path, stretch.file_bytes).direct for stretch in stretches)
         with threads_on(device, readers(waits)) as threads:

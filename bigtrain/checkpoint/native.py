@@ -7,6 +7,7 @@ import logging
 import time
 import weakref
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ class Checkpoints:
     Attributes:
         tokenizer: kept in each checkpoint beside the model's config, so that `bigtrain export` needs nothing else; may be None.
         disk: the file layer of savers made from now on.
+        torn: the checkpoint of which only a part came into the engine, since its load failed on the way; empty if there is none.
         copy_to: a second folder, set before the first save: each checkpoint is copied there by rank 0 once it is whole; a copy
             that fails is warned of.
     """
@@ -51,6 +53,7 @@ class Checkpoints:
         self.tokenizer: Any = None
         self.copy_to: Path | None = None
         self.disk = Disk()
+        self.torn = ""
 
     @property
     def blocked_s(self) -> float:
@@ -116,6 +119,7 @@ class Checkpoints:
         engine = self._engine
         HERE.folder = HERE.folder or str(directory)
         meet(Point.SAVE, engine.global_step, 0, limit_s=meeting.MEET_S)
+        self.refuse_torn()
         if not engine.between_steps:
             raise CheckpointError(
                 "a checkpoint in the middle of an accumulation would lose its gradients: save after engine.step()"
@@ -195,7 +199,8 @@ class Checkpoints:
 
         Args:
             directory: the folder that holds checkpoints, or one checkpoint.
-            tag: which one: a step or a folder name; None for the newest whole one.
+            tag: which one: a step or a folder name; None for the newest whole one. Where that turns out to be damaged only when its
+                data is read, the one before it is taken, with a warning that names the damage.
             trust: for a folder in DeepSpeed's own format, see `deepspeed_format.load`.
 
         Returns:
@@ -203,11 +208,30 @@ class Checkpoints:
 
         Raises:
             CheckpointError: in the middle of an accumulation; not there, damaged, or of another model or optimizer; nothing
-                has been changed then, unless the damage is inside a data file.
+                has been changed then, unless the damage is inside a data file: from there on the engine refuses everything but
+                the load of a whole checkpoint.
         """
         state = self._load(directory, tag, trust)
+        self.torn = ""
         self._engine._parts.writes.settled()
         return state
+
+    def change_to(self, folder: str | Path) -> None:
+        """From now on until the load has succeeded, the engine holds a part of this checkpoint beside what it held before."""
+        self.torn = str(folder)
+
+    def refuse_torn(self) -> None:
+        """Refuse to train, save or export weights of which some are a checkpoint's and some are not.
+
+        Raises:
+            CheckpointError: a load failed on the way, and none has succeeded since.
+        """
+        if self.torn:
+            raise CheckpointError(
+                f"the load of {self.torn} failed on the way, so that this engine holds a part of that checkpoint beside what it held before: "
+                "load another checkpoint, or start over with a new model and Engine.",
+                self.torn,
+            )
 
     def _load(self, directory: Path, tag: str | int | None, trust: bool) -> dict[str, Any]:
         engine = self._engine
@@ -222,9 +246,24 @@ class Checkpoints:
         ranks.main_decides(lambda: store.recover(directory), f"looking into {directory}")
         if not ranks.main_decides(lambda: is_native(directory, tag), f"looking into {directory}"):
             return deepspeed_format.load(engine, directory, None if tag is None else str(tag), trust)
+        folder = ranks.main_decides(lambda: str(choose(directory, tag)), f"looking for a checkpoint in {directory}")
+        while True:
+            try:
+                return self._load_native(folder)
+            except Exception as damage:
+                if tag is not None or self.torn != folder:  # refused before anything was read
+                    raise
+                before = ranks.main_decides(partial(older, directory, Path(folder)), f"looking beside {folder}")
+                if before is None:
+                    raise
+                if ranks.is_main():
+                    log.warning("%s is skipped: %s", folder, damage)
+                folder = before
+
+    def _load_native(self, folder: str) -> dict[str, Any]:
+        engine = self._engine
         copies = live.copies_weights(engine)
         near = copies and neighbours.reachable()
-        folder = ranks.main_decides(lambda: str(choose(directory, tag)), f"looking for a checkpoint in {directory}")
         with live.state_kept(engine):
             with ranks.together(f"opening {folder}"):
                 opened = store.open_checkpoint(Path(folder))
@@ -234,7 +273,7 @@ class Checkpoints:
                 changed = live.changed_settings(opened.run["state"], live.run_state(engine))
                 slices, again = live.slices_to_fill(engine, index)
                 others = live.weights_of_others(engine) if copies and not near else None
-            load_slices(opened, slices + (others or []), index=index)
+            load_slices(opened, slices + (others or []), index=index, begin=lambda: self.change_to(folder))
         for moment in again:
             moment.finish()
         if ranks.is_main():
@@ -312,6 +351,16 @@ def changed_config(opened: store.Opened, module: torch.nn.Module, dtype: torch.d
 def choose(directory: Path, tag: str | int | None) -> Path:
     """The folder that is meant; see `Checkpoints.load`."""
     return store.find(directory if tag is None else store.named(directory, tag)).folder
+
+
+def older(directory: Path, folder: Path) -> str | None:
+    """The newest whole checkpoint under `directory` before the one in `folder`; None if there is none, or `directory` is itself one."""
+    if store.is_one(directory):
+        return None
+    opened, skipped = store.newest(directory, before=store.open_checkpoint(folder).step)
+    for line in skipped:
+        log.warning("%s", line)
+    return None if opened is None else str(opened.folder)
 
 
 def is_native(directory: Path, tag: str | int | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -115,10 +116,10 @@ def _check_data_file(folder: Path, rank: RankManifest) -> None:
         raise CheckpointError(f"{path} is damaged: its header does not have the hash it was written with.", str(path))
 
 
-def newest(root: Path) -> tuple[Opened | None, list[str]]:
-    """The newest whole checkpoint under `root`, and a line for each newer one that had to be skipped."""
+def newest(root: Path, before: float = math.inf) -> tuple[Opened | None, list[str]]:
+    """The newest whole checkpoint under `root`, and a line for each newer one that had to be skipped; of those before step `before`."""
     skipped: list[str] = []
-    for step in reversed(steps(root)):
+    for step in (s for s in reversed(steps(root)) if s < before):
         try:
             return open_checkpoint(folder_for(root, step)), skipped
         except CheckpointError as problem:

@@ -158,6 +158,7 @@ class Engine(NotCopied):
 
     def __call__(self, *args: Any, **batch: Any) -> Any:
         """The model's forward, through DeepSpeed. Training passes must come this way."""
+        self.checkpoints.refuse_torn()
         if self._since.forwards == 0:
             self._parts.running.keep()
         with naming_the_lost(), self._origin.forward(), self._branches.forward():
@@ -355,6 +356,8 @@ class Engine(NotCopied):
     def export(self, directory: str | Path, dtype: str = "bfloat16", tokenizer: Any = None) -> Path:
         """Write the model as a Hugging Face folder, its weights in `dtype`; all ranks call it. Errors: `weights.export_model`."""
         meet(Point.EXPORT, self.global_step, 0, limit_s=meeting.MEET_S)
+        self.checkpoints.refuse_torn()
+        self._since.tell_left_out()
         weights.export_model(self.module, directory := Path(directory), dtype=dtype, tokenizer=tokenizer)
         return directory
 

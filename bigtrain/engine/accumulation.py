@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from bigtrain import guards
+from bigtrain import guards, ranks
 from bigtrain.engine import agreement
 from bigtrain.engine.flags import GradientFlags
 from bigtrain.errors import DataError, RanksDisagreeError
 from bigtrain.guards import RankStep
 from bigtrain.meeting import Point, meet, pack, unpack
+
+log = logging.getLogger(__name__)
 
 
 class Accumulation:
@@ -61,6 +64,17 @@ class Accumulation:
             f"a step is under way, with {self.backwards} of {self.planned} backwards done: finish it with backward() and step(). If "
             "it failed half-way, its gradients cannot be taken back: load the last checkpoint into a new Engine."
         )
+
+    def tell_left_out(self) -> None:
+        """Warn, at the end of a loop, of backwards that no step has used: rows that went through the model and taught it nothing."""
+        if self.backwards and not self.torn and ranks.is_main():
+            log.warning(
+                "the last %d of %d micro batches of a step were not applied: no engine.step() came that had all of them. Weights are those "
+                "after the step before; give a multiple of %d batches, or the rest to engine.train_step() as a step of its own",
+                self.backwards,
+                self.planned,
+                self.planned,
+            )
 
     @contextlib.contextmanager
     def adding(self, share: torch.Tensor) -> Iterator[None]:

@@ -19,6 +19,7 @@ from bigtrain.checkpoint import fit
 from bigtrain.checkpoint.live import layout_of
 from bigtrain.config import ModelShape, Resolved, RunValues
 from bigtrain.engine import settings
+from bigtrain.errors import CheckpointError
 from bigtrain.kernels.attach import use_liger
 from bigtrain.plan.spilled import asked_share
 from bigtrain.run import attention
@@ -79,8 +80,17 @@ class Job:
         told = {"seq_len": self.seq_len, "packing": self.args.packing, "data_seed": self.args.order_seed}
         return {**told, **{name: counts[name] for name in ("documents", "tokens", "rows")}, "content": self.rows.content}
 
-    def going_on(self, saved: Mapping[str, Any], step: int, position: int) -> Job:
-        """The job from a checkpoint with this `state` on, whose next step begins at row `position`."""
+    def going_on(self, saved: Mapping[str, Any], step: int, position: int, planned: tuple[int, int]) -> Job:
+        """The job from a checkpoint with this `state` on, whose next step begins at row `position`.
+
+        Raises:
+            CheckpointError: it is not the one that the steps were `planned` from, which was damaged, and they would be others.
+        """
+        if planned != (0, 0) and step != planned[0] and self.steps.position(step) != position:
+            raise CheckpointError(
+                f"checkpoint-{planned[0]} is damaged, and the steps of this run were planned to go on from it with another global batch: "
+                f"move it away, and start again from checkpoint-{step}"
+            )
         self.tell_changed_data(saved)
         return replace(self, steps=self.steps.resumed(step, position, saved.get("global_batch")))
 

@@ -201,6 +201,12 @@ class RunFolder:
             )
         return foreign or store.find(path).folder
 
+    @staticmethod
+    def load_from(resume: Path, asked: str | None) -> Path:
+        """What the engine is to load: the folder around `resume` where the user named none, and one whose data is damaged may be skipped."""
+        named = asked is not None and asked != "auto" and Path(asked).expanduser().resolve() == resume
+        return resume if named or not (resume / "COMMIT").is_file() else resume.parent
+
     def _refuse_newer(self, step: int | None) -> None:
         """Going back in a folder: what comes after `step` there would be taken for this run's by the next `auto`, or by a restart."""
         newer = [] if step is None else [f"checkpoint-{s}" for s in store.steps(self.root) if s > step]

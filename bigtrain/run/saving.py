@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bigtrain import ranks
+from bigtrain import ranks, watch
 from bigtrain.checkpoint import store
 from bigtrain.data import StepPlan
 from bigtrain.diagnostics.metrics import read_rows
+from bigtrain.errors import BigtrainError, CheckpointError, RanksDisagreeError
 
 logger = logging.getLogger("bigtrain")
 
@@ -29,11 +31,13 @@ class Saving:
 
     Attributes:
         step: of the newest save; -1 if there is none.
+        refused: what the newest save could not begin for, such as a full disk.
     """
 
     def __init__(self, args: Any, engine: Any, steps: StepPlan, root: Path, state: dict[str, Any]):
         self.args, self.engine, self.steps, self.root, self.state = args, engine, steps, root, state
         self.step, self._prepared = engine.global_step or -1, False
+        self.refused: BigtrainError | None = None
         engine.checkpoints.copy_to = args.copy_checkpoints_to and Path(args.copy_checkpoints_to).resolve()
 
     @property
@@ -56,22 +60,49 @@ class Saving:
         return bool(every) and step > 0 and step % every == 0
 
     def save(self) -> str:
-        """Save this step; returns a line about it. A checkpoint is written while training goes on, a model alone at once."""
-        self.step = self.engine.global_step
+        """Save this step; returns a line about it. A checkpoint is written while training goes on, a model alone at once.
+
+        Raises:
+            CheckpointError, RanksDisagreeError: it cannot be saved, and neither could the one before it. A first failure is told only, and
+                `refused` or `lost` has it: somebody may free space before the next.
+        """
+        before, self.step = self.step, self.engine.global_step
         if self.args.save_only_model:
             return f"saved {self._save_model()}"
         # After a checkpoint that failed, wait for this one: a second failure ends the run.
-        failed = self.engine.checkpoints.failure()
+        failed, self.refused = self.engine.checkpoints.failure() or self.refused, None
         best = self.best() if self.args.load_best_model_at_end else None
-        path = self.engine.save_checkpoint(
-            self.root,
-            state={**self.state, "global_batch": self.steps.global_batch},
-            keep_last=self.args.save_total_limit,
-            keep_every=self.args.keep_every,
-            keep=() if best is None else (best,),
-            wait=failed is not None,
-        )
+        try:
+            path = self.engine.save_checkpoint(
+                self.root,
+                state={**self.state, "global_batch": self.steps.global_batch},
+                keep_last=self.args.save_total_limit,
+                keep_every=self.args.keep_every,
+                keep=() if best is None else (best,),
+                wait=failed is not None,
+            )
+        except (CheckpointError, RanksDisagreeError) as error:  # on all ranks alike
+            if failed is not None or watch.lost():
+                raise
+            self.step, self.refused = before, error
+            return f"step {self.engine.global_step} was not saved (a second failure in a row ends the run): {error}"
         return f"saving {path}, while training goes on"
+
+    def last(self, save: Callable[[], None]) -> BigtrainError | None:
+        """At the end of a run: `save` this step unless it is; why it is not saved. The run may still leave a model, which takes less space."""
+        try:
+            if self.resumable and self.step != self.engine.global_step:
+                save()
+        except (CheckpointError, RanksDisagreeError) as error:
+            if watch.lost():
+                raise
+            return error
+        return self.lost()
+
+    def lost(self) -> BigtrainError | None:
+        """Wait for a save in flight; why the newest step that was to be saved is not, on all ranks alike."""
+        failed = self.engine.checkpoints.failure()
+        return self.refused or failed
 
     def best(self) -> int | None:
         """The step with the lowest evaluation loss of those that are saved, this one among them; the earliest of equals."""

@@ -1,9 +1,11 @@
 """Every damage is found: 2,000 bit flips, truncations, deleted and swapped files, from a fixed seed."""
 
+import contextlib
 import random
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
 from bigtrain import ranks
@@ -13,7 +15,7 @@ from bigtrain.checkpoint.save import Saver
 from bigtrain.checkpoint.slices import LocalSlice
 from bigtrain.checkpoint.verify import verify
 from bigtrain.errors import BigtrainError
-from tests.ranks.test_checkpoint_engine import _engine, _step
+from tests.ranks.test_checkpoint_engine import _engine, _state, _step
 
 SHAPES = {"a": (7, 5), "b": (1,), "c": (1031,), "d": (3, 20_003)}
 KINDS = ("flip", "flip", "flip", "truncate", "append", "delete", "swap", "exchange")
@@ -138,3 +140,55 @@ def test_B30_a_folder_may_not_carry_another_step(rank_pool, tmp_path):
     assert "cannot name a checkpoint of step 1: leave the tag out" in rank_pool(2).run(_dead_renamed, str(tmp_path))[0]
     (tmp_path / "checkpoint-1").rename(tmp_path / "checkpoint-9")
     assert "step 1" in verify(tmp_path)[1][0]
+
+
+def _trained(root: str, stage: int):
+    """Saves after steps 1 to 3; what two steps from the second on give."""
+    engine = _engine(stage)
+    for i in range(3):
+        _step(engine, i)
+        engine.save_checkpoint(root)
+    engine.load_checkpoint(root, 2)
+    found = [_step(engine, i).loss for i in (2, 3)], _state(engine)
+    engine.close()
+    return found
+
+
+def _gone_on(root: str, stage: int):
+    """A fresh engine with what is left of the newest, what it refuses then, and how it goes on from the folder."""
+    engine, said = _engine(stage), []
+
+    def train(i: int) -> float:
+        return _step(engine, i).loss
+
+    uses = (
+        lambda: engine.load_checkpoint(root, 3),
+        lambda: train(0),
+        lambda: engine.save_checkpoint(f"{root}/mixed"),
+        lambda: engine.save_deepspeed_checkpoint(f"{root}/mixed"),
+        lambda: engine.export(f"{root}/mixed"),
+    )
+    for use in uses:
+        try:
+            use()
+            said.append("")
+        except BigtrainError as error:
+            said.append(str(error))
+    engine.load_checkpoint(root)
+    with contextlib.closing(engine):
+        return said, engine.global_step, ([train(2), train(3)], _state(engine))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_data_that_is_damaged_is_passed_over_and_never_trained_on(rank_pool, tmp_path, stage):
+    """A flipped bit is seen while the state is read: a part of it is there by then, and the engine is neither the old nor the new."""
+    wanted = rank_pool(2).run(_trained, str(tmp_path), stage)
+    data = max((tmp_path / "checkpoint-3").glob("rank-*.safetensors"))
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    data.write_bytes(raw)
+    for found, (losses, state) in zip(rank_pool(2).run(_gone_on, str(tmp_path), stage), wanted):
+        (damage, *refused), step, (again, held) = found
+        assert "is damaged" in damage and all("failed on the way" in text for text in refused), found[0]
+        assert step == 2 and again == losses and held == state
+    assert not (tmp_path / "mixed").exists()

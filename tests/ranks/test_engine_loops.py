@@ -1,6 +1,7 @@
 """Loops that users write themselves, beside the same loop in plain torch; and what such a loop must not do unnoticed."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -346,3 +347,25 @@ def test_names_that_an_engine_does_not_have_say_what_there_is(rank_pool, name, i
     assert said.startswith(f"'Engine' object has no attribute '{name}'{instead}") and (
         instead or said.endswith("'no_such_thing'")
     )
+
+
+def _ended_early(folder):
+    """An export after three of the four micro batches that two steps take; and after the fourth."""
+    engine, said = Engine(Branched(), ds_config=config(2, bf16=False, accumulation=2), learning_rate=1e-3, hang_s=None), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("bigtrain.engine.accumulation").addHandler(handler)
+    for i in range(4):
+        engine.backward(engine(torch.ones(2, 16)))
+        engine.step()
+        if i > 1:
+            engine.export(f"{folder}/{i}")
+    logging.getLogger("bigtrain.engine.accumulation").removeHandler(handler)
+    engine.close()
+    return said
+
+
+def test_micro_batches_that_no_step_used_are_told(rank_pool, tmp_path):
+    """A loop over a number of batches that accumulation does not divide; its last ones were left out of the model without a word."""
+    first, second = rank_pool(2).run(_ended_early, str(tmp_path))
+    assert len(first) == 1 and first[0].startswith("the last 1 of 2 micro batches of a step were not applied") and not second

@@ -332,15 +332,24 @@ def test_ctrl_c_alone_and_resume_is_exact(demo, tmp_path):
 
 
 def test_resumed_on_other_ranks_the_data_goes_on_where_it_stopped(demo, tmp_path):
-    """Two ranks used 8 rows in 2 steps; one rank's steps of 2 go on at the ninth. Other rows than those are told."""
+    """Two ranks used 8 rows in 2 steps; one rank's steps of 2 go on at the ninth. Other rows than those, and damaged data, are told."""
     out = tmp_path / "out"
     run_forked([TRAIN, *flags(demo, out, max_steps=2, save_steps=2, no_export=True)], world=2)
     more = {"resume_from_checkpoint": "auto", "no_export": True}
     said = run_forked([TRAIN, *flags(demo, out, max_steps=4, save_steps=4, **more)])
     position = [row["epoch"] / rows_of(out)[0]["epoch"] * 4 for row in rows_of(out)]
     assert position == pytest.approx([4, 8, 10, 12]) and "row 8" in said and "other rows" not in said
+    data = out / "checkpoint-4" / "rank-00000-of-00001.safetensors"
+    data.write_bytes(bytes(b ^ (at == 10**6) for at, b in enumerate(data.read_bytes())))
     said = run_forked([TRAIN, *flags(demo, out, max_steps=5, seq_len=32, **more)])
-    assert "seq_len: 64 in the checkpoint, 32 in this run" in said
+    assert "seq_len: 64 in the checkpoint, 32 in this run" in said and "checkpoint-4 is skipped: " in said
+    assert f"resumed from {out / 'checkpoint-2'} at step 2, row 8" in said and [r["step"] for r in rows_of(out)] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
 def test_when_rank_0_is_killed_the_next_one_says_so(demo, tmp_path):

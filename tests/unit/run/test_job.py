@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer, LlamaConfig
 
+from bigtrain.data import plan_steps
 from bigtrain.data.demo import train_tokenizer
 from bigtrain.data.isolation_choice import VARLEN
-from bigtrain.errors import ConfigError, ModelError, UsageError
+from bigtrain.errors import CheckpointError, ConfigError, ModelError, UsageError
 from bigtrain.run.argument_problems import ATTENTIONS, all_of, find_problems
 from bigtrain.run.arguments import TrainArguments
-from bigtrain.run.job import read_ds_config
+from bigtrain.run.job import Job, read_ds_config
 from bigtrain.run.model_files import about_files, choose_seq_len, load_model_config, load_tokenizer, tell_foreign_tokenizer
 
 ARGS = TrainArguments(model_name_or_path="m", train_data="d", output_dir="o", ds_config="c")
@@ -136,3 +137,20 @@ def test_a_tokenizers_file_that_is_no_json_is_named(tmp_path):
         about_files("tokenizer", str(tmp_path)),
     ):
         load_tokenizer(replace(ARGS, model_name_or_path=str(tmp_path)))
+
+
+def test_steps_that_were_planned_from_a_damaged_checkpoint_with_another_batch_are_not_trained():
+    """160 rows; steps of 8 rows before, of 4 now: 20 are left after step 10, but 24 after step 8."""
+    plan = plan_steps(160, 2, 1, 2, done=(10, 80))
+    job = Job(
+        args=ARGS,
+        resolved=None,
+        tokenizer=None,
+        seq_len=8,
+        model_config=None,
+        config_overrides={},
+        resize_vocab_to=None,
+        steps=plan,
+    )
+    with pytest.raises(CheckpointError, match=r"checkpoint-10 is damaged.*move it away, and start again from checkpoint-8"):
+        job.going_on({}, 8, 64, (10, 80))

@@ -267,3 +267,11 @@ def test_which_step_the_exported_model_is_of(folder):
     (model / shard).write_bytes(last)
     assert folder.has_model(3, str(folder.root / "checkpoint-9"))
     assert not folder.has_model(3, str(folder.root.parent / "another" / "checkpoint-3"))  # it stayed, as if of that run
+
+
+def test_a_checkpoint_that_was_named_is_loaded_or_none(folder, tmp_path):
+    """Damaged data is seen by the load alone, which passes it over only where it may look around."""
+    whole = tmp_path / "checkpoint-10"
+    assert [folder.load_from(whole, asked) for asked in ("auto", str(tmp_path))] == [tmp_path] * 2
+    assert folder.load_from(whole, f"{whole}/") == whole
+    assert folder.load_from(tmp_path / "mine", str(tmp_path)) == tmp_path / "mine"  # DeepSpeed's own
