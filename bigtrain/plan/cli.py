@@ -39,7 +39,11 @@ Assumed = Mapping[str, tuple[Any, str]]  # name: value, the flag that changes it
 
 def add_parsers(subparsers: Any) -> None:
     """Register the verb `plan`; the parser sets `run`, a function from args to exit code."""
-    p = subparsers.add_parser("plan", help="memory and speed of a job before it is launched; exit 3: does not fit")
+    p = subparsers.add_parser(
+        "plan",
+        help="memory and speed of a job before it is launched; exit 3: does not fit",
+        usage="bigtrain plan --model DIR|preset:NAME [--FLAG VALUE ...]",  # all flags stand below it, and would above each error
+    )
     add_flags(p)
     p.set_defaults(run=run)
 

@@ -43,6 +43,17 @@ def test_exit_codes_say_whether_it_fits(capsys):
     assert [verbs._run(shlex.split(way)[1:]) for way in ways] == [3, 0]  # 4 GiB hold 1 B in no way
 
 
+def test_a_wrong_flag_is_told_in_two_lines(capsys):
+    """All flags of `plan` and `config generate` as usage above an error were 20 lines."""
+    for words in (
+        ["plan", "--model", "preset:llama-1b", "--auto", "--ds_config", "zero2"],
+        ["config", "generate", "--stage", "7"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            verbs.main(words)
+        assert ended.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 2
+
+
 def test_memory_that_nobody_gave_is_said_to_be_this_machines(capsys, monkeypatch):
     monkeypatch.setattr(cli, "host_memory", lambda: HostMemory(machine_bytes=24 * GIB, limit_bytes=None))
     monkeypatch.setattr(cli, "gpu_memory", lambda: [47 * GIB])
