@@ -12,7 +12,6 @@ import os
 import shlex
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -419,8 +418,6 @@ def start_logging() -> None:
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(format="%(message)s" if rank == "0" else f"[rank {rank}] %(message)s", level=logging.WARNING)
     logger.setLevel(logging.INFO if rank == "0" else logging.WARNING)
-    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 renames: nothing that a user could do about it.
-    warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
 
 
 def tools_on_path() -> None:

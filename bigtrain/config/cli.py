@@ -31,7 +31,9 @@ def add_parsers(subparsers: Any) -> None:
 
 
 def _generate_parser(actions: Any) -> None:
-    p = actions.add_parser("generate", help="write a ds_config from a few choices")
+    p = actions.add_parser(
+        "generate", help="write a ds_config from a few choices", usage="bigtrain config generate [--FLAG VALUE ...]"
+    )
     p.add_argument("--preset", choices=[*PRESETS], help="start from a preset; other flags change it")
     p.add_argument("--stage", type=int, choices=[0, 1, 2, 3], help="ZeRO stage")
     p.add_argument("--offload", choices=["none", "optimizer", "all"], help="what leaves the GPU; all: parameters too")

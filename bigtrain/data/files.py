@@ -201,7 +201,7 @@ def _begins(file: Path, magic: bytes) -> bool:
 
 
 def _some(names: Sequence[str]) -> str:
-    return f"{list(names[:10])}" + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def _split_named_by(name: Path) -> tuple[str, int] | None:

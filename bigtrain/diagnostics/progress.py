@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 from bigtrain.errors import UsageError
@@ -13,6 +15,7 @@ from bigtrain.errors import UsageError
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+_ETA_STEPS = 20  # the time left is foretold from so many: a single slow step would double it
 
 
 def status_line(row: Mapping[str, Any]) -> dict[str, str]:
@@ -32,6 +35,7 @@ class Progress:
 
     def __init__(self, *, total_steps: int, first_step: int, due: Callable[[int], bool], enabled: bool, bar: bool = True):
         self._due, self._total, self._enabled = due, total_steps, enabled
+        self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
         self._bar: Any = None
         if enabled and bar and sys.stderr.isatty():
             from tqdm import tqdm
@@ -40,6 +44,7 @@ class Progress:
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Show one more step."""
+        self._recent.append(row["step_time_s"])
         if self._bar is not None:
             self._bar.update(1)
         if not self._enabled or not (self._due(row["step"]) or row["step"] == self._total):
@@ -48,7 +53,7 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix(shown)
         else:
-            left_s = (self._total - row["step"]) * row["step_time_s"]
+            left_s = (self._total - row["step"]) * median(self._recent)
             text = "  ".join(f"{k} {v}" for k, v in shown.items())
             logger.info(
                 "step %d/%d  %s  %.2f s/step  ETA %s", row["step"], self._total, text, row["step_time_s"], clock(left_s)

@@ -252,11 +252,12 @@ def flatten(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
     for name, value in numbers.items():
         if name.startswith("peak_gpu_") and not value:
             continue
+        shown = name.removesuffix("_bytes")  # the value says its unit
         if isinstance(value, Mapping):
-            out.append((name, f"{_readable(name, value['median'])}  (p10 {_readable(name, value['p10'])}, "
+            out.append((shown, f"{_readable(name, value['median'])}  (p10 {_readable(name, value['p10'])}, "
                               f"p90 {_readable(name, value['p90'])})"))  # fmt: skip
         else:
-            out.append((name, _readable(name, value)))
+            out.append((shown, _readable(name, value)))
     return out
 
 
@@ -280,7 +281,7 @@ def compare(folders: Sequence[str | Path]) -> str:
         speed = s["tokens_per_s"]
         mfu = f"{100 * s['mfu']['median']:.1f} %" if "mfu" in s else ""
         loss = "" if s["last_loss"] is None else f"{s['last_loss']:.3f}"
-        memory = [f"{s[f'peak_{kind}_bytes'] / GIB:.2f}" for kind in ("gpu_reserved", "host_rss")]
+        memory = [f"{size / GIB:.2f}" if (size := s[f"peak_{kind}_bytes"]) else "" for kind in ("gpu_reserved", "host_rss")]
         spread = f"{speed['median']:,.0f} ({speed['p10']:,.0f} to {speed['p90']:,.0f})"
         lines.append(f"| {folder.name} | {s['steps']} | {loss} | {spread} | {mfu} | {memory[0]} | {memory[1]} |")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from bigtrain import defaults, shapes
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cards import card_name, peak_bf16_flops
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
-from bigtrain.plan.command import command_for
+from bigtrain.plan.command import auto_command, command_for
 from bigtrain.plan.families import contradicting_sizes, position_limit
 from bigtrain.plan.family_kept import attention_of, liger_for
 from bigtrain.plan.family_others import VISION_LANGUAGE
@@ -39,7 +39,11 @@ Assumed = Mapping[str, tuple[Any, str]]  # name: value, the flag that changes it
 
 def add_parsers(subparsers: Any) -> None:
     """Register the verb `plan`; the parser sets `run`, a function from args to exit code."""
-    p = subparsers.add_parser("plan", help="memory and speed of a job before it is launched; exit 3: does not fit")
+    p = subparsers.add_parser(
+        "plan",
+        help="memory and speed of a job before it is launched; exit 3: does not fit",
+        usage="bigtrain plan --model DIR|preset:NAME [--FLAG VALUE ...]",  # all flags stand below it, and would above each error
+    )
     add_flags(p)
     p.set_defaults(run=run)
 
@@ -110,7 +114,8 @@ def _assumed(args: argparse.Namespace, base: PlanInput, resolved: Any) -> dict[s
         rows["seq_len"] = base.seq_len, "--seq_len N"
     if args.auto:
         if not (args.global_batch or args.micro_batch or args.accumulation):
-            rows["rows a step and rank"] = rows_per_rank(None, None), "--global_batch N"
+            per_rank = rows_per_rank(None, None)
+            rows["rows a step and rank"] = per_rank, f"--global_batch {per_rank * base.world_size}"
         return rows
     if is_open(args.micro_batch, "train_micro_batch_size_per_gpu"):
         rows["micro_batch"] = base.micro_batch, "--micro_batch N"
@@ -152,6 +157,12 @@ def _memories(args: argparse.Namespace) -> tuple[int | None, int | None]:
         return gpu, parse_bytes(args.host_memory, "--host_memory")
     found = host_memory()
     return gpu, found.usable_bytes if found else None
+
+
+def _taken(args: argparse.Namespace, gpu: int | None, host: int | None) -> dict[str, int]:
+    """Bytes that are this machine's, by the flag that nobody gave: whoever plans for another machine must see them."""
+    found = {"--gpu_memory": gpu if args.device == "cuda" else None, "--host_memory": host}
+    return {flag: size for flag, size in found.items() if size is not None and getattr(args, flag[2:]) is None}
 
 
 def _rates(args: argparse.Namespace) -> Rates:
@@ -214,7 +225,7 @@ def _print_choice(args: argparse.Namespace, choice: Choice, rates: Rates, assume
         said = {**choice.to_json(), **_values(assumed), "plan": plan.to_json() if plan else None}
         print(json.dumps({**said, **({"measured": measured} if measured else {})}, indent=2))
     else:
-        print(assumed_text(assumed) + choice_text(choice))
+        print(assumed_text(assumed, _taken(args, gpu, host)) + choice_text(choice))
         if best is not None and plan is not None:
             print(f"\n{measured_text(measured)}chosen: {best.describe()}\n")
             print(plan_text(plan, gpu, host, rates, args.formulas))
@@ -279,9 +290,9 @@ def _print_plan(
         )
         print(json.dumps({**plan.to_json(), **_values(assumed), **speed, **said}, indent=2))
     else:
-        print(assumed_text(assumed) + plan_text(plan, gpu, host, rates, args.formulas))
+        print(assumed_text(assumed, _taken(args, gpu, host)) + plan_text(plan, gpu, host, rates, args.formulas))
         _print_leafs(leafs)
         if not fits:
-            print("what would fit: `bigtrain plan --auto`, same model and memory, without --ds_config, --stage, --offload")
+            print(f"what would fit: {auto_command(args)}")
         _warn_about_locks(plan)
     return 0 if fits else DOES_NOT_FIT

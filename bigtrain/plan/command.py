@@ -38,6 +38,18 @@ def command_for(args: argparse.Namespace, best: PlanInput) -> str:
     return train_command(best, ["--ds_config", AUTO, *words, *(["--freeze", *args.freeze] if args.freeze else [])])
 
 
+def auto_command(args: argparse.Namespace) -> str:
+    """What looks for a configuration that fits: the same model and memory, and nothing that the plan was told of ZeRO and offload."""
+    kept = ("model", "shapes", "gpus", "gpus_per_node", "gpu_memory", "host_memory", "seq_len", "global_batch", "device")
+    values = {name: getattr(args, name) for name in kept}
+    told = {name: value for name, value in values.items() if value is not None and value != _UNSAID.get(name)}
+    words = [word for name, value in told.items() for word in (f"--{name}", str(value))]
+    return shlex.join(["bigtrain", "plan", "--auto", *words, *(["--freeze", *args.freeze] if args.freeze else [])])
+
+
+_UNSAID = {"gpus": 1, "device": "cuda"}
+
+
 def train_command(plan: PlanInput, flags: Sequence[str]) -> str:
     """The command that starts launch/train.py on as many ranks, complete but for the words in capitals.
 

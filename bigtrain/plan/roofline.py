@@ -113,12 +113,14 @@ class StepTime:
     """Seconds of one optimizer step of all ranks, and its parts.
 
     Attributes:
-        compute_s, communication_s, fetch_s: of all micro steps together; what overlaps is counted once in `total_s`.
+        compute_s, host_s, communication_s, fetch_s: of all micro steps together; what overlaps is counted once in `total_s`.
+            host_s: of the thread that launches the card's work.
         optimizer_s: everything after backward. total_s: the step.
         tokens: trained in a step by all ranks. mfu: model FLOP/s (no recompute) over `peak_flops`.
     """
 
     compute_s: float
+    host_s: float
     communication_s: float
     fetch_s: float
     optimizer_s: float
@@ -376,7 +378,7 @@ def step_time(plan: PlanInput, rates: Rates | None = None) -> StepTime:
     tokens = plan.tokens * plan.accumulation * plan.world_size
     total = micro + exposed + optimizer
     mfu = model * tokens / plan.world_size / total / rates.peak_flops
-    return StepTime(compute, communication + exposed, fetch, optimizer, total, tokens, mfu)
+    return StepTime(compute, plan.accumulation * host, communication + exposed, fetch, optimizer, total, tokens, mfu)
 
 
 def speed_numbers(device: str, time: StepTime) -> dict[str, float | None]:

@@ -98,15 +98,22 @@ def _speed(plan: Plan, gpu_memory: int | None, rates: Rates | None) -> str:
     )
     return (
         f"speed (roofline): {time.total_s:.2f} s a step, {time.tokens_per_s:,.0f} tokens/s, MFU {time.mfu:.1%} "
-        f"(compute {time.compute_s:.2f}, communication {time.communication_s:.2f}, fetch {time.fetch_s:.2f}, "
-        f"optimizer {time.optimizer_s:.2f}{f', allocator at its limit {returns} times' if returns else ''}), {card}"
+        f"(the card {time.compute_s:.2f} and beside it the host {time.host_s:.2f}, communication {time.communication_s:.2f}, "
+        f"fetch {time.fetch_s:.2f}; optimizer {time.optimizer_s:.2f}{f'; allocator at its limit {returns} times' if returns else ''}), {card}"
     )
 
 
-def assumed_text(assumed: Mapping[str, tuple[Any, str]]) -> str:
-    """What nobody said, with the flags that change it, as one line; empty if everything was said."""
+def assumed_text(assumed: Mapping[str, tuple[Any, str]], taken: Mapping[str, int]) -> str:
+    """What nobody said, with the flags that change it: a line of settings, and one of this machine's memory; empty if everything was said.
+
+    Args:
+        assumed: name to (value, flag). taken: flag to bytes that were found here.
+    """
     said = ", ".join(f"{name} {value} ({flag})" for name, (value, flag) in assumed.items())
-    return f"assumed, as launch/train.py does: {said}\n\n" if said else ""
+    here = ", ".join(f"{flag} {show_bytes(size)}" for flag, size in taken.items())
+    lines = [f"assumed, as launch/train.py does: {said}"] if said else []
+    lines += [f"this machine's memory, for want of a flag: {here}"] if here else []
+    return "\n".join([*lines, "", ""]) if lines else ""
 
 
 def choice_text(choice: Choice) -> str:

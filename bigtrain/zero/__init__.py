@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -58,6 +59,8 @@ def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store |
         timeout_s: longest wait of a collective.
         store: where the ranks have met already; by default they meet as the launcher's environment says.
     """
+    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 renames: nothing that a user could do about it.
+    warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
     startup.map_blocks()
     startup.forget_products()
     if torch.cuda.is_available():

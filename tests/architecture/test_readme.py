@@ -1,5 +1,7 @@
 """README's shell lines: cheap ones are run, dear ones name the test that runs them; paths and make targets exist."""
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -77,16 +79,27 @@ def _in_the_sources(name):
     return file.exists() and (not words or re.search(rf"\b{words[0]}\b", file.read_text(encoding="utf-8")) is not None)
 
 
-def test_flags_that_the_readme_names_exist():
+def test_flags_that_the_pages_name_exist():
+    """Those of launch/train.py and of bigtrain's verbs as their parsers have them; the launchers' are listed."""
+    from bigtrain import cli
     from bigtrain.run.arguments import make_parser
 
     known = set(make_parser()._option_string_actions)
-    others = {"--num_gpus", "--num_accelerators", "--standalone", "--nproc_per_node", "--master_port", "--hostfile",
-              "--include", "--gpus", "--max_restarts", "--module", "--no",  # pip's --no-deps
-              "--gpu_memory", "--host_memory", "--auto", "--measure",
-              "--dtype", "--stage", "--offload", "--world_size", "--model", "--local_rank"}  # fmt: skip
-    pages = README + "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("memory", "errors", "own_loop"))
-    assert set(re.findall(r"--[a-z]\w+", pages)) - known - others == set()
+    with contextlib.redirect_stdout(io.StringIO()) as helps:
+        for verb in ("plan", "inspect", "export", "doctor", "bench", "config generate", "config lint", "config resolve"):
+            with pytest.raises(SystemExit):
+                cli.main([*verb.split(), "--help"])
+    known |= set(re.findall(FLAG, helps.getvalue()))
+    others = {"--num_gpus", "--num_accelerators", "--standalone", "--nproc_per_node", "--master_addr", "--master_port", "--hostfile",
+              "--module", "--local_rank", "--max_restarts", "--nnodes", "--nodes", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_conf",
+              "--rdzv_id", "--no-deps", "--checksum", "--kill-on-bad-exit"}  # fmt: skip
+    pages = ["README.md", "ds_configs/README.md", *(f"docs/{name}.md" for name in PAGES)]
+    unknown = {page: set(re.findall(FLAG, (ROOT / page).read_text())) - known - others for page in pages}
+    assert not any(unknown.values()), unknown
+
+
+FLAG = r"(?<![\w-])--[a-z][\w-]*"
+PAGES = ("memory", "errors", "own_loop", "several_hosts", "performance")
 
 
 def test_the_first_screen_of_the_readme_has_the_first_command():

@@ -44,6 +44,8 @@ def save(rates: dict[str, float], file: Path) -> Finding:
         remedy = "bigtrain doctor --save FILE, in a folder that you can write to"
         return warning(name, f"rates could not be stored: {error.strerror}", file, "a file", remedy)
     used = "bigtrain plan uses them" if file == rates_file() else f"bigtrain plan --calibration {file} ..."
+    if file == rates_file() and "matmul_flops" not in known:
+        used = "no GPU is among them: bigtrain plan goes on with the rates it comes with"
     return ok(name, f"{len(rates)} rates stored", file, "", used)
 
 

@@ -121,14 +121,14 @@ def check_host_name(network: Network) -> Finding:
     name, needed = "host name", "an address that other hosts can reach"
     real = _real(network)
     pin = f"export GLOO_SOCKET_IFNAME={real[0]}" if real else "bring a network interface up"
-    remedy = f"only for several hosts: {pin} on each host, or mend the host's line in /etc/hosts"
+    remedy = f"bigtrain finds the interface itself; other scripts on several hosts: {pin} on each, or mend the host's line in /etc/hosts"
     measured = f"{network.host} -> {network.address or network.resolve_error}"
     if network.variables.get("GLOO_SOCKET_IFNAME") in network.interfaces:
         return ok(name, "does not matter: GLOO_SOCKET_IFNAME says where to listen", measured, needed)
     if network.address is None:
         return warning(name, "cannot be resolved; fine on one host, gloo fails on several", measured, needed, remedy)
     if is_loopback(network.address):
-        what = "resolves to the loopback address; fine on one host, on several gloo fails with 'Connection refused'"
+        what = "resolves to the loopback address; fine on one host, on several gloo by itself fails with 'Connection refused'"
         return warning(name, what, measured, needed, remedy)
     return ok(name, "resolves", measured, needed)
 

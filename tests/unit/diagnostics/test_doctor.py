@@ -305,7 +305,12 @@ def test_a_fine_network():
 @pytest.mark.parametrize(
     ("name", "facts", "status", "remedy"),
     [
-        ("host name", {"address": "127.0.1.1"}, "warning", "export GLOO_SOCKET_IFNAME=eth0"),
+        (
+            "host name",
+            {"address": "127.0.1.1"},
+            "warning",
+            "bigtrain finds the interface itself; other scripts on several hosts: export GLOO_SOCKET_IFNAME=eth0",
+        ),
         ("host name", {"address": None, "resolve_error": "unknown"}, "warning", "/etc/hosts"),
         ("host name", {"address": "127.0.1.1", "variables": {"GLOO_SOCKET_IFNAME": "eth0"}}, "ok", ""),
         ("interfaces", {"variables": {"GLOO_SOCKET_IFNAME": "eth1"}}, "broken", "export GLOO_SOCKET_IFNAME=eth0"),
@@ -413,6 +418,13 @@ def test_rates_go_to_the_planner(tmp_path, capsys):
     plan = ["plan", "--model", "preset:llama-tiny", "--gpu_memory", "80GB", "--host_memory", "64GB", "--calibration", str(file)]
     assert cli.main(plan) == 0
     assert calibration.save(want, Path("/proc/nowhere/machine.json")).status == "warning"
+
+
+def test_rates_without_a_card_are_not_said_to_change_plans(tmp_path, monkeypatch):
+    """`stored_rates` leaves them alone for GPUs: a laptop says nothing of the machine with the cards."""
+    monkeypatch.setattr(calibration, "rates_file", lambda: tmp_path / "machine.json")
+    assert "no GPU is among them" in calibration.save({"host_bytes_s": 6e10}, tmp_path / "machine.json").remedy
+    assert calibration.save({"matmul_flops": 6e14}, tmp_path / "machine.json").remedy == "bigtrain plan uses them"
 
 
 # ---------------------------------------------------------------- ladder

@@ -36,7 +36,47 @@ def test_exit_codes_say_whether_it_fits(capsys):
     assert run("--model", "preset:llama-1b", "--offload", "all", "--gpu_memory", "80GB", "--host_memory", "8GiB") == 3
     out = capsys.readouterr().out
     assert "GPU: needs" in out and "DOES NOT FIT, short by" in out
-    assert out.count("what would fit: `bigtrain plan --auto`") == 2
+    ways = [line.removeprefix("what would fit: ") for line in out.splitlines() if line.startswith("what would fit")]
+    assert ways == [
+        "bigtrain plan --auto --model preset:llama-1b --gpu_memory 4GiB --host_memory 1TB",
+        "bigtrain plan --auto --model preset:llama-1b --gpu_memory 80GB --host_memory 8GiB",
+    ]
+    assert [verbs._run(shlex.split(way)[1:]) for way in ways] == [3, 0]  # 4 GiB hold 1 B in no way
+
+
+def test_a_wrong_flag_is_told_in_two_lines(capsys):
+    """All flags of `plan` and `config generate` as usage above an error were 20 lines."""
+    for words in (
+        ["plan", "--model", "preset:llama-1b", "--auto", "--ds_config", "zero2"],
+        ["config", "generate", "--stage", "7"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            verbs.main(words)
+        assert ended.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_memory_that_nobody_gave_is_said_to_be_this_machines(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "host_memory", lambda: HostMemory(machine_bytes=24 * GIB, limit_bytes=None))
+    monkeypatch.setattr(cli, "gpu_memory", lambda: [47 * GIB])
+    model = ("--model", "preset:llama-1b", "--stage", 2)
+    run(*model)
+    here = "this machine's memory, for want of a flag: "
+    assert f"{here}--gpu_memory 47.00 GiB, --host_memory 24.00 GiB\n" in capsys.readouterr().out
+    run(*model[:2], "--gpu_memory", "80GB", "--auto")
+    assert f"{here}--host_memory 24.00 GiB\n" in capsys.readouterr().out
+    run(*model, "--device", "cpu")
+    assert f"{here}--host_memory 24.00 GiB\n" in capsys.readouterr().out
+    run(*model, *LIMITS)
+    assert here not in capsys.readouterr().out
+
+
+def test_parts_of_a_step_that_its_host_is_the_limit_of(capsys):
+    """Stage 3's hooks take longer than a small micro batch's products: the line must not leave them out."""
+    run("--model", "preset:llama-8b", "--gpus", 2, "--leaf_blocks", "off", *LIMITS, "--calibration", "none")
+    said = capsys.readouterr().out.split("speed (roofline): ")[1]
+    numbers = [float(n) for n in re.findall(r"(?:^|card |host |communication |optimizer )([0-9.]+)", said.splitlines()[0])]
+    total, card, host, communication, optimizer = numbers
+    assert card < 0.2 * total and host + communication + optimizer == pytest.approx(total, rel=0.05)
 
 
 def test_the_longest_sequence_says_what_bounds_it(capsys):
