@@ -25,6 +25,7 @@ from bigtrain.engine.writes import ForeignWrites
 from bigtrain.errors import ModelError
 from bigtrain.memory import heap
 from bigtrain.models.batchnorm import compute_in_fp32
+from bigtrain.models.buffers import take_dtypes
 from bigtrain.models.sharding import explain_bare_forward, generate_in_step, refuse_empty
 from bigtrain.optim.build import build_optimizer
 from bigtrain.optim.groups import param_groups
@@ -83,6 +84,8 @@ def assemble(
         _refuse(model, s, leaf_modules)
     agreement.same_model(model)
     if s.bf16:
+        if not hasattr(model, "bigtrain_info"):
+            take_dtypes(model, torch.bfloat16)
         compute_in_fp32(model)
         buffers.parametrize_in_fp32(model)
     saved = buffers.snapshot(model)

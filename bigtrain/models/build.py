@@ -20,6 +20,7 @@ from bigtrain import ranks, zero
 from bigtrain.errors import ModelError
 from bigtrain.memory import heap
 from bigtrain.models.batchnorm import compute_in_fp32
+from bigtrain.models.buffers import take_dtypes
 from bigtrain.models.checkpointing import disable_cache
 from bigtrain.models.compiled import without_wrappers
 from bigtrain.models.frozen import freeze
@@ -72,7 +73,7 @@ def build_model(
             config object or dict, "preset:NAME", or any callable that returns an nn.Module.
         ds_config: dict or file; only its ZeRO section matters here. None: stage 0.
         seed: sets torch's, numpy's and Python's generators for the build; the caller's state is restored afterwards.
-        dtype: of floating parameters. Buffers keep the constructor's dtype and value.
+        dtype: of floating parameters, and of the buffers that a transformers class makes in it (`models.buffers`); others keep theirs.
         init_device: where values are drawn; None: this rank's own CUDA device, or the CPU.
         freeze: module or parameter names that do not train (see `bigtrain.models.frozen.freeze`). A part with a checkpoint of its own:
             `frozen_module` in the callable.
@@ -111,6 +112,8 @@ def build_model(
     else:
         model, info = _build_fresh(recipe, target, resize_vocab_to)
     info.source, info.dtype, info.ds_config, info.keep_in_fp32 = recipe.label, dtype, config, tuple(keep_in_fp32)
+    if recipe.config is not None:
+        take_dtypes(model, dtype, recipe.construct)
     _settle(model, info, target, freeze)
     # What was drawn in fp32 is gone, the heap that held it is not. Where every value came from files, nothing was drawn.
     heap.give_back(garbage=recipe.directory is None or bool(info.initialised) or resize_vocab_to is not None)

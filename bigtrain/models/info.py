@@ -15,7 +15,7 @@ class BuildInfo:
 
     Attributes:
         source: what the caller named.
-        dtype: of the parameters; buffers keep the dtype that their constructor gave them.
+        dtype: of the parameters; buffers have the one that their class gives them (`models.buffers`).
         stage: ZeRO stage the model was built for (3: every parameter is partitioned).
         seed: of the values drawn.
         frozen: names of parameters that do not train.

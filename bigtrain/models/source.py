@@ -220,8 +220,7 @@ def _attention(cls: Any, config: Any, wanted: str | None) -> str | None:
         return "eager"
     if not getattr(cls, "_supports_sdpa", False):
         logger.info("%s has no sdpa attention; using its default.", cls.__name__)
-        return None
-    return wanted
+    return None  # transformers' own choice: sdpa in each part that has it. By name, a part without it (a detector's backbone) is an error.
 
 
 def _class_for(config: Any, trust_remote_code: bool) -> Any:

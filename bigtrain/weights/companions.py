@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ def exported_config(model: Any, dtype: torch.dtype) -> Any:
     if config is None:
         return None
     name = str(dtype).removeprefix("torch.")
-    parts = [config, *(part for part in vars(config).values() if hasattr(part, "model_type") and hasattr(part, "to_dict"))]
-    for part in parts:
+    for part in _with_nested(config):
         if part is config or getattr(part, "dtype", None) is not None:
             part.dtype = name
     config.architectures = [type(model).__name__]
@@ -37,6 +36,14 @@ def exported_config(model: Any, dtype: torch.dtype) -> Any:
         for part in configs_with_cache(config):
             part.use_cache = use_cache
     return config
+
+
+def _with_nested(config: Any) -> Iterator[Any]:
+    """A config and those inside it, at any depth (T5Gemma 2 has a text config in its encoder's)."""
+    yield config
+    for part in vars(config).values():
+        if hasattr(part, "model_type") and hasattr(part, "to_dict"):
+            yield from _with_nested(part)
 
 
 def configs_with_cache(config: Any) -> list[Any]:

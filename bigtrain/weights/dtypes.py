@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 TORCH = {
@@ -29,3 +31,14 @@ def as_dtype(value: torch.dtype | str) -> torch.dtype:
 def loses_bits(stored: str, wanted: torch.dtype) -> bool:
     """True if a float type of a file has values that the model's type does not (fp16 in bf16 as well: its mantissa is longer)."""
     return stored in FLOATS and wanted.is_floating_point and torch.promote_types(TORCH[stored], wanted) != wanted
+
+
+def kept_in_fp32(model: torch.nn.Module, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Names of the tensors that `from_pretrained(dtype=dtype)` keeps in fp32 because the model's class wants so.
+
+    Source: `PreTrainedModel._get_dtype_plan` and `build_glob_alternation`, transformers 5.24.
+    """
+    strict, for_fp16 = "_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"
+    attributes = {torch.bfloat16: [strict], torch.float16: [strict, for_fp16]}.get(dtype, [])
+    globs = {glob for name in attributes for glob in getattr(model, name, None) or ()}
+    return re.compile("|".join(glob.replace("*", ".*") for glob in sorted(globs))) if globs else None

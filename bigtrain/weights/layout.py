@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from bigtrain.errors import WeightsError
 from bigtrain.weights import mapping
-from bigtrain.weights.dtypes import NAMES
+from bigtrain.weights.dtypes import NAMES, kept_in_fp32
 from bigtrain.weights.header import byte_length, encode_header
 from bigtrain.weights.mapping import Part
 from bigtrain.weights.replace import METADATA
@@ -75,7 +75,8 @@ def plan_layout(model: torch.nn.Module, slots: Sequence[Slot], dtype: torch.dtyp
             tensor=empty[0],
         )
     parts = list(mapping.model_to_file(model, meta_state(list(slots)), by_name).parts.values())
-    dtypes = {part.name: _stored(by_name[part.sources[0]].dtype, dtype) for part in parts}
+    stored = _stored(model, by_name, dtype)
+    dtypes = {part.name: stored[part.sources[0]] for part in parts}
     return Layout(_shards(parts, dtypes, max_shard_bytes), by_name, dtypes)
 
 
@@ -85,8 +86,22 @@ def _is_meant(model: torch.nn.Module, name: str) -> bool:
     return owner is not None and any(p.dim() > 1 and p.numel() == 0 for p in owner.parameters(recurse=False))
 
 
-def _stored(held: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    return wanted if held.is_floating_point else held
+def _stored(model: torch.nn.Module, slots: Mapping[str, Slot], wanted: torch.dtype) -> dict[str, torch.dtype]:
+    """The element type of each tensor in the files.
+
+    Not all floats have the one that is asked for: what a transformers class wants in fp32 is in fp32, as in what `save_pretrained` writes,
+    and no buffer loses bits. A router's correction or a rotary table would come back as others than those that were trained with.
+    """
+    fp32, buffers = kept_in_fp32(model, wanted), {id(b) for b in model.buffers()}
+
+    def of(name: str, slot: Slot) -> torch.dtype:
+        if not slot.dtype.is_floating_point:
+            return slot.dtype
+        if fp32 is not None and fp32.search(name):
+            return torch.float32
+        return torch.promote_types(slot.dtype, wanted) if id(slot.tensor) in buffers else wanted
+
+    return {name: of(name, slot) for name, slot in slots.items()}
 
 
 def saved_names(model: torch.nn.Module, slots: Sequence[Slot]) -> dict[str, Slot]:

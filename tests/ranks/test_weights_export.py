@@ -22,10 +22,15 @@ def keys_in(folder):
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
-    """`(family, folder)`: what `save_pretrained` makes of each family, written once."""
+    """`(family, folder)`: what plain transformers makes of each family, loaded in bf16 and saved again, written once.
+
+    Loaded, because some classes want some of their tensors in fp32 then (DeepSeek's router).
+    """
     root = tmp_path_factory.mktemp("saved")
     for family in families.FAMILIES:
-        families.save(family, str(root / family))
+        model = families.make(family)
+        model.save_pretrained(first := str(root / "first" / family))
+        type(model).from_pretrained(first, dtype=torch.bfloat16).save_pretrained(str(root / family))
     return [(family, str(root / family)) for family in families.FAMILIES]
 
 
@@ -33,11 +38,13 @@ def export_each(todo, root, cases):
     """Build, partition, export in each case (stage, ranges); rank 0 compares with save_pretrained's folder."""
     import torch.distributed as dist
 
+    from bigtrain.models.source import set_config_dtype
     from bigtrain.weights import export_model
 
     bad = {}
     for family, theirs in todo:
         model = families.make(family)
+        set_config_dtype(model.config, torch.bfloat16)  # in nested configs too, as from_pretrained does
         for stage, ranges in cases:  # stage 0 before stage 3
             if stage == 3 and not hasattr(next(model.parameters()), "ds_id"):
                 partition(model)
