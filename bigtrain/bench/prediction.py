@@ -14,9 +14,9 @@ from bigtrain.diagnostics.metrics import FlopsFormula
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cards import H100_FLOPS, peak_bf16_flops
 from bigtrain.plan.cli import model_config
-from bigtrain.plan.inputs import Checkpointing, PlanInput
+from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.judge import time_on
-from bigtrain.plan.leaf_choice import LeafBlocks, as_said, with_leafs
+from bigtrain.plan.leaf_choice import as_said, with_leafs
 from bigtrain.plan.machine import expandable_segments
 from bigtrain.plan.predict import Plan
 from bigtrain.plan.roofline import stored_rates
@@ -25,8 +25,6 @@ from bigtrain.plan.show import heading
 from bigtrain.plan.spilled import asked_share
 from bigtrain.plan.states import layout_name
 from bigtrain.run.auto import AUTO, pick
-
-_RUN_NAMES = {"per_device_train_batch_size": "micro_batch", "gradient_accumulation_steps": "accumulation"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,49 +43,22 @@ class Machine:
     cards: tuple[int, ...] = ()
 
 
-def run_values(cell: Cell) -> RunValues:
-    """The cell's arguments in the words of `bigtrain.config`."""
-    known = RunValues.__dataclass_fields__
-    named = {_RUN_NAMES.get(k, k): v for k, v in cell.arguments.items()}
-    asked, blocks = named.get("gradient_checkpointing"), cell.arguments.get("checkpoint_blocks")
-    named["gradient_checkpointing"] = defaults.recomputes(asked, _policy(cell), blocks)
-    return RunValues(**{k: v for k, v in named.items() if k in known}, total_steps=cell.steps)
-
-
-def _policy(cell: Cell) -> Checkpointing:
-    return cell.arguments.get("checkpointing_policy") or defaults.CHECKPOINTING_POLICY
-
-
-def _share(cell: Cell) -> float | None:
-    return asked_share(str(cell.arguments.get("offload_gradients", AUTO)))
-
-
-def _leafs(cell: Cell) -> LeafBlocks:
-    return cell.arguments.get("leaf_blocks", AUTO)
-
-
 def attention(cell: Cell, machine: Machine) -> plan.Attention:
     """Rows of a sweep are not packed unless told. Peers take sdpa."""
     asked = cell.arguments.get("attn_implementation", "auto" if cell.runner == "bigtrain" else "sdpa")
     kind = model_config(cell.model).get("model_type")
-    return plan.attention_of(asked, cell.arguments.get("packing", "none"), machine.device, kind, machine.transformers)
+    return plan.attention_of(asked, cell.told.packing, machine.device, kind, machine.transformers)
 
 
 def kernels(cell: Cell, machine: Machine) -> dict[str, Any]:
     """The planner's words for the cell's kernels: fused ones on a GPU unless told not to, as in launch/train.py; peers, if told."""
-    asked = cell.arguments.get("use_liger_kernel")
+    asked = cell.told.use_liger_kernel
     has_gpu = machine.device == "cuda"
     fused = defaults.fused_kernels(asked, has_gpu) if cell.runner == "bigtrain" else asked
     found = {"kernels": "hf", "chunks_loss": bool(fused)}
     if fused and has_gpu and machine.liger:
         found = plan.liger_for(model_config(cell.model).get("model_type"))
     return found if cell.runner == "bigtrain" else {"kernels": found["kernels"]}
-
-
-def _blocks(cell: Cell) -> int | None:
-    """How many blocks are recomputed; None: all, or not decided yet."""
-    said = cell.arguments.get("checkpoint_blocks")
-    return None if said in (None, AUTO) else int(said)
 
 
 def _plan_input(cell: Cell, machine: Machine, run: RunValues, **more: Any) -> PlanInput:
@@ -99,12 +70,12 @@ def _plan_input(cell: Cell, machine: Machine, run: RunValues, **more: Any) -> Pl
         gpus_per_node=cell.num_gpus,
         seq_len=cell.seq_len,
         optimizer=layout_name(run.optim or defaults.OPTIM),
-        mlp_tile_tokens=cell.arguments.get("mlp_tile_tokens") or 0,
+        mlp_tile_tokens=cell.told.mlp_tile_tokens or 0,
         **kernels(cell, machine),
         device=machine.device,
         card_flops=peak_bf16_flops(machine.card) or H100_FLOPS,
         expandable=expandable_segments({**os.environ, **cell.env}),
-        frozen=tuple(cell.arguments.get("freeze") or ()),
+        frozen=tuple(cell.told.freeze),
         drawn=shapes.is_preset(cell.model),
         **more,
     )
@@ -121,19 +92,19 @@ def resolved(cell: Cell, machine: Machine) -> Resolved:
 
 def _resolved(cell: Cell, machine: Machine) -> tuple[Resolved, PlanInput | None]:
     """The cell's config, and what the planner chose, for ds_config auto."""
-    values, run, config = model_config(cell.model), run_values(cell), cell.ds_config
+    values, run, config, told = model_config(cell.model), cell.told.run_values(cell.steps), cell.ds_config, cell.told
     chosen = None
     if config == AUTO:
         gpu, host = limits(cell, machine)
         picked = pick(
-            _plan_input(cell, machine, run, checkpointing=_policy(cell), checkpoint_blocks=_blocks(cell)),
+            _plan_input(cell, machine, run, checkpointing=told.checkpointing_policy, checkpoint_blocks=told.recomputed_blocks),
             run,
             gpu_memory_bytes=gpu,
             host_memory_bytes=host,
             rates=stored_rates(machine.device),
-            blocks_are_open=cell.arguments.get("checkpoint_blocks") == AUTO,
-            share=_share(cell),
-            leaf_blocks=_leafs(cell),
+            blocks_are_open=told.checkpoint_blocks == AUTO,
+            share=asked_share(told.offload_gradients),
+            leaf_blocks=told.leaf_blocks,
         )
         config, run, chosen = picked.config, picked.run, picked.candidate.input
     shape = ModelShape.from_config(values)
@@ -142,9 +113,8 @@ def _resolved(cell: Cell, machine: Machine) -> tuple[Resolved, PlanInput | None]
 
 def limits(cell: Cell, machine: Machine) -> tuple[int | None, int | None]:
     """(bytes of a card that the cell may take, bytes of the host); None: unknown, or no GPU."""
-    cap = cell.arguments.get("gpu_memory_cap")
-    gpu = machine.gpu_bytes
-    return (min(gpu, int(float(cap) * 2**30)) if gpu is not None and cap else gpu), machine.host_bytes
+    cap, gpu = cell.told.gpu_memory_cap, machine.gpu_bytes
+    return (min(gpu, int(cap * 2**30)) if gpu is not None and cap else gpu), machine.host_bytes
 
 
 def planned(cell: Cell, machine: Machine) -> Plan:
@@ -154,9 +124,9 @@ def planned(cell: Cell, machine: Machine) -> Plan:
         UsageError: the model's family has no formulas, or settings contradict each other.
     """
     done, chosen = _resolved(cell, machine)
-    run, share = done.run, _share(cell)
-    blocks, blocks_are_open = _blocks(cell), cell.arguments.get("checkpoint_blocks") == AUTO
-    policy = _policy(cell)
+    run, told = done.run, cell.told
+    blocks, blocks_are_open = told.recomputed_blocks, told.checkpoint_blocks == AUTO
+    policy, share = told.checkpointing_policy, asked_share(told.offload_gradients)
     if chosen is not None:
         policy = policy if chosen.checkpointing == "none" else chosen.checkpointing
         blocks, blocks_are_open, share = chosen.checkpoint_blocks, False, chosen.settings.offload_gradients
@@ -172,11 +142,11 @@ def planned(cell: Cell, machine: Machine) -> Plan:
         checkpoint_blocks=blocks,
     ).but(offload_gradients=share or 0.0)
     gpu, host = limits(cell, machine)
-    buffers = not cell.arguments.get("no_plan") and buffers_are_open(done.config)
+    buffers = not told.no_plan and buffers_are_open(done.config)
     rates = stored_rates(machine.device)
-    found = as_said(found, _leafs(cell))
+    found = as_said(found, told.leaf_blocks)
     found = settled(found, gpu, host, rates, share=share is None, buffers=buffers, blocks=blocks_are_open)
-    found = with_leafs(found, gpu, host) if _leafs(cell) == AUTO else found
+    found = with_leafs(found, gpu, host) if told.leaf_blocks == AUTO else found
     return plan.predict(found, gpu_memory_bytes=gpu)
 
 

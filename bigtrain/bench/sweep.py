@@ -185,7 +185,7 @@ class Sweep:
         write_json(folder / "cell.json", {**cell.settings(), "ds_config_content": cell.ds_config})
         if cell.runner != "bigtrain":
             return [*program, str(self._peer_file(cell, folder.resolve(), rows, values))]
-        told = {"packing": "none", "train_data": rows / "rows.parquet", **args, **_here(args)}
+        told = {"packing": cell.told.packing, "train_data": rows / "rows.parquet", **args, **_here(args)}
         told.setdefault("tokenizer_name_or_path", inputs.make_tokenizer(shared))
         told |= {"max_steps": cell.steps, "report_to": "none", "disable_tqdm": True, "no_export": True,
                  "overwrite_output_dir": True, "output_dir": folder.resolve() / "out"}  # fmt: skip

@@ -13,7 +13,8 @@ from bigtrain.run.arguments import TrainArguments
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list of texts"}
 _TAKEN: dict[type, Any] = {int: int, float: (int, float), str: (str, int, float)}  # YAML takes some texts for numbers
 # What the sweep gives where the grid does not: it has no problem of its own.
-_GIVEN: dict[str, Any] = {"train_data": ".", "output_dir": ".", "tokenizer_name_or_path": "of the sweep", "report_to": ["none"]}
+_GIVEN: dict[str, Any] = {"train_data": ".", "output_dir": ".", "tokenizer_name_or_path": "of the sweep", "report_to": ["none"],
+                          "packing": "none"}  # fmt: skip
 
 
 def problems(arguments: Mapping[str, Any], ds_config: Any) -> list[str]:
@@ -25,11 +26,16 @@ def problems(arguments: Mapping[str, Any], ds_config: Any) -> list[str]:
     wrong = list(_wrong_types(arguments))
     if wrong:
         return wrong
+    return list(find_problems(as_told(arguments, ds_config)))
+
+
+def as_told(arguments: Mapping[str, Any], ds_config: Any) -> TrainArguments:
+    """What the program is told of a cell: `problems` has found none in the types."""
     told = {name: str(value) if _kinds()[name][0] is str else value for name, value in arguments.items()}
     if isinstance(told.get("warmup_steps"), float):
         told["warmup_ratio"] = told.pop("warmup_steps")
     text = ds_config if isinstance(ds_config, str) else json.dumps(ds_config, default=str)
-    return list(find_problems(TrainArguments(**{**_GIVEN, **told, "ds_config": text})))
+    return TrainArguments(**{**_GIVEN, **told, "ds_config": text})
 
 
 def _wrong_types(arguments: Mapping[str, Any]) -> Iterator[str]:
