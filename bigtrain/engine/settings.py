@@ -14,14 +14,13 @@ from typing import Any
 from bigtrain import optim
 from bigtrain.config import ModelShape, Resolved, RunValues, left_open, load, refuse_undone, resolve
 from bigtrain.config.batch import ACCUMULATION, GLOBAL, MICRO, BatchError, Given, solve_batch
+from bigtrain.config.rules_run import SCHEDULE_NAMES
 from bigtrain.config.rules_training import dtype_name
 from bigtrain.config.run import DEFAULTS
 from bigtrain.errors import ConfigError, UsageError
 from bigtrain.optim.options import Offload, Options
 from bigtrain.plan.constants import STATE_BUFFERS
 
-# DeepSpeed's schedulers and what the same curve is called here.
-_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "adamw8bit": "adamw_8bit", "muon": "muon"}
 
 # Sections that `settle` decides, from what the file itself says. Of data_types, because `train_step` may be given more micro
@@ -363,15 +362,15 @@ def _scheduler(section: dict[str, Any], argument: str | None, notes: list[str]) 
             "section's warm-up and total steps serve where the Engine was given none."
         )
         return argument
-    if kind not in _SCHEDULERS:
+    if kind not in SCHEDULE_NAMES:
         raise UsageError(
             f"scheduler.type {kind!r} of the ds_config is not known here: the Engine owns the schedule. It translates "
-            f"{', '.join(_SCHEDULERS)}; else remove the section and pass lr_scheduler=... to the Engine."
+            f"{', '.join(SCHEDULE_NAMES)}; else remove the section and pass lr_scheduler=... to the Engine."
         )
     notes.append(
-        f"scheduler {kind!r} of the ds_config is run as bigtrain's {_SCHEDULERS[kind]!r} with the same warm-up and steps."
+        f"scheduler {kind!r} of the ds_config is run as bigtrain's {SCHEDULE_NAMES[kind]!r} with the same warm-up and steps."
     )
-    return _SCHEDULERS[kind]
+    return SCHEDULE_NAMES[kind]
 
 
 def _constant(scheduler: str, asked: str | None, notes: list[str]) -> str:
