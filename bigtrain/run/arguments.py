@@ -17,7 +17,7 @@ import logging
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from bigtrain import defaults
@@ -256,10 +256,6 @@ class TrainArguments:
             steps = {"warmup_steps": self.warmup(total_steps), "total_steps": total_steps}
         same = {f.name: getattr(self, f.name) for f in fields(RunValues) if hasattr(self, f.name)}
         return RunValues(**{**same, **named, **steps, "gradient_checkpointing": self.recomputes})
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for run.json."""
-        return asdict(self)
 
 
 # Of --help: the first setting of each group. They stand there in the order of `TrainArguments`.

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,11 @@ def _stages(story: Story, limit_s: float, stack: Any) -> None:
     from bigtrain.hosts.placement import refuse_shared_cards, this_place
 
     device, place = ranks.device(), this_place()
-    story.tell(stage="meet", places=[place.as_dict()], backend="nccl" if device.type == "cuda" else "gloo")
+    story.tell(stage="meet", places=[asdict(place)], backend="nccl" if device.type == "cuda" else "gloo")
     faulthandler.dump_traceback_later(0.9 * limit_s, file=stack)
     zero.init_distributed(timeout_s=limit_s)
     places = ranks.all_gather_object(place)  # over gloo, before NCCL would fail on a shared card
-    story.tell(stage="placement", places=[p.as_dict() for p in places])
+    story.tell(stage="placement", places=[asdict(p) for p in places])
     refuse_shared_cards(places)
     for name, collective in COLLECTIVES.items():
         story.tell(stage=name)
