@@ -18,8 +18,9 @@ from bigtrain import data, defaults, models, optim, ranks
 from bigtrain.checkpoint import fit
 from bigtrain.checkpoint.live import layout_of
 from bigtrain.config import ModelShape, Resolved, RunValues
-from bigtrain.engine import precision, settings
+from bigtrain.engine import settings
 from bigtrain.kernels.attach import use_liger
+from bigtrain.models.kept import refuse_kept
 from bigtrain.plan.spilled import asked_share
 from bigtrain.run import attention
 from bigtrain.run.argument_problems import all_of
@@ -271,7 +272,7 @@ def check_engine(job: Job) -> None:
         offload_gradients=job.offload_gradients,
     )
     settled.schedule()
-    precision.refuse_kept(args.keep_in_fp32, settled.stage, settled.bf16)
+    refuse_kept(args.keep_in_fp32, settled.stage, settled.bf16)
 
 
 # ---------------------------------------------------------------- the model
