@@ -22,11 +22,10 @@ import pytest
 from bigtrain.cli import main
 from bigtrain.data.demo import stdlib_corpus, train_tokenizer
 from bigtrain.errors import DoesNotFitError, StoppedError
-from tests import python_path
+from tests import ROOT, python_path
 from tests.ranks import scripts
 from tests.ranks import smollm2 as smollm2_run
 
-ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 LIMIT_S = 800
 

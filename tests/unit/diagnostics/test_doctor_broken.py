@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from bigtrain.diagnostics.doctor import examine
+from tests import ROOT
 from tests.unit.diagnostics.test_doctor import MEMORY, TREES, one, tree
 
-ROOT = Path(__file__).resolve().parents[3]
 COMMAND = f"{sys.executable} -m bigtrain doctor --quick --json"
 
 

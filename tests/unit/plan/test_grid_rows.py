@@ -14,8 +14,9 @@ import pytest
 
 from bigtrain.bench import grid, prediction
 from bigtrain.plan.constants import process_bytes
+from tests import ROOT
 
-ROWS = Path(__file__).resolve().parents[3] / "docs/results/plan_accuracy_rows.jsonl"
+ROWS = ROOT / "docs/results/plan_accuracy_rows.jsonl"
 LATER, FAMILIES = ROWS.with_name("plan_later_rows.jsonl"), ROWS.with_name("plan_family_rows.jsonl")
 OWN = {"runner", "num_gpus", "ds_config", "steps", "warmup", "env"}
 GIB = 2**30
