@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 from bigtrain import config as ds
 from bigtrain import defaults, plan, shapes
 from bigtrain.bench.grid import Cell
+from bigtrain.bench.machine import Machine
 from bigtrain.config import ModelShape, Resolved, RunValues
 from bigtrain.diagnostics.metrics import FlopsFormula
 from bigtrain.errors import DoesNotFitError, UsageError
@@ -25,22 +25,6 @@ from bigtrain.plan.show import heading
 from bigtrain.plan.spilled import asked_share
 from bigtrain.plan.states import layout_name
 from bigtrain.run.auto import AUTO, pick
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Where the sweep runs. Sizes in bytes, None: not known (or, for the GPU, none there). `liger`: liger-kernel is installed.
-
-    `transformers`: its version; None: the installed one's. `cards`: nvidia-smi's numbers of those that ranks see, in their order; empty: not known.
-    """
-
-    device: str
-    card: str
-    gpu_bytes: int | None
-    host_bytes: int | None
-    liger: bool = True
-    transformers: str | None = None
-    cards: tuple[int, ...] = ()
 
 
 def attention(cell: Cell, machine: Machine) -> plan.Attention:

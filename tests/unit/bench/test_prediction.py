@@ -8,7 +8,8 @@ import pytest
 from bigtrain import config as ds
 from bigtrain import shapes
 from bigtrain.bench.grid import expand
-from bigtrain.bench.prediction import Machine, flops_formula, planned, prediction
+from bigtrain.bench.machine import Machine
+from bigtrain.bench.prediction import flops_formula, planned, prediction
 from bigtrain.cli import main
 from bigtrain.config import ModelShape
 from bigtrain.plan.roofline import model_flops_per_token, stored_rates
