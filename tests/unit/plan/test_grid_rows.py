@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from bigtrain.bench import grid, prediction
+from bigtrain.bench.machine import Machine
 from bigtrain.plan.constants import process_bytes
 from tests import ROOT
 
@@ -48,7 +49,7 @@ def predicted(row, gpu_bytes, host_bytes=250 * GIB, chosen_anew=False):
     cell = grid.Cell(
         num_gpus=row["num_gpus"], ds_config=row["ds_config"], ds_name=row["settings"]["ds_config"], arguments=arguments
     )
-    machine = prediction.Machine(
+    machine = Machine(
         device="cuda",
         card=row["card"],
         gpu_bytes=gpu_bytes,
