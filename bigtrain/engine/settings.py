@@ -232,7 +232,8 @@ def _said(config: Mapping[str, Any], run: RunValues, notes: list[str]) -> Any:
     betas = ctx.get("optimizer.params.betas")
     held |= zip(("adam_beta1", "adam_beta2"), betas if isinstance(betas, list | tuple) else ())
     for c in conflicts(Context(config, run=RunValues(**{n: v for n, v in run.given().items() if n in _NUMBERS}))):
-        notes.append(f"{c.path} of the ds_config is {c.file_value}, the Engine was given {c.flag_value}, which is used.")
+        given = f"{c.flag.lstrip('-')}: the Engine was given {c.flag_value}"
+        notes.append(f"{given}, {c.path} of the ds_config says {c.file_value}; {c.flag_value} is used.")
     return replace(DEFAULTS, **{**held, **run.given()})
 
 

@@ -242,5 +242,5 @@ def test_each_number_that_the_file_contradicts_is_said_with_its_place():
         8,
     )
     for path in ("params.betas", "params.eps", "params.weight_decay", "warmup_num_steps", "total_num_steps"):
-        assert any(f"{path} of the ds_config is" in note for note in s.notes), path
+        assert any(f"{path} of the ds_config says" in note for note in s.notes), path
     assert not any("params.lr" in note for note in s.notes)
