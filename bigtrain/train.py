@@ -13,6 +13,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     from bigtrain import ranks, watch, zero
     from bigtrain.diagnostics.metrics import flops_formula
     from bigtrain.engine import Engine, steps
-    from bigtrain.hosts import placement, rollcall
+    from bigtrain.hosts import meeting, rollcall
     from bigtrain.models import hub
     from bigtrain.run import capacity, disk, left_open, preflight, restart, sameness, search
     from bigtrain.run import job as jobs
@@ -62,10 +63,10 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     from bigtrain.run.shortage import Explained
 
     config = jobs.read_ds_config(args)  # every fault of the file, before anything starts
-    with stop.leaving_at_once(), placement.meeting_port():
+    with stop.leaving_at_once(), meeting.meeting_port():
         zero.init_distributed(timeout_s=args.ddp_timeout, store=rollcall.roll_call())
         ranks.control_group()
-    ranks.agree(args.as_dict(), "the arguments")
+    ranks.agree(asdict(args), "the arguments")
     watch.begin(args.hang_limit, args.output_dir)
     hub.look_for(args.model_name_or_path, args.tokenizer_name_or_path)
     sameness.refuse_different(args, config)
@@ -154,7 +155,7 @@ class Run:
         if self.main:
             self.rows = RowLog(folder.root / "metrics.jsonl", keep_to_step=start)
             self.evals = RowLog(folder.root / "eval.jsonl", keep_to_step=start)
-            self.trackers = open_trackers(args.trackers, folder.root, args.as_dict(), run_name=args.run_name, first_step=start)
+            self.trackers = open_trackers(args.trackers, folder.root, asdict(args), run_name=args.run_name, first_step=start)
             folder.update_run(flops_formula=str(flops), engine=engine.summary(), resumed_at_step=start or None)
         self.evaluated_step = -1  # of eval.jsonl, once all ranks have one of these
         self.progress = Progress(
@@ -397,12 +398,12 @@ def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str,
     folder.write_json("ds_config.resolved.json", {**resolved.config, "_decided_by": decided_by})
     folder.update_run(
         command=shlex.join(sys.argv),
-        arguments=job.args.as_dict(),
+        arguments=asdict(job.args),
         versions=versions(),
         world_size=len(places),
         backend=backend,
         device=places[0].device,
-        placement=[p.as_dict() for p in places],
+        placement=[asdict(p) for p in places],
         decisions=[d.__dict__ for d in resolved.decisions],
         problems=[p.to_dict() for p in resolved.problems],
         steps=job.steps.describe(),

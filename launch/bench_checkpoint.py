@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import drop_from_cache, resident, restart_peak
 
 from bigtrain import ranks
 from bigtrain.diagnostics.pages import put_table
@@ -62,18 +63,12 @@ def timed(action: Callable[[], Any]) -> float:
     return float(ranks.max_across(time.perf_counter() - begin))
 
 
-def rss(key: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key + ":"))
-
-
 def grown(action: Callable[[], Any]) -> int:
     """Bytes by which the resident memory of all ranks peaked above its start."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before = rss("VmRSS")
+    restart_peak()
+    before = resident()
     action()
-    return int(ranks.sum_across(rss("VmHWM") - before))
+    return int(ranks.sum_across(resident("VmHWM") - before))
 
 
 def own_file(folder: Path) -> Path:
@@ -93,13 +88,12 @@ def cache(folder: Path, warm: bool) -> None:
     for i, path in enumerate(sorted(p for p in folder.rglob("*") if p.is_file())):
         if i % ranks.world_size() != ranks.rank():
             continue
+        if not warm:
+            drop_from_cache(path)
+            continue
         with open(path, "rb") as file:
-            if warm:
-                while file.read(16 << 20):
-                    pass
-            else:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while file.read(16 << 20):
+                pass
     ranks.barrier("cached")
 
 

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import card, resident, rounded, settled
 
 from bigtrain import ranks
 from bigtrain.checkpoint import hashing, live
@@ -86,19 +87,6 @@ def peak(restart: bool = False) -> int:
     if restart:
         torch.cuda.reset_peak_memory_stats()
     return found
-
-
-def settled() -> float:
-    """The time, when the GPU has nothing left to do."""
-    if on_gpu():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def host_rss() -> int:
-    """Resident memory of this process, in bytes."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS:"))
 
 
 def pinned_copy_bytes_s(nbytes: int = 1 << 30, repeats: int = 5) -> float | None:
@@ -231,7 +219,7 @@ def save(training: Training, engine: Engine, root: Path, mode: str, around: int)
     row: dict[str, Any] = {
         "mode": mode, "call_s": call_s, "wait_s": wait_s, "stall_s": call_s + wait_s, "written_s": total_s,
         "steps_beside": len(beside), "first_step_s": beside[0], "step_beside_s": statistics.median(beside[1:] or beside),
-        "allocated_before": before, "allocated_during": sorted(set(during)), "peak": peak(), "host_rss": host_rss(), "processor": threads.since(), **engine.checkpoints.copied(),
+        "allocated_before": before, "allocated_during": sorted(set(during)), "peak": peak(), "host_rss": resident(), "processor": threads.since(), **engine.checkpoints.copied(),
     }  # fmt: skip
     engine.checkpoints.wait()  # raises what the writer failed with
     row["allocated_after"] = allocated()
@@ -286,7 +274,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     processor = threads.since()
     gpu_bytes, host_bytes = state_bytes(engine)
     result: dict[str, Any] = {
-        "card": torch.cuda.get_device_name() if on_gpu() else "none", "model": args.model, "optim": args.optim,
+        "card": card(), "model": args.model, "optim": args.optim,
         "micro_batch": args.micro_batch, "seq_len": args.seq_len, "ready_s": time.perf_counter() - began, "prepare_call_s": prepare_call_s, "step_alone_s": alone_s,
         "peak_alone": alone_peak, "gpu_bytes": gpu_bytes, "host_bytes": host_bytes, "pinned_copy_gb_s": (copy_bytes_s or 0) / 1e9,
         "floor_s": gpu_bytes / (copy_bytes_s or D2H_BYTES_S), "floor_54_s": gpu_bytes / D2H_BYTES_S, "hashed_in_c": hashing.native() is not None, "processor_alone": processor, "saves": [],
@@ -306,11 +294,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     finally:
         shutil.rmtree(root, ignore_errors=True)
     return {**result, "seconds": time.perf_counter() - began}
-
-
-def rounded(value: Any) -> Any:
-    """Floats with four digits behind the point, for reading."""
-    return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 4))
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

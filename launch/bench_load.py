@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import json
 import os
 import statistics
 import subprocess
@@ -29,9 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import load_phases
-
-from bigtrain.bench.processes import python_path
-from bigtrain.hosts.ports import free_port
+import random_weights
+from measuring import card, drop_from_cache, partitions, requests, resident, restart_peak, run_ranks, settled, write_rank
 
 PREIMPORTED = (
     "transformers.models.llama.modeling_llama",
@@ -53,52 +51,9 @@ CONFIG = {
 }
 
 
-def make_checkpoint(folder: Path, layers: int, hidden: int, shards: int) -> None:
-    """A Llama of random bf16 weights in `shards` files (22 layers of 2048: 1.26e9 parameters, 2.5 GB)."""
-    import torch
-    import transformers
-    from safetensors.torch import save_file
-
-    if (folder / "model.safetensors.index.json").exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    config = transformers.LlamaConfig(
-        hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers, num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64, vocab_size=32000, architectures=["LlamaForCausalLM"], dtype="bfloat16",
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    config.save_pretrained(folder)
-    names = [(name, tuple(value.shape)) for name, value in model.state_dict().items()]
-    per_file = -(-len(names) // shards)
-    weight_map: dict[str, str] = {}
-    for number in range(shards):
-        part = names[number * per_file : (number + 1) * per_file]
-        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        save_file(
-            {name: torch.randn(shape, dtype=torch.bfloat16) * 0.02 for name, shape in part}, folder / file, {"format": "pt"}
-        )
-        weight_map |= {name: file for name, _ in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
-def drop_from_cache(folder: Path) -> None:
-    """Write the files back and let the kernel forget their pages."""
-    for file in folder.glob("*.safetensors"):
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
-def _status(key: str) -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key + ":"))
-
-
-def _io() -> dict[str, int]:
-    with open("/proc/self/io") as file:
-        return {key: int(value) for key, value in (line.split(": ") for line in file)}
+def _cool(folder: Path, cache: str) -> None:
+    for file in folder.glob("*.safetensors") if cache == "cold" else ():
+        drop_from_cache(file)
 
 
 def _collectives() -> int:
@@ -131,10 +86,10 @@ def measure_export(model: Any, out: str) -> dict[str, Any]:
     from bigtrain.weights import export_model
 
     ranks.barrier("before the export")
-    Path("/proc/self/clear_refs").write_text("5")  # start VmHWM anew
-    before, begin = _status("VmRSS"), time.perf_counter()
+    restart_peak()
+    before, begin = resident(), time.perf_counter()
     report = export_model(model, out, dtype="bfloat16")
-    seconds, grown = time.perf_counter() - begin, _status("VmHWM") - before
+    seconds, grown = time.perf_counter() - begin, resident("VmHWM") - before
     actual = sum(os.path.getsize(f"{out}/{name}") for name in report.files)
     return {"export_s": seconds, "export_grown": grown, "predicted": report.bytes, "actual": actual}
 
@@ -144,11 +99,10 @@ def worker(way: str, folder: str, out: str, export: bool, phases: bool) -> None:
     import torch
     import torch.distributed as dist
     import transformers
-    import xxhash
 
     if way == "from_pretrained":  # malloc as it is without bigtrain (startup.map_blocks): read at import, long after glibc did
         os.environ["MALLOC_MMAP_THRESHOLD_"] = "as glibc has it"
-    from bigtrain import ranks, zero
+    from bigtrain import zero
     from bigtrain.models import build_model
 
     # both ways: everything that they import on first use is imported before the clock starts
@@ -165,58 +119,25 @@ def worker(way: str, folder: str, out: str, export: bool, phases: bool) -> None:
     _counting_collectives(counts)
     gc.collect()
     dist.barrier()
-    base, before, cpu, begin = _status("VmRSS"), _io(), time.process_time(), time.perf_counter()
+    base, before, cpu, begin = resident(), requests(), time.process_time(), time.perf_counter()
     with load_phases.clocked(phases) as spans:
         if way == "bigtrain":
             model = build_model(folder, ds_config=CONFIG)
         else:
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
             del keep
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds, cpu, after, peak = time.perf_counter() - begin, time.process_time() - cpu, _io(), _status("VmHWM")
-    digest, share = xxhash.xxh3_128(), 0
-    for param in model.parameters():
-        rank, _, flat = zero.partition_of(param)
-        own = flat[: max(0, min(zero.full_numel(param) - rank * flat.numel(), flat.numel()))]
-        share += own.numel() * own.element_size()
-        digest.update(own.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        seconds, cpu, after, peak = settled() - begin, time.process_time() - cpu, requests(), resident("VmHWM")
+    share, digest = partitions(model)
     measured = {
-        "seconds": seconds, "cpu": cpu, "base": base, "peak": peak, "share": share, "hash": digest.hexdigest(),
+        "seconds": seconds, "cpu": cpu, "base": base, "peak": peak, "share": share, "hash": digest,
         "asked": after["rchar"] - before["rchar"], "disk": after["read_bytes"] - before["read_bytes"],
-        "collectives": sum(counts) if counts else None,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "collectives": sum(counts) if counts else None, "device": card(),
     }  # fmt: skip
     if phases:
         measured["phases"] = load_phases.table(spans, seconds)
     if export:
         measured |= measure_export(model, f"{out}.model")
-    Path(f"{out}.{ranks.rank()}").write_text(json.dumps(measured))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run_ranks(script: str, world: int, words: list[str], limit_s: float = 600.0) -> list[dict[str, Any]]:
-    """Start `world` ranks of a program, whose last word is where they write; return what each measured."""
-    with tempfile.TemporaryDirectory() as scratch:
-        out = f"{scratch}/rank"
-        common = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                  "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(Path(__file__).parents[1])}  # fmt: skip
-        command = [sys.executable, script, *words, out]
-        processes = [
-            subprocess.Popen(command, env={**common, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.DEVNULL)
-            for r in range(world)
-        ]
-        limit = time.monotonic() + limit_s
-        while any(process.poll() is None for process in processes):
-            if any(process.returncode for process in processes) or time.monotonic() > limit:
-                for process in processes:
-                    process.kill()  # a rank whose peer is gone would wait for it
-            time.sleep(0.1)
-        codes = [process.returncode for process in processes]
-        if any(codes):
-            raise SystemExit(f"{world} ranks of {' '.join(command[1:])} ended with exit codes {codes}")
-        return [json.loads(Path(f"{out}.{r}").read_text()) for r in range(world)]
+    write_rank(out, measured)
 
 
 def run_cell(way: str, folder: Path, world: int, export: bool = False, phases: bool = False) -> list[dict[str, Any]]:
@@ -225,13 +146,24 @@ def run_cell(way: str, folder: Path, world: int, export: bool = False, phases: b
     return run_ranks(__file__, world, words)
 
 
+def _make_checkpoint(folder: Path, layers: int, hidden: int, shards: int) -> None:
+    """A Llama (22 layers of 2048: 1.26e9 parameters, 2.5 GB), unless it is there."""
+    import transformers
+
+    if not (folder / "model.safetensors.index.json").exists():
+        config = transformers.LlamaConfig(
+            hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers, num_attention_heads=hidden // 64,
+            num_key_value_heads=hidden // 64, vocab_size=32000, architectures=["LlamaForCausalLM"], dtype="bfloat16",
+        )  # fmt: skip
+        random_weights.write(config, folder, shards)
+
+
 def floor_s(folder: Path, world: int, cache: str) -> float:
     """Seconds for `world` processes to read their share of the files into fresh memory and do nothing else.
 
     In the fastest way found: private pages made a megabyte at a time.
     """
-    if cache == "cold":
-        drop_from_cache(folder)
+    _cool(folder, cache)
     code = (
         "import ctypes,os,sys,time,mmap\n"
         "rank, world, files = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]\n"
@@ -277,8 +209,7 @@ def measure(folder: Path, world: int, cache: str, repeats: int, ways: tuple[str,
     cells: dict[str, list[list[dict[str, Any]]]] = {way: [] for way in ways}
     for _ in range(repeats):
         for way in ways:
-            if cache == "cold":
-                drop_from_cache(folder)
+            _cool(folder, cache)
             cells[way].append(run_cell(way, folder, world))
     return cells
 
@@ -327,7 +258,7 @@ def main() -> None:
     if arguments.worker:
         worker(arguments.worker, str(arguments.folder), arguments.out, arguments.export is not None, arguments.phases)
         return
-    make_checkpoint(arguments.folder, arguments.layers, arguments.hidden, arguments.shards)
+    _make_checkpoint(arguments.folder, arguments.layers, arguments.hidden, arguments.shards)
     total = sum(file.stat().st_size for file in arguments.folder.glob("*.safetensors"))
     for file in arguments.folder.glob("*.safetensors"):
         file.read_bytes()  # warm

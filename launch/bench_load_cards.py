@@ -20,9 +20,7 @@ import contextlib
 import gc
 import importlib
 import json
-import math
 import mmap
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -35,66 +33,12 @@ from pathlib import Path
 from typing import Any
 
 import load_phases
-from bench_load import CONFIG, PREIMPORTED, WAYS, _io, _status, run_ranks
+import random_weights
+from bench_load import CONFIG, PREIMPORTED, WAYS
+from measuring import card, partitions, requests, resident, restart_peak, rounded, run_ranks, settled, write_rank
 
-BLOCK_BYTES = 64 << 20  # of random values, repeated; a tensor begins at a place of its own in it
 REQUEST_BYTES = 16 << 20
-WRITERS = 8
 LIMIT_S = 240.0  # for all that the ranks do
-_block = memoryview(b"")  # of a writing process
-
-
-# ---------------------------------------------------------------- the checkpoint
-
-
-def write_checkpoint(model: str, folder: Path, shards: int) -> int:
-    """A Hugging Face folder of bf16 weights by raw writes from several processes; returns the bytes of all tensors."""
-    import torch
-    import transformers
-
-    from bigtrain import shapes
-
-    folder.mkdir(parents=True, exist_ok=True)
-    values = shapes.config_dict(model)
-    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    config.save_pretrained(folder)
-    with torch.device("meta"):
-        names = [(n, tuple(t.shape)) for n, t in transformers.AutoModelForCausalLM.from_config(config).state_dict().items()]
-    if config.tie_word_embeddings:
-        names = [(n, shape) for n, shape in names if n != "lm_head.weight"]
-    total, parts, size = sum(2 * math.prod(s) for _, s in names), [[] for _ in range(shards)], 0  # type: ignore[var-annotated]
-    for name, shape in names:
-        parts[min(shards - 1, size * shards // total)].append((name, shape))
-        size += 2 * math.prod(shape)
-    files = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
-    weight_map = {name: file for file, part in zip(files, parts) for name, _ in part}
-    block = (torch.randn(BLOCK_BYTES // 2) * 0.02).bfloat16().view(torch.uint8).numpy().tobytes()
-    with multiprocessing.get_context("fork").Pool(min(WRITERS, shards), _keep_block, (block,)) as pool:
-        pool.starmap(_write_shard, [(str(folder / file), part) for file, part in zip(files, parts)], chunksize=1)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return total
-
-
-def _keep_block(block: bytes) -> None:
-    global _block
-    _block = memoryview(block)
-
-
-def _write_shard(path: str, part: list[tuple[str, tuple[int, ...]]]) -> None:
-    header: dict[str, Any] = {}
-    at = 0
-    for name, shape in part:
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at := at + 2 * math.prod(shape)]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb", buffering=0) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for number, entry in enumerate(header.values()):
-            begin, end = entry["data_offsets"]
-            shift = number * 7919 * 4096 % BLOCK_BYTES
-            while begin < end:
-                begin += file.write(_block[shift : shift + min(end - begin, BLOCK_BYTES - shift)])
-                shift = 0
 
 
 # ---------------------------------------------------------------- one rank
@@ -110,48 +54,22 @@ def measured(load: Callable[[], Any], digest: bool, phases: bool = False) -> dic
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     dist.barrier()
-    synchronize()
-    Path("/proc/self/clear_refs").write_text("5")  # start VmHWM anew
-    base, asked, begin = _status("VmRSS"), _io()["rchar"], time.perf_counter()
+    settled()
+    restart_peak()
+    base, asked, begin = resident(), requests()["rchar"], time.perf_counter()
     with load_phases.clocked(phases) as spans:
         model = load()
         waiting = time.perf_counter()
-        synchronize()
-        found: dict[str, Any] = {"s": (end := time.perf_counter()) - begin}
+        found: dict[str, Any] = {"s": (end := settled()) - begin}
     if phases:
         found["phases"] = load_phases.table(spans | {"waiting for the card at the end": [end - waiting]}, found["s"])
-    found |= {"rss_before": base, "rss_peak": _status("VmHWM"), "bytes_read": _io()["rchar"] - asked}
+    found |= {"rss_before": base, "rss_peak": resident("VmHWM"), "bytes_read": requests()["rchar"] - asked}
     found["gpu_peak"] = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     found["share"], found["hash"] = partitions(model, digest)
     del model
     gc.collect()
     dist.barrier()
     return found
-
-
-def synchronize() -> None:
-    """Wait for the card, if there is one."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def partitions(model: Any, digest: bool) -> tuple[int, str]:
-    """(bytes of this rank's partitions without padding, a hash of them if wanted)."""
-    import torch
-    import xxhash
-
-    from bigtrain import zero
-
-    total, hashed = 0, xxhash.xxh3_128()
-    for param in model.parameters():
-        rank, _, flat = zero.partition_of(param)
-        own = flat[: max(0, min(zero.full_numel(param) - rank * flat.numel(), flat.numel()))].detach()
-        total += own.nbytes
-        if digest:
-            hashed.update(own.cpu().contiguous().view(torch.uint8).numpy().data)
-    return total, hashed.hexdigest() if digest else ""
 
 
 def read_share(folder: Path, rank: int, world: int, threads: int, fresh: bool) -> float:
@@ -192,17 +110,15 @@ def h2d(share: int) -> float | None:
     if not torch.cuda.is_available():
         return None
     host = torch.zeros(256 << 20, dtype=torch.uint8, pin_memory=True)
-    card = torch.empty_like(host, device="cuda")
-    card.copy_(host, non_blocking=True)
-    torch.cuda.synchronize()
+    target = torch.empty_like(host, device="cuda")
+    target.copy_(host, non_blocking=True)
+    settled()
     dist.barrier()
-    synchronize()
-    begin = time.perf_counter()
+    begin = settled()
     for at in range(0, share, host.nbytes):
         n = min(host.nbytes, share - at)
-        card[:n].copy_(host[:n], non_blocking=True)
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
+        target[:n].copy_(host[:n], non_blocking=True)
+    return settled() - begin
 
 
 def worker(folder: Path, out: str, repeats: int, phases: bool, threads: int | None, staging_mib: int | None) -> None:
@@ -237,11 +153,7 @@ def worker(folder: Path, out: str, repeats: int, phases: bool, threads: int | No
     keep = HfDeepSpeedConfig(CONFIG)
     theirs = [measured(lambda: transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), True)]
     del keep
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    found = {WAYS[0]: ours, WAYS[1]: theirs, "floors": floors, "threads": threads, "card": card}
-    Path(f"{out}.{ranks.rank()}").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    write_rank(out, {WAYS[0]: ours, WAYS[1]: theirs, "floors": floors, "threads": threads, "card": card()})
 
 
 # ---------------------------------------------------------------- all of them
@@ -277,8 +189,14 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     return line
 
 
-def _rounded(value: Any) -> Any:
-    return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 4))
+def config_of(model: str) -> Any:
+    """The transformers config of a preset or a folder."""
+    import transformers
+
+    from bigtrain import shapes
+
+    values = shapes.config_dict(model)
+    return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
 
 
 def main() -> None:
@@ -301,7 +219,7 @@ def main() -> None:
         return
     begin = time.perf_counter()
     try:
-        total = write_checkpoint(args.model, args.work, args.shards)
+        total = random_weights.write(config_of(args.model), args.work, args.shards)
         written = time.perf_counter() - begin
         line = {"model": args.model, "checkpoint_gb": total / 1e9, "write_s": written}
         print(f"{total / 1e9:.2f} GB written in {written:.1f} s", file=sys.stderr, flush=True)
@@ -317,7 +235,7 @@ def main() -> None:
     finally:
         if not args.keep:
             shutil.rmtree(args.work, ignore_errors=True)
-    text = json.dumps(_rounded(line))
+    text = json.dumps(rounded(line))
     print(text)
     if args.out:
         with open(args.out, "a", encoding="utf-8") as file:

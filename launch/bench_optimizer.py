@@ -14,19 +14,20 @@ Two processes of one thread each, as two ranks on a two-core host have it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from measuring import run_ranks, write_rank
+
 KINDS = ("deepspeed", "adamw_split", "adamw_split_bf16", "adamw_split_8bit")
 RANKS = 2
+LIMIT_S = 3600.0  # of one line
 
 
 def main() -> None:
@@ -39,10 +40,11 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["update", "training"], choices=["update", "training"])
     parser.add_argument("--table", type=Path, help="write the tables here")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         part, kind = args.worker.split(":")
-        print(json.dumps((update if part == "update" else training)(kind, args)))
+        write_rank(args.out, (update if part == "update" else training)(kind, args))
         return
     rows: dict[str, Any] = {"update": run("update", "all", args)} if "update" in args.parts else {}
     if "training" in args.parts:
@@ -57,20 +59,9 @@ def main() -> None:
 
 def run(part: str, kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """What both ranks say of one line."""
-    from bigtrain.hosts.ports import free_port
-
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, __file__, "--worker", f"{part}:{kind}", "--elems", str(args.elems)]
-    command += ["--layers", str(args.layers), "--steps", str(args.steps), "--kinds", *args.kinds]
-    started = [
-        subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, text=True)
-        for r in range(RANKS)
-    ]
-    out = [p.communicate()[0] for p in started]
-    if any(p.returncode for p in started):
-        raise SystemExit(f"{part} {kind}: a rank ended with {[p.returncode for p in started]}")
-    found = [json.loads(text.strip().splitlines()[-1]) for text in out]
+    words = ["--worker", f"{part}:{kind}", "--elems", str(args.elems), "--layers", str(args.layers), "--steps", str(args.steps)]
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    found = run_ranks(__file__, RANKS, [*words, "--kinds", *args.kinds, "--out"], limit_s=LIMIT_S)
     print(part, kind, found, file=sys.stderr, flush=True)
     return found
 

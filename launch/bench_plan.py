@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bigtrain import shapes
 from bigtrain.bench import accuracy, grid, prediction
+from bigtrain.bench.machine import Machine
 from bigtrain.bench.rows import read_rows
 from bigtrain.errors import BigtrainError, UsageError
 
@@ -87,7 +88,7 @@ def host(files: list[str]) -> str:
     one, both = [], []
     for row in rows:
         cell = cell_again(row)
-        machine = prediction.Machine(device="cpu", card=row["card"], gpu_bytes=None, host_bytes=None)
+        machine = Machine(device="cpu", card=row["card"], gpu_bytes=None, host_bytes=None)
         said, seen, node = prediction.prediction(cell, machine)["host_bytes"], row["host_pss_bytes"], row["host_node_pss_bytes"]
         one.append(abs(said / seen - 1))
         both.append(abs(said * cell.num_gpus / node - 1))
@@ -137,7 +138,7 @@ def read(files: list[str]) -> list[dict[str, Any]]:
 def predicted_again(row: dict[str, Any]) -> dict[str, Any]:
     """The row with what this code predicts for its cell."""
     limits = row["predicted"]
-    machine = prediction.Machine(
+    machine = Machine(
         device="cuda", card=row["card"], gpu_bytes=limits["gpu_limit_bytes"], host_bytes=limits["host_limit_bytes"],
         transformers=row["versions"].get("transformers"),
     )  # fmt: skip

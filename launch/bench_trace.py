@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from measuring import rounded, settled
 from torch.profiler import ProfilerActivity, profile, record_function
 from trace_reading import MARK, markdown, read, report
 
@@ -29,7 +30,7 @@ from bigtrain import data, ranks, train, zero
 from bigtrain.config import ModelShape
 from bigtrain.diagnostics.metrics import flops_formula
 from bigtrain.engine import Engine
-from bigtrain.hosts import placement
+from bigtrain.hosts import meeting
 from bigtrain.run import attention, capacity, failure, left_open, model_files, search
 from bigtrain.run import job as jobs
 from bigtrain.run.arguments import TrainArguments, parse
@@ -135,12 +136,6 @@ def batches(own: argparse.Namespace, job: jobs.Job) -> list[list[dict[str, torch
     return [[one() for _ in range(job.steps.accumulation)] for _ in range(own.warmup + own.steps)]
 
 
-def synchronize() -> None:
-    """Wait for the device, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def run(engine: Engine, own: argparse.Namespace, steps: list[Any], trace: Path) -> dict[str, Any]:
     """Train; record the last steps; returns times and memory."""
     times = []
@@ -155,7 +150,7 @@ def run(engine: Engine, own: argparse.Namespace, steps: list[Any], trace: Path) 
             begin = time.perf_counter()
             engine.train_step(micro_batches)
             recorded.append(time.perf_counter() - begin)
-        synchronize()
+        settled()
     if prof is not None:
         prof.export_chrome_trace(str(trace))
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
@@ -168,7 +163,7 @@ def main(argv: list[str]) -> None:
     train.start_logging()
     own, args = arguments(argv)
     config = jobs.read_ds_config(args)
-    with placement.meeting_port():
+    with meeting.meeting_port():
         zero.init_distributed(timeout_s=args.ddp_timeout)
         ranks.control_group()
     capacity.cap_gpu_memory(args.gpu_memory_cap)
@@ -213,7 +208,7 @@ def about(own: argparse.Namespace, args: TrainArguments, job: jobs.Job, flops: A
 
 def finish(own: argparse.Namespace, found: dict[str, Any], trace: Path) -> None:
     """Print the line; write the page, the line and the trace."""
-    line = json.dumps(_rounded(found))
+    line = json.dumps(rounded(found))
     if own.out:
         own.out.mkdir(parents=True, exist_ok=True)
         batch = f"{found['micro_batch']}x{found['accumulation']}x{found['seq_len']}"
@@ -224,10 +219,6 @@ def finish(own: argparse.Namespace, found: dict[str, Any], trace: Path) -> None:
         with gzip.open(own.out / f"{name}.trace.json.gz", "wb", compresslevel=1) as packed:
             packed.write(trace.read_bytes())
     print(line)
-
-
-def _rounded(value: Any) -> Any:
-    return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 6))
 
 
 if __name__ == "__main__":

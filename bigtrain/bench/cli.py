@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bigtrain.bench.machine import this_machine
 from bigtrain.errors import StoppedError, UsageError
 
 
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         return _again(args)
     cells = [cell for path in args.grid for cell in grid.read_grid(path)]
     cells = sweep.with_limits(list({repr(c): c for c in cells}.values()), args.max_cell_s, args.gpu_memory_cap)
-    machine = sweep.this_machine()
+    machine = this_machine()
     refusals.refuse_impossible(cells, machine, run=not args.dry_run)
     if args.dry_run:
         return _dry_run(cells, machine)

@@ -24,6 +24,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,11 @@ class Cell:
     def seq_len(self) -> int:
         """Tokens of a row."""
         return int(self.arguments["seq_len"])
+
+    @cached_property
+    def told(self) -> TrainArguments:
+        """The arguments as launch/train.py takes them, those of the sweep itself among them."""
+        return argument_values.as_told(self.arguments, self.ds_config)
 
     def settings(self) -> dict[str, Any]:
         """Flat plain values, for tables and comparison."""

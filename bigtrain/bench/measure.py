@@ -10,7 +10,7 @@ from typing import Any
 
 from bigtrain.bench import sweep
 from bigtrain.bench.grid import Cell
-from bigtrain.bench.prediction import Machine
+from bigtrain.bench.machine import Machine, this_machine
 from bigtrain.errors import UsageError
 from bigtrain.plan.choose import Candidate
 from bigtrain.plan.command import train_command
@@ -45,7 +45,7 @@ def measure(model: str, candidates: Sequence[Candidate], out: Path | None = None
 
 
 def _machine(candidates: Sequence[Candidate]) -> Machine:
-    machine, ranks, device = sweep.this_machine(), candidates[0].input.world_size, candidates[0].input.device
+    machine, ranks, device = this_machine(), candidates[0].input.world_size, candidates[0].input.device
     if machine.device != device or (device == "cuda" and len(gpu_memory()) < ranks):
         here = f"{len(gpu_memory())} card(s)" if machine.device == "cuda" else "no card"
         raise UsageError(f"--measure needs the {ranks} card(s) that the plan is for; this machine has {here}: run it there")

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 from bigtrain import config as ds
 from bigtrain import defaults, plan, shapes
 from bigtrain.bench.grid import Cell
+from bigtrain.bench.machine import Machine
 from bigtrain.config import ModelShape, Resolved, RunValues
 from bigtrain.diagnostics.metrics import FlopsFormula
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cards import H100_FLOPS, peak_bf16_flops
 from bigtrain.plan.cli import model_config
-from bigtrain.plan.inputs import Checkpointing, PlanInput
+from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.judge import time_on
-from bigtrain.plan.leaf_choice import LeafBlocks, as_said, with_leafs
+from bigtrain.plan.leaf_choice import as_said, with_leafs
 from bigtrain.plan.machine import expandable_segments
 from bigtrain.plan.predict import Plan
 from bigtrain.plan.roofline import stored_rates
@@ -26,68 +26,23 @@ from bigtrain.plan.spilled import asked_share
 from bigtrain.plan.states import layout_name
 from bigtrain.run.auto import AUTO, pick
 
-_RUN_NAMES = {"per_device_train_batch_size": "micro_batch", "gradient_accumulation_steps": "accumulation"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Where the sweep runs. Sizes in bytes, None: not known (or, for the GPU, none there). `liger`: liger-kernel is installed.
-
-    `transformers`: its version; None: the installed one's. `cards`: nvidia-smi's numbers of those that ranks see, in their order; empty: not known.
-    """
-
-    device: str
-    card: str
-    gpu_bytes: int | None
-    host_bytes: int | None
-    liger: bool = True
-    transformers: str | None = None
-    cards: tuple[int, ...] = ()
-
-
-def run_values(cell: Cell) -> RunValues:
-    """The cell's arguments in the words of `bigtrain.config`."""
-    known = RunValues.__dataclass_fields__
-    named = {_RUN_NAMES.get(k, k): v for k, v in cell.arguments.items()}
-    asked, blocks = named.get("gradient_checkpointing"), cell.arguments.get("checkpoint_blocks")
-    named["gradient_checkpointing"] = defaults.recomputes(asked, _policy(cell), blocks)
-    return RunValues(**{k: v for k, v in named.items() if k in known}, total_steps=cell.steps)
-
-
-def _policy(cell: Cell) -> Checkpointing:
-    return cell.arguments.get("checkpointing_policy") or defaults.CHECKPOINTING_POLICY
-
-
-def _share(cell: Cell) -> float | None:
-    return asked_share(str(cell.arguments.get("offload_gradients", AUTO)))
-
-
-def _leafs(cell: Cell) -> LeafBlocks:
-    return cell.arguments.get("leaf_blocks", AUTO)
-
 
 def attention(cell: Cell, machine: Machine) -> plan.Attention:
     """Rows of a sweep are not packed unless told. Peers take sdpa."""
     asked = cell.arguments.get("attn_implementation", "auto" if cell.runner == "bigtrain" else "sdpa")
     kind = model_config(cell.model).get("model_type")
-    return plan.attention_of(asked, cell.arguments.get("packing", "none"), machine.device, kind, machine.transformers)
+    return plan.attention_of(asked, cell.told.packing, machine.device, kind, machine.transformers)
 
 
 def kernels(cell: Cell, machine: Machine) -> dict[str, Any]:
     """The planner's words for the cell's kernels: fused ones on a GPU unless told not to, as in launch/train.py; peers, if told."""
-    asked = cell.arguments.get("use_liger_kernel")
+    asked = cell.told.use_liger_kernel
     has_gpu = machine.device == "cuda"
     fused = defaults.fused_kernels(asked, has_gpu) if cell.runner == "bigtrain" else asked
     found = {"kernels": "hf", "chunks_loss": bool(fused)}
     if fused and has_gpu and machine.liger:
         found = plan.liger_for(model_config(cell.model).get("model_type"))
     return found if cell.runner == "bigtrain" else {"kernels": found["kernels"]}
-
-
-def _blocks(cell: Cell) -> int | None:
-    """How many blocks are recomputed; None: all, or not decided yet."""
-    said = cell.arguments.get("checkpoint_blocks")
-    return None if said in (None, AUTO) else int(said)
 
 
 def _plan_input(cell: Cell, machine: Machine, run: RunValues, **more: Any) -> PlanInput:
@@ -99,12 +54,12 @@ def _plan_input(cell: Cell, machine: Machine, run: RunValues, **more: Any) -> Pl
         gpus_per_node=cell.num_gpus,
         seq_len=cell.seq_len,
         optimizer=layout_name(run.optim or defaults.OPTIM),
-        mlp_tile_tokens=cell.arguments.get("mlp_tile_tokens") or 0,
+        mlp_tile_tokens=cell.told.mlp_tile_tokens or 0,
         **kernels(cell, machine),
         device=machine.device,
         card_flops=peak_bf16_flops(machine.card) or H100_FLOPS,
         expandable=expandable_segments({**os.environ, **cell.env}),
-        frozen=tuple(cell.arguments.get("freeze") or ()),
+        frozen=tuple(cell.told.freeze),
         drawn=shapes.is_preset(cell.model),
         **more,
     )
@@ -121,19 +76,19 @@ def resolved(cell: Cell, machine: Machine) -> Resolved:
 
 def _resolved(cell: Cell, machine: Machine) -> tuple[Resolved, PlanInput | None]:
     """The cell's config, and what the planner chose, for ds_config auto."""
-    values, run, config = model_config(cell.model), run_values(cell), cell.ds_config
+    values, run, config, told = model_config(cell.model), cell.told.run_values(cell.steps), cell.ds_config, cell.told
     chosen = None
     if config == AUTO:
         gpu, host = limits(cell, machine)
         picked = pick(
-            _plan_input(cell, machine, run, checkpointing=_policy(cell), checkpoint_blocks=_blocks(cell)),
+            _plan_input(cell, machine, run, checkpointing=told.checkpointing_policy, checkpoint_blocks=told.recomputed_blocks),
             run,
             gpu_memory_bytes=gpu,
             host_memory_bytes=host,
             rates=stored_rates(machine.device),
-            blocks_are_open=cell.arguments.get("checkpoint_blocks") == AUTO,
-            share=_share(cell),
-            leaf_blocks=_leafs(cell),
+            blocks_are_open=told.checkpoint_blocks == AUTO,
+            share=asked_share(told.offload_gradients),
+            leaf_blocks=told.leaf_blocks,
         )
         config, run, chosen = picked.config, picked.run, picked.candidate.input
     shape = ModelShape.from_config(values)
@@ -142,9 +97,8 @@ def _resolved(cell: Cell, machine: Machine) -> tuple[Resolved, PlanInput | None]
 
 def limits(cell: Cell, machine: Machine) -> tuple[int | None, int | None]:
     """(bytes of a card that the cell may take, bytes of the host); None: unknown, or no GPU."""
-    cap = cell.arguments.get("gpu_memory_cap")
-    gpu = machine.gpu_bytes
-    return (min(gpu, int(float(cap) * 2**30)) if gpu is not None and cap else gpu), machine.host_bytes
+    cap, gpu = cell.told.gpu_memory_cap, machine.gpu_bytes
+    return (min(gpu, int(cap * 2**30)) if gpu is not None and cap else gpu), machine.host_bytes
 
 
 def asked(cell: Cell, machine: Machine, done: Resolved | None = None) -> PlanInput:
@@ -153,9 +107,12 @@ def asked(cell: Cell, machine: Machine, done: Resolved | None = None) -> PlanInp
     Raises:
         UsageError: the model's family has no formulas, or the cell's values contradict each other or the model.
     """
-    run, blocks = run_values(cell), _blocks(cell)
+    told = cell.told
     if done is None:
-        return _plan_input(cell, machine, run, checkpointing=_policy(cell), checkpoint_blocks=blocks)
+        run = told.run_values(cell.steps)
+        return _plan_input(
+            cell, machine, run, checkpointing=told.checkpointing_policy, checkpoint_blocks=told.recomputed_blocks
+        )
     run = done.run
     assert run.micro_batch and run.accumulation
     found = _plan_input(
@@ -165,10 +122,10 @@ def asked(cell: Cell, machine: Machine, done: Resolved | None = None) -> PlanInp
         ds_config=done.engine_config(),
         micro_batch=run.micro_batch,
         accumulation=run.accumulation,
-        checkpointing=_policy(cell) if run.gradient_checkpointing else "none",
-        checkpoint_blocks=blocks,
+        checkpointing=told.checkpointing_policy if run.gradient_checkpointing else "none",
+        checkpoint_blocks=told.recomputed_blocks,
     )
-    return as_said(found.but(offload_gradients=_share(cell) or 0.0), _leafs(cell))
+    return as_said(found.but(offload_gradients=asked_share(told.offload_gradients) or 0.0), told.leaf_blocks)
 
 
 def planned(cell: Cell, machine: Machine) -> Plan:
@@ -178,21 +135,22 @@ def planned(cell: Cell, machine: Machine) -> Plan:
         UsageError: the model's family has no formulas, or settings contradict each other.
     """
     done, chosen = _resolved(cell, machine)
-    share, blocks_are_open = _share(cell), cell.arguments.get("checkpoint_blocks") == AUTO
+    told = cell.told
+    share, blocks_are_open = asked_share(told.offload_gradients), told.checkpoint_blocks == AUTO
     found = asked(cell, machine, done)
     if chosen is not None:
         share, blocks_are_open = chosen.settings.offload_gradients, False
-        policy = _policy(cell) if chosen.checkpointing == "none" else chosen.checkpointing
+        policy = told.checkpointing_policy if chosen.checkpointing == "none" else chosen.checkpointing
         found = found.but(
             offload_gradients=share,
             checkpointing=policy if done.run.gradient_checkpointing else "none",
             checkpoint_blocks=chosen.checkpoint_blocks,
         )
     gpu, host = limits(cell, machine)
-    buffers = not cell.arguments.get("no_plan") and buffers_are_open(done.config)
+    buffers = not told.no_plan and buffers_are_open(done.config)
     rates = stored_rates(machine.device)
     found = settled(found, gpu, host, rates, share=share is None, buffers=buffers, blocks=blocks_are_open)
-    found = with_leafs(found, gpu, host) if _leafs(cell) == AUTO else found
+    found = with_leafs(found, gpu, host) if told.leaf_blocks == AUTO else found
     return plan.predict(found, gpu_memory_bytes=gpu)
 
 

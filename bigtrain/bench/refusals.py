@@ -14,8 +14,8 @@ from bigtrain import config as ds
 from bigtrain import defaults, optim, plan
 from bigtrain.bench import prediction
 from bigtrain.bench.grid import Cell, labels
-from bigtrain.bench.prediction import Machine
-from bigtrain.bench.values import as_keys, as_run
+from bigtrain.bench.machine import Machine
+from bigtrain.bench.values import as_keys
 from bigtrain.config import Resolved
 from bigtrain.errors import UsageError
 from bigtrain.plan.cli import model_config
@@ -48,7 +48,7 @@ def refuse_impossible(cells: Sequence[Cell], machine: Machine, *, run: bool = Tr
 
 
 def _refuse(cell: Cell, machine: Machine) -> None:
-    config, args = model_config(cell.model), as_run(cell.arguments, cell.ds_config)
+    config, args = model_config(cell.model), cell.told
     optim.canonical_name(args.optim or defaults.OPTIM)
     done = None if cell.ds_config == "auto" else prediction.resolved(cell, machine)
     if cell.runner == "bigtrain" and done is not None:

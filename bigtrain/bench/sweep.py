@@ -13,7 +13,6 @@ import copy
 import fcntl
 import glob
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -28,14 +27,11 @@ from typing import Any
 
 from bigtrain.bench import inputs, prediction, result
 from bigtrain.bench.grid import Cell, labels
-from bigtrain.bench.prediction import Machine
+from bigtrain.bench.machine import Machine
 from bigtrain.bench.processes import Ended, python_path, run_ranks
 from bigtrain.bench.rows import append_jsonl, read_rows
-from bigtrain.diagnostics.doctor.devices import measure_devices
 from bigtrain.errors import UsageError
-from bigtrain.plan.cards import card_name
 from bigtrain.plan.cli import model_config
-from bigtrain.plan.machine import gpu_memory, host_memory
 from bigtrain.versions import versions
 
 logger = logging.getLogger(__name__)
@@ -184,7 +180,7 @@ class Sweep:
         write_json(folder / "cell.json", {**cell.settings(), "ds_config_content": cell.ds_config})
         if cell.runner != "bigtrain":
             return [*program, str(self._peer_file(cell, folder.resolve(), rows, values))]
-        told = {"packing": "none", "train_data": rows / "rows.parquet", **args, **_here(args)}
+        told = {"packing": cell.told.packing, "train_data": rows / "rows.parquet", **args, **_here(args)}
         told.setdefault("tokenizer_name_or_path", inputs.make_tokenizer(shared))
         told |= {"max_steps": cell.steps, "report_to": "none", "disable_tqdm": True, "no_export": True,
                  "overwrite_output_dir": True, "output_dir": folder.resolve() / "out"}  # fmt: skip
@@ -235,38 +231,6 @@ def flags(values: Mapping[str, Any]) -> list[str]:
         elif value is not None:
             words += [f"--{name}", str(value)]
     return words
-
-
-def this_machine() -> Machine:
-    """The GPU by nvidia-smi, without loading torch; the CPU where there is none or DS_ACCELERATOR says so."""
-    host = host_memory()
-    host_bytes = host.usable_bytes if host else None
-    cards = () if os.environ.get("DS_ACCELERATOR") == "cpu" else gpu_memory()
-    if not cards:
-        return Machine(device="cpu", card=f"CPU, {os.cpu_count()} cores", gpu_bytes=None, host_bytes=host_bytes)
-    liger = importlib.util.find_spec("liger_kernel") is not None
-    seen = _seen_by_ranks()
-    gpu_bytes = min([size for index, size in enumerate(cards) if index in seen] or cards)
-    name = next(iter(seen.values()), None) or card_name() or "GPU"
-    return Machine(device="cuda", card=name, gpu_bytes=gpu_bytes, host_bytes=host_bytes, liger=liger, cards=tuple(seen))
-
-
-def _seen_by_ranks() -> dict[int, str]:
-    """Number and name of each card that CUDA_VISIBLE_DEVICES leaves; empty where parts of cards (MIG) are meant, or nothing is known.
-
-    Raises:
-        UsageError: it leaves none.
-    """
-    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = measure_devices()
-    if variable and "MIG-" in variable:
-        return {}
-    if devices.gpus and not devices.visible:
-        raise UsageError(
-            f"CUDA_VISIBLE_DEVICES={variable} hides every GPU from the cells: unset it, or name some of "
-            f"{','.join(str(gpu.index) for gpu in devices.gpus)}. On the CPU cells run with DS_ACCELERATOR=cpu"
-        )
-    return {gpu.index: gpu.name for gpu in devices.visible}
 
 
 def code_version() -> str:

@@ -14,7 +14,8 @@ from bigtrain.run.arguments import TrainArguments
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list of texts"}
 _TAKEN: dict[type, Any] = {int: int, float: (int, float), str: (str, int, float)}  # YAML takes some texts for numbers
 # What the sweep gives where the grid does not: it has no problem of its own.
-_GIVEN: dict[str, Any] = {"train_data": ".", "output_dir": ".", "tokenizer_name_or_path": "of the sweep", "report_to": ["none"]}
+_GIVEN: dict[str, Any] = {"train_data": ".", "output_dir": ".", "tokenizer_name_or_path": "of the sweep", "report_to": ["none"],
+                          "packing": "none"}  # fmt: skip
 
 
 def problems(arguments: Mapping[str, Any], ds_config: Any) -> list[str]:
@@ -23,11 +24,11 @@ def problems(arguments: Mapping[str, Any], ds_config: Any) -> list[str]:
     Args:
         arguments: by the names of `TrainArguments`. ds_config: content, or "auto".
     """
-    return list(_wrong_types(arguments)) or [as_keys(line) for line in find_problems(as_run(arguments, ds_config))]
+    return list(_wrong_types(arguments)) or [as_keys(line) for line in find_problems(as_told(arguments, ds_config))]
 
 
-def as_run(arguments: Mapping[str, Any], ds_config: Any) -> TrainArguments:
-    """The arguments as the program will have them."""
+def as_told(arguments: Mapping[str, Any], ds_config: Any) -> TrainArguments:
+    """What the program is told of a cell: `problems` has found none in the types."""
     told = {name: str(value) if _kinds()[name][0] is str else value for name, value in arguments.items()}
     if isinstance(told.get("warmup_steps"), float):
         told["warmup_ratio"] = told.pop("warmup_steps")

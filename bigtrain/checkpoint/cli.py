@@ -198,15 +198,14 @@ def _tensors(opened: store.Opened) -> list[dict[str, Any]]:
 
 def _reads(opened: store.Opened, world_size: int) -> list[dict[str, int]]:
     """For each of so many ranks at ZeRO-3: bytes that it reads of each data file."""
-    index = reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
     found = []
     for rank in range(world_size):
         wanted = []
-        for (kind, param), held in index.items():
+        for (kind, param), held in opened.index.items():
             start, stop = owned_range(held[0][1].numel, rank, world_size)
             wanted.append(reshard.Wanted(param=param, kind=kind, shape=held[0][1].shape, start=start, stop=stop))
         sizes: dict[str, int] = {}
-        for read in reshard.plan_reads(index, wanted):
+        for read in reshard.plan_reads(opened.index, wanted):
             name = opened.ranks[read.rank].data_name
             sizes[name] = sizes.get(name, 0) + read.count * read.saved.item_bytes
         found.append(sizes)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from bigtrain import ranks
-from bigtrain.checkpoint import files, reshard, store
+from bigtrain.checkpoint import files, store
 from bigtrain.checkpoint.verify import verify_slice
 from bigtrain.errors import CheckpointError
 from bigtrain.weights.deepspeed_export import export_weights
@@ -65,11 +65,10 @@ def export_checkpoint(
 
 
 def _weights_in(opened: store.Opened) -> StoredWeights:
-    index = reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
     maps = [_mapped(opened.data_path(m.rank), m.data_bytes) for m in opened.ranks]
     found = StoredWeights(str(opened.folder))
     for kind in KINDS:
-        for (has, param), held in index.items():
+        for (has, param), held in opened.index.items():
             if has != kind or param in found.shapes:
                 continue
             found.shapes[param] = held[0][1].shape

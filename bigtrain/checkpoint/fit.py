@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bigtrain import optim
-from bigtrain.checkpoint import deepspeed_format, deepspeed_import, live, reshard, store
+from bigtrain.checkpoint import deepspeed_format, deepspeed_import, live, store
 from bigtrain.errors import CheckpointError, UsageError
 from bigtrain.optim.groups import param_groups
 
@@ -27,11 +27,8 @@ def refuse_other(folder: Path, model: torch.nn.Module, layout: Mapping[str, Any]
         UsageError: another optimizer, precision or model; names what differs.
         CheckpointError, WeightsError: the checkpoint is damaged.
     """
-    if (folder / "COMMIT").is_file():
-        opened = store.open_checkpoint(folder)
-        index = reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
-    else:
-        opened = None
+    opened = store.open_checkpoint(folder) if (folder / "COMMIT").is_file() else None
+    index = opened.index if opened is not None else {}  # outside: a damaged one is no other one
     try:
         if opened is None:
             _refuse_other_foreign(folder, model, layout)

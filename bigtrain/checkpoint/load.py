@@ -14,7 +14,7 @@ from bigtrain import ranks
 from bigtrain.checkpoint import files, reshard
 from bigtrain.checkpoint.datafile import BLOCK_BYTES, PAGE_BYTES, DataSource, aligned_buffer, take_hashed
 from bigtrain.checkpoint.manifest import SavedSlice
-from bigtrain.checkpoint.reshard import Index, Read
+from bigtrain.checkpoint.reshard import Read
 from bigtrain.checkpoint.slices import LocalSlice, raw
 from bigtrain.checkpoint.snapshot import page_locked, threads_on
 from bigtrain.checkpoint.store import Opened
@@ -67,15 +67,12 @@ class _Stretch:
     parts: list[_Part] = field(default_factory=list)
 
 
-def load_slices(
-    opened: Opened, slices: Sequence[LocalSlice], *, index: Index | None = None, begin: Callable[[], object] = lambda: None
-) -> int:
+def load_slices(opened: Opened, slices: Sequence[LocalSlice], *, begin: Callable[[], object] = lambda: None) -> int:
     """Fill `slices` from a checkpoint of any number of ranks; bytes read by this rank. All ranks call it.
 
     Args:
         opened: the checkpoint.
         slices: this rank's state.
-        index: `reshard.index_slices` of the checkpoint, where the caller has it.
         begin: called when nothing is left that could be refused, right before the first slice changes.
 
     Raises:
@@ -84,9 +81,7 @@ def load_slices(
             `RanksDisagreeError` with the same text).
     """
     with ranks.together(f"planning the load of {opened.folder}"):
-        if index is None:
-            index = reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
-        reads = reshard.plan_reads(index, [s.wanted() for s in slices])
+        reads = reshard.plan_reads(opened.index, [s.wanted() for s in slices])
         _check_dtypes(reads, slices)
         stretches = list(_stretches(opened, reads, slices))
     device = next((s.tensor.device for s in slices if s.tensor.is_cuda), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -56,10 +57,7 @@ class SavedSlice:
     @property
     def numel(self) -> int:
         """Elements of the whole logical tensor."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     def entry(self) -> dict[str, Any]:
         """As it stands in the manifest. No deep copies: this runs beside training, which waits for the interpreter meanwhile."""

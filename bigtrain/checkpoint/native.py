@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bigtrain import __version__, meeting, ranks
-from bigtrain.checkpoint import deepspeed_format, deepspeed_import, files, live, neighbours, reshard, rng, second, store
+from bigtrain.checkpoint import deepspeed_format, deepspeed_import, files, live, neighbours, rng, second, store
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
@@ -267,13 +267,12 @@ class Checkpoints:
         with live.state_kept(engine):
             with ranks.together(f"opening {folder}"):
                 opened = store.open_checkpoint(Path(folder))
-                index = reshard.index_slices((m.rank, s) for m in opened.ranks for s in m.slices)
-                live.check_layout(opened.run["layout"], self._layout(), index)
-                live.check_names(index, engine.module)
+                live.check_layout(opened.run["layout"], self._layout(), opened.index)
+                live.check_names(opened.index, engine.module)
                 changed = live.changed_settings(opened.run["state"], live.run_state(engine))
-                slices, again = live.slices_to_fill(engine, index)
+                slices, again = live.slices_to_fill(engine, opened.index)
                 others = live.weights_of_others(engine) if copies and not near else None
-            load_slices(opened, slices + (others or []), index=index, begin=lambda: self.change_to(folder))
+            load_slices(opened, slices + (others or []), begin=lambda: self.change_to(folder))
         for moment in again:
             moment.finish()
         if ranks.is_main():

@@ -9,13 +9,15 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from bigtrain import standins
-from bigtrain.checkpoint import files, manifest
+from bigtrain.checkpoint import files, manifest, reshard
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.manifest import Commit, RankManifest
+from bigtrain.checkpoint.reshard import Index
 from bigtrain.errors import CheckpointError
 from bigtrain.weights import lock
 
@@ -33,6 +35,11 @@ class Opened:
     commit: Commit
     run: dict[str, Any]
     ranks: tuple[RankManifest, ...]
+
+    @cached_property
+    def index(self) -> Index:
+        """All slices by logical tensor; see `reshard.index_slices`, also for errors."""
+        return reshard.index_slices((m.rank, s) for m in self.ranks for s in m.slices)
 
     @property
     def step(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bigtrain.config.problems import Problem, ordered, report
-from bigtrain.errors import ConfigError, UsageError
+from bigtrain.errors import ConfigError, ModelError
 
 # Key -> (what bigtrain does, what to write). DeepSpeed's meaning: runtime/lr_schedules.py and ops/adam of 0.19.8.
 _SCHEDULE: dict[str, tuple[Any, str, str]] = {
@@ -69,13 +69,14 @@ def refuse_kept(patterns: Sequence[str], stage: int, bf16: bool) -> None:
     """Refuse `keep_in_fp32` where DeepSpeed cannot.
 
     Raises:
-        UsageError: patterns are given and the training is in bf16 at stages 1 to 3.
+        ModelError: patterns are given and the training is in bf16 at stages 1 to 3.
     """
     if patterns and bf16 and stage > 0:
-        raise UsageError(
+        raise ModelError(
             f"keep_in_fp32={list(patterns)} at ZeRO stage {stage}: DeepSpeed 0.19.8 holds parameters in flat buffers of one "
-            "dtype and reduces their gradients in it, so parameters cannot stay fp32 beside bf16 ones (buffers can, and do). "
-            "Use stage 0, train in fp32 (bf16.enabled false), or cast inside the module: F.linear(x.float(), weight.float())."
+            "dtype and reduces their gradients in it, so parameters cannot stay fp32 beside bf16 ones (buffers can, and do). Its "
+            "fp32 master copy keeps the precision of updates anyway. Leave keep_in_fp32 out, use stage 0, train in fp32 (bf16.enabled "
+            "false, or dtype=torch.float32), or cast inside the module: F.linear(x.float(), weight.float())."
         )
 
 

@@ -46,7 +46,7 @@ def _load_saved(path: Path, split: str) -> Dataset:
         path, loaded = path / name, loaded[name]
     plain = loaded.with_format(None)  # one saved for torch would give tensors
     # What `datasets` takes for the identity of the data is written in a file beside it, which a replaced part does not change.
-    plain._fingerprint = _key([loaded._fingerprint, _states(sorted(path.iterdir()))])
+    plain._fingerprint = key_of([loaded._fingerprint, _states(sorted(path.iterdir()))])
     return plain
 
 
@@ -96,7 +96,7 @@ def _load_files(
     if not any(file.stat().st_size for file in files):
         raise DataError(f"all {len(files)} files of {paths} are empty (0 bytes)")
     before = _states(files)
-    key = _key([_FORMAT, kind, text_unit if kind == "text" else None, before])
+    key = key_of([_FORMAT, kind, text_unit if kind == "text" else None, before])
     cache = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "bigtrain"
     try:
         if kind == "json":
@@ -164,7 +164,8 @@ def _states(files: Sequence[Path]) -> list[tuple[str, int, int, int]]:
     return [(str(name), s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in told]
 
 
-def _key(value: Any) -> str:
+def key_of(value: Any) -> str:
+    """32 hexadecimal digits that stand for a value in names of cached files."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
 
 

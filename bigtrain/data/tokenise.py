@@ -18,7 +18,7 @@ import numpy as np
 
 from bigtrain.data.chat import IGNORE, ChatEncoder, Encoded, clean_messages, encode_spans
 from bigtrain.data.jsonfile import PLACE, coded_columns, decoded
-from bigtrain.data.source import refuse_cache, sample_kind
+from bigtrain.data.source import key_of, refuse_cache, sample_kind
 from bigtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -347,7 +347,7 @@ def tokenise(
         return encode(decoded(batch | filled, coded), samples)
 
     key = [_FORMAT, source._fingerprint, tokenizer_fingerprint(tokenizer), append_eos, text_column, source.column_names]
-    fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+    fingerprint = key_of(key)
     folder = Path(cache_dir) if cache_dir is not None else Path(datasets.config.HF_DATASETS_CACHE) / "bigtrain"
     integers = datasets.Sequence(datasets.Value("int32"))
     features = {"input_ids": integers} | ({"labels": integers} if has_labels else {})

@@ -28,10 +28,11 @@ from bigtrain.engine.assembly import assemble
 from bigtrain.engine.branches import Branches
 from bigtrain.engine.bypass import Origin, make_fit
 from bigtrain.engine.misuse import NotCopied, knows_its_arguments
-from bigtrain.engine.precision import keep_parameters_in_fp32, summary
+from bigtrain.engine.precision import summary
 from bigtrain.engine.steps import Batch, EvalResult, StepResult
 from bigtrain.hosts import launcher
 from bigtrain.meeting import Point, meet, naming_the_lost
+from bigtrain.models.kept import kept_names
 from bigtrain.optim.schedules import GroupRates
 from bigtrain.whereabouts import HERE
 
@@ -125,7 +126,7 @@ class Engine(NotCopied):
                 offload_gradients=offload_gradients,
             )
             factor = self.settings.schedule()
-            keep = keep_parameters_in_fp32(model, keep_in_fp32, self.settings.stage, self.settings.bf16)
+            keep = kept_names(model, keep_in_fp32, self.settings.stage, self.settings.bf16)
         ranks.agree(agreement.digest((self.settings, hang_s)), "the engine's settings")
         launcher.watch()
         watch.begin(hang_s)

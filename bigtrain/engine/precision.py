@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +10,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from bigtrain import guards, zero
 from bigtrain.checkpoint.live import persistent_buffers
-from bigtrain.config import refuse_kept
-from bigtrain.errors import ModelError, UsageError
+from bigtrain.errors import ModelError
 from bigtrain.weights.dtypes import NAMES
 from bigtrain.zero import flat
 
@@ -103,31 +100,6 @@ def refuse_other_kinds(model: torch.nn.Module, stage: int, world_size: int) -> N
                 f"{name} was built with max_norm={module.max_norm}: it rescales its weights in forward, on each rank those of its own tokens, "
                 "so that ranks would part. Build it without, and rescale the rows between steps on every rank"
             )
-
-
-def keep_parameters_in_fp32(model: torch.nn.Module, patterns: Sequence[str], stage: int, bf16: bool) -> set[str]:
-    """Names of the parameters to keep in fp32.
-
-    Args:
-        model: the module.
-        patterns: shell patterns on dotted names, or parts of names ("router" matches "layers.0.router.weight").
-        stage: ZeRO stage.
-        bf16: whether training is in bf16; with fp32 training everything is kept anyway.
-
-    Raises:
-        UsageError: at stages 1 to 3, with the reason; or if a pattern matches nothing.
-    """
-    if not patterns or not bf16:
-        return set()
-    refuse_kept(patterns, stage, bf16)
-    names = [n for n, _ in model.named_parameters()]
-    kept: set[str] = set()
-    for pattern in patterns:
-        found = [n for n in names if fnmatch.fnmatchcase(n, pattern if "*" in pattern else f"*{pattern}*")]
-        if not found:
-            raise UsageError(f"keep_in_fp32: no parameter matches {pattern!r}; names look like {names[:3]}")
-        kept.update(found)
-    return kept
 
 
 def to_bf16(model: torch.nn.Module, keep: set[str]) -> None:

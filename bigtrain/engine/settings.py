@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bigtrain import optim
 from bigtrain.config import ModelShape, Resolved, RunValues, left_open, load, refuse_undone, resolve
 from bigtrain.config.batch import ACCUMULATION, GLOBAL, MICRO, BatchError, Given, solve_batch
+from bigtrain.config.rules import Context
+from bigtrain.config.rules_run import PATHS, SCHEDULE_NAMES, conflicts
 from bigtrain.config.rules_training import dtype_name
 from bigtrain.config.run import DEFAULTS
 from bigtrain.errors import ConfigError, UsageError
 from bigtrain.optim.options import Offload, Options
 from bigtrain.plan.constants import STATE_BUFFERS
 
-# DeepSpeed's schedulers and what the same curve is called here.
-_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "adamw8bit": "adamw_8bit", "muon": "muon"}
 
 # Sections that `settle` decides, from what the file itself says. Of data_types, because `train_step` may be given more micro
@@ -163,15 +163,15 @@ def settle(
         offload_gradients: share of the gradients that leave the GPU during backward.
 
     Raises:
-        ConfigError: on values that contradict each other.
+        ConfigError: on batch sizes that contradict each other.
         UsageError: on an optimizer or schedule that cannot be used here.
     """
     notes: list[str] = []
     stage, bf16, offload = _regime(config)
     zero = config.get("zero_optimization") or {}
+    said = _said(config, run, notes)
     optimizer_section = config.pop("optimizer", None) or {}
     scheduler_section = config.pop("scheduler", None) or {}
-    params = {k: v for k, v in (optimizer_section.get("params") or {}).items() if v != "auto"}
     if run.optim is not None and optimizer_section:
         notes.append(
             f"two optimizers were given: {run.optim!r} to the Engine and {optimizer_section.get('type')!r} in the ds_config. "
@@ -179,21 +179,19 @@ def settle(
         )
     name = optim.canonical_name(run.optim or _optimizer_name(optimizer_section))
     scheduler = _scheduler(scheduler_section, run.lr_scheduler_type, notes)
-    scheduled = {k: v for k, v in (scheduler_section.get("params") or {}).items() if v != "auto"}
-    rates = [("optimizer.params.lr", params.get("lr")), ("scheduler.params.warmup_max_lr", scheduled.get("warmup_max_lr"))]
-    lr = _or(_first("learning rate", notes, run.learning_rate, *rates), DEFAULTS.learning_rate)
     micro, accum = _batch(config, world_size, run.micro_batch, run.accumulation)
-    norm = _clipping(config, run.max_grad_norm, notes)
+    norm = float(said.max_grad_norm)
+    if not norm >= 0.0:
+        raise UsageError(f"max_grad_norm is {norm}: the largest norm of the gradient, or 0 for no clipping.")
     private = _private(config, stage, bf16, micro, accum, world_size, norm, notes)
     _own_offload_only(name, zero)
     if offload_gradients != 0.0:
         _gradients_can_leave(offload_gradients, name, private, world_size, offload)
     _add_what_the_optimizer_needs(private, name, stage, bf16, offload)
-    steps = _or(run.total_steps, scheduled.get("total_num_steps"))
-    if steps is None and scheduler != "constant":
+    if said.total_steps is None and scheduler != "constant":
         scheduler = _constant(scheduler, run.lr_scheduler_type, notes)
-    decay = float(_or(run.weight_decay, params.get("weight_decay"), DEFAULTS.weight_decay))
-    notes += hardly_meant(float(lr), decay)
+    lr, decay = float(said.learning_rate), float(said.weight_decay)
+    notes += hardly_meant(lr, decay)
     return Settings(
         config=private,
         stage=stage,
@@ -203,25 +201,37 @@ def settle(
         max_grad_norm=norm,
         optimizer=name,
         options=Options(
-            lr=float(lr),
-            **_adam(run, params),
+            lr=lr,
+            betas=(said.adam_beta1, said.adam_beta2),
+            eps=float(said.adam_epsilon),
             weight_decay=decay,
             offload=_on_host(zero["offload_optimizer"], offload_gradients) if offload else None,
             device=device,
         ),
         scheduler=scheduler,
-        warmup_steps=_whole("warmup_steps", _or(run.warmup_steps, scheduled.get("warmup_num_steps"), DEFAULTS.warmup_steps)),
-        total_steps=None if steps is None else _whole("total_steps", steps),
+        warmup_steps=_whole("warmup_steps", said.warmup_steps),
+        total_steps=None if said.total_steps is None else _whole("total_steps", said.total_steps),
         scheduler_kwargs=dict(scheduler_kwargs or {}),
         notes=notes,
     )
 
 
-def _adam(run: RunValues, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Betas and eps: what was said, else the config's, else the defaults."""
-    beta1, beta2 = params.get("betas") or (DEFAULTS.adam_beta1, DEFAULTS.adam_beta2)
-    betas = _or(run.adam_beta1, beta1), _or(run.adam_beta2, beta2)
-    return {"betas": betas, "eps": float(_or(run.adam_epsilon, params.get("eps"), DEFAULTS.adam_epsilon))}
+_NUMBERS = (
+    "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "warmup_steps", "total_steps", "max_grad_norm",
+)  # fmt: skip
+
+
+def _said(config: Mapping[str, Any], run: RunValues, notes: list[str]) -> Any:
+    """The numbers of optimizer, schedule and clipping: what `run` says, else the config, else the defaults; contradictions are noted."""
+    ctx = Context(config)
+    places = [(name, path) for name, paths in PATHS.items() if name in _NUMBERS for path in reversed(paths)]  # the first counts
+    held = {name: value for name, path in places if (value := ctx.get(path)) not in (None, "auto")}
+    betas = ctx.get("optimizer.params.betas")
+    held |= zip(("adam_beta1", "adam_beta2"), betas if isinstance(betas, list | tuple) else ())
+    for c in conflicts(Context(config, run=RunValues(**{n: v for n, v in run.given().items() if n in _NUMBERS}))):
+        given = f"{c.flag.lstrip('-')}: the Engine was given {c.flag_value}"
+        notes.append(f"{given}, {c.path} of the ds_config says {c.file_value}; {c.flag_value} is used.")
+    return replace(DEFAULTS, **{**held, **run.given()})
 
 
 _LR_MOST = 0.1
@@ -248,19 +258,6 @@ def hardly_meant(learning_rate: float, weight_decay: float) -> list[str]:
             "weight away. Values of 0 to 0.1 are usual."
         )
     return notes
-
-
-def _or(*values: Any) -> Any:
-    """The first that is not None."""
-    return next((value for value in values if value is not None), None)
-
-
-def _clipping(config: dict[str, Any], given: float | None, notes: list[str]) -> float:
-    clip = _number(config.get("gradient_clipping"))
-    norm = float(_or(_first("gradient clipping", notes, given, ("gradient_clipping", clip)), DEFAULTS.max_grad_norm))
-    if not norm >= 0.0:
-        raise UsageError(f"max_grad_norm is {norm}: the largest norm of the gradient, or 0 for no clipping.")
-    return norm
 
 
 def _whole(name: str, value: float) -> int:
@@ -360,15 +357,15 @@ def _scheduler(section: dict[str, Any], argument: str | None, notes: list[str]) 
             "section's warm-up and total steps serve where the Engine was given none."
         )
         return argument
-    if kind not in _SCHEDULERS:
+    if kind not in SCHEDULE_NAMES:
         raise UsageError(
             f"scheduler.type {kind!r} of the ds_config is not known here: the Engine owns the schedule. It translates "
-            f"{', '.join(_SCHEDULERS)}; else remove the section and pass lr_scheduler=... to the Engine."
+            f"{', '.join(SCHEDULE_NAMES)}; else remove the section and pass lr_scheduler=... to the Engine."
         )
     notes.append(
-        f"scheduler {kind!r} of the ds_config is run as bigtrain's {_SCHEDULERS[kind]!r} with the same warm-up and steps."
+        f"scheduler {kind!r} of the ds_config is run as bigtrain's {SCHEDULE_NAMES[kind]!r} with the same warm-up and steps."
     )
-    return _SCHEDULERS[kind]
+    return SCHEDULE_NAMES[kind]
 
 
 def _constant(scheduler: str, asked: str | None, notes: list[str]) -> str:
@@ -378,31 +375,16 @@ def _constant(scheduler: str, asked: str | None, notes: list[str]) -> str:
     return "constant"
 
 
-def _first(what: str, notes: list[str], argument: Any, *sources: tuple[str, Any]) -> Any:
-    """The argument, else the first source with a value; a contradiction is noted."""
-    known = [(path, value) for path, value in sources if value is not None]
-    if argument is None:
-        return known[0][1] if known else None
-    for path, value in known:
-        if float(value) != float(argument):
-            notes.append(f"{what}: the Engine was given {argument}, {path} of the ds_config says {value}; {argument} is used.")
-    return argument
-
-
-def _number(value: Any) -> Any:
-    return None if value in (None, "auto") else value
-
-
 def _batch(config: dict[str, Any], world: int, micro: int | None, accum: int | None) -> tuple[int, int]:
     """Micro batch and accumulation, from arguments, config, and the global batch."""
     known: dict[str, Given | None] = {}
     for key, name, argument in ((MICRO, "micro_batch", micro), (ACCUMULATION, "accumulation", accum), (GLOBAL, "", None)):
-        value = _number(config.get(key))
+        value = None if config.get(key) == "auto" else config.get(key)
         if argument is not None and value is not None and argument != value:
             raise ConfigError(
                 f"{name}: the Engine was given {argument}, the ds_config says {value}. Say it in one place, or the same."
             )
-        found = _or(argument, value)
+        found = value if argument is None else argument
         if found is not None and int(found) != found:
             raise ConfigError(f"{name or key} is {found}: a whole number is needed.")
         known[key] = None if found is None else Given(int(found), "ds_config" if argument is None else "Engine")

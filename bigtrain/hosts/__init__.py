@@ -2,7 +2,8 @@
 
 ports      of this host, that nobody else takes
 network    whether there are other hosts, and which interface leads to them
-placement  which port the ranks of a launch meet on, and which device each one takes
+meeting    which of them the ranks of a launch meet on
+placement  which device each one takes
 launcher   whose end is a stop
 rollcall   the ranks of several hosts meet at one store; those that do not come, or come with an error, are named
 """

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from bigtrain import ranks, zero
+from bigtrain.config import refuse_kept
 from bigtrain.errors import ModelError
 from bigtrain.memory import heap
 from bigtrain.models.batchnorm import compute_in_fp32
@@ -25,6 +26,7 @@ from bigtrain.models.checkpointing import disable_cache
 from bigtrain.models.compiled import without_wrappers
 from bigtrain.models.frozen import freeze
 from bigtrain.models.info import BuildInfo, tied_groups
+from bigtrain.models.kept import kept_names
 from bigtrain.models.pretrained import initialise_missing, load_weights, staging_for
 from bigtrain.models.seeding import seeded
 from bigtrain.models.sharding import DtypeRule, dtype_rule, explain_bare_forward, shard, thaw
@@ -80,7 +82,7 @@ def build_model(
         attn_implementation: for transformers models.
         resize_vocab_to: new number of token embeddings (transformers' resize_token_embeddings).
         trust_remote_code: allow a folder's own Python code to run.
-        keep_in_fp32: name patterns (`*` is a wildcard) of parameters that are not rounded; stage 0 only.
+        keep_in_fp32: names of parameters that are not rounded (`models.kept.is_kept`); stage 0 only.
         allow_missing: name patterns (`*` is a wildcard) of the model's tensors that the weight files may lack; they are
             drawn from the seed and named in the log and in `bigtrain_info.initialised`.
         allow_unexpected: name patterns of tensors in the files that the model may lack.
@@ -96,7 +98,7 @@ def build_model(
     """
     config = _config(ds_config)
     stage = _stage(config)
-    _check_fp32(stage, dtype, keep_in_fp32)
+    refuse_kept(keep_in_fp32, stage, dtype != torch.float32)
     _check_ranks(stage)
     source = fetched(source)
     with ranks.together("reading the model's config"):
@@ -137,14 +139,6 @@ def _stage(config: Mapping[str, Any]) -> int:
     if stage not in (0, 1, 2, 3):
         raise ModelError(f"zero_optimization.stage is {stage!r}: a model can be built for stage 0, 1, 2 or 3.")
     return int(stage)
-
-
-def _check_fp32(stage: int, dtype: torch.dtype, keep_in_fp32: Sequence[str]) -> None:
-    if keep_in_fp32 and stage > 0 and dtype != torch.float32:
-        raise ModelError(
-            f"keep_in_fp32 needs stage 0: at stage {stage} DeepSpeed lays all parameters into buffers of one dtype, and its "
-            "fp32 master copy keeps the precision of updates anyway. Leave keep_in_fp32 out, or train with dtype=torch.float32."
-        )
 
 
 def _check_ranks(stage: int) -> None:
@@ -306,6 +300,7 @@ def _settle(model: torch.nn.Module, info: BuildInfo, target: _Target, frozen: Se
     if hasattr(config, "to_dict"):
         set_config_dtype(config, info.dtype)
         disable_cache(model)
+    kept_names(model, info.keep_in_fp32, info.stage, info.dtype != torch.float32)  # each pattern means something
     if info.dtype != torch.float32:
         compute_in_fp32(model)
     for tensor in [*model.parameters(), *model.buffers()]:

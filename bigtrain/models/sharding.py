@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,19 +12,19 @@ from torch.nn import Parameter
 
 from bigtrain import ranks, zero
 from bigtrain.errors import ModelError
+from bigtrain.models.kept import is_kept
 from bigtrain.models.window import Window, can_be_parked, gather
 
 DtypeRule = Callable[[str, torch.dtype], torch.dtype]
 
 
-def dtype_rule(dtype: torch.dtype, keep_in_fp32: Iterable[str] = ()) -> DtypeRule:
-    """Floating parameters get `dtype`, except those whose name matches a pattern (`*` is a wildcard; anywhere in the name)."""
-    patterns = [re.compile(re.escape(p).replace(r"\*", ".*")) for p in keep_in_fp32]
+def dtype_rule(dtype: torch.dtype, keep_in_fp32: Sequence[str] = ()) -> DtypeRule:
+    """Floating parameters get `dtype`, except those that are kept in fp32."""
 
     def rule(name: str, drawn: torch.dtype) -> torch.dtype:
         if not drawn.is_floating_point:
             return drawn
-        return torch.float32 if any(p.search(name) for p in patterns) else dtype
+        return torch.float32 if is_kept(name, keep_in_fp32) else dtype
 
     return rule
 

@@ -84,7 +84,7 @@ def _config_of(source: Any, trust_remote_code: bool) -> tuple[Any, Path | None, 
     if isinstance(source, Mapping):
         return _config_from_dict(dict(source)), None, f"config of {source.get('model_type')}"
     if shapes.is_preset(source):
-        return _config_from_dict(shapes.config_dict(source)), None, source
+        return config_from(source, trust_remote_code), None, source
     if isinstance(source, (str, Path)):
         folder = _folder(Path(source))
         has_weights = any(next(folder.glob(pattern), None) is not None for pattern in _WEIGHT_PATTERNS)
@@ -95,7 +95,7 @@ def _config_of(source: Any, trust_remote_code: bool) -> tuple[Any, Path | None, 
                 folder,
                 ", ".join(_WEIGHT_PATTERNS[::2]),
             )
-        return _config_from_folder(folder, trust_remote_code), folder if has_weights else None, str(source)
+        return config_from(folder, trust_remote_code), folder if has_weights else None, str(source)
     if hasattr(source, "model_type") and hasattr(source, "to_dict"):
         return copy.deepcopy(source), None, type(source).__name__
     raise ModelError(
@@ -114,18 +114,33 @@ def _config_from_dict(values: dict[str, Any]) -> Any:
         raise ModelError(f"transformers knows no model_type {model_type!r}: {error}") from error
 
 
-def _config_from_folder(folder: Path, trust_remote_code: bool) -> Any:
+def config_from(name: str | Path, trust_remote_code: bool) -> Any:
+    """The Hugging Face config of a preset, a folder or a hub id.
+
+    Raises:
+        ModelError: it cannot be used.
+    """
     from transformers import AutoConfig
 
+    if shapes.is_preset(name):
+        return _config_from_dict(shapes.config_dict(str(name)))
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError) as error:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        if not is_about_files(error) and not isinstance(error, KeyError):
+            raise
         if "trust_remote_code" in str(error):
             raise ModelError(
-                f"{folder} brings its own Python code, which would run here. Read it, then pass trust_remote_code=True."
+                f"{name} brings its own Python code, which would run here. Read it, then pass trust_remote_code=True (--trust_remote_code)."
             ) from error
-        why = standins.instead(folder / "config.json")
-        raise ModelError(f"{folder}/config.json {f'is {why}' if why else f'cannot be used: {error}'}") from error
+        why = standins.instead(Path(name) / "config.json") if Path(name).is_dir() else ""
+        told = f"its config.json is {why}" if why else str(error)
+        raise ModelError(f"the config of {name} cannot be used: {told}") from error
+
+
+def is_about_files(error: Exception) -> bool:
+    """True for what a file holds; huggingface_hub's own class, for values of a config.json that cannot be, is none of Python's."""
+    return isinstance(error, OSError | ValueError | ImportError) or type(error).__name__.startswith("StrictDataclass")
 
 
 def _folder(path: Path) -> Path:

@@ -10,7 +10,7 @@ import torch
 
 from bigtrain.errors import BuildError, UsageError
 from bigtrain.optim import cpu_kernel
-from bigtrain.optim.arithmetic import Scalars
+from bigtrain.optim.arithmetic import Scalars, code_tables
 from bigtrain.optim.chunks import chunk_elems
 from bigtrain.optim.split import by_torch
 from bigtrain.optim.state import load_keeping_dtypes
@@ -72,7 +72,6 @@ class AdamW8bit(torch.optim.Optimizer):
             )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.compiled = compiled
-        self._maps: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -120,19 +119,10 @@ class AdamW8bit(torch.optim.Optimizer):
             update = cpu_kernel.update if self.compiled else by_torch
             update(weight[here], grad, parts, scalars, None, start=start, salt=0, exact_root=False)
             return
-        code1, code2 = self._codes(weight.device)
+        code1, code2 = (code_tables(signed, weight.device)[0] for signed in (True, False))
         bnb.optimizer_update_8bit_blockwise(
             "adam", grad, weight[here], m, v, beta1, beta2, 0.0, 0.0, eps, step, lr, code1, code2, *scales, decay
         )
-
-    def _codes(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """bitsandbytes' dynamic 8-bit codes, signed and unsigned, on `device`."""
-        if device not in self._maps:
-            self._maps[device] = (
-                bnb.create_dynamic_map(signed=True).to(device),
-                bnb.create_dynamic_map(signed=False).to(device),
-            )
-        return self._maps[device]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's own rule would cast the uint8 moments and fp32 scales to the parameter's dtype; keep theirs."""

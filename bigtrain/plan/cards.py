@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 from functools import cache
+
+from bigtrain.plan.machine import nvidia_smi
 
 H100_FLOPS = 989e12
 # Dense bf16 peak in FLOP/s, from the vendors' data sheets (without sparsity). Matched against the card's name, first hit wins.
@@ -49,12 +50,5 @@ def peak_bf16_flops(card: str | None) -> float | None:
 @cache
 def card_name() -> str | None:
     """Of this machine's first card, as nvidia-smi says it; None without either, or where it fails or hangs."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:  # where it fails it says so on stdout
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LONGEST_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return (done.stdout.splitlines() or [""])[0].strip() or None
-
-
-_LONGEST_S = 20.0
+    text, _ = nvidia_smi("--query-gpu=name", "--format=csv,noheader")
+    return next(iter((text or "").splitlines()), "").strip() or None

@@ -1,17 +1,18 @@
 """What this machine has: host memory (the container's limit where it is lower), lockable memory, /dev/shm, GPU memory.
 
-Reads files only; every function takes the root folder, so that a test can point it at a faked tree; for a whole run the
-variable BIGTRAIN_HOST_ROOT does that.
+What reads files takes the root folder, so that a test can point it at a faked tree; for a whole run the variable
+BIGTRAIN_HOST_ROOT does that. What cards there are, nvidia-smi says.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 _UNITS |= {f"{letter}{end}": 1024**power for power, letter in enumerate("KMGT", 1) for end in ("IB", "")}
 # cgroup v1 writes "no limit" as a huge number (2^63 rounded to pages).
 _NO_LIMIT = 2**60
+LONGEST_S = 30.0  # of a program that is asked
 
 
 def parse_bytes(text: str | int | float, what: str = "size") -> int:
@@ -119,34 +121,33 @@ def cgroup_limit(root: str | Path = "/") -> int | None:
     return min((limit for _, limit in cgroup_limits(Path(root))), default=None)
 
 
-def cgroup_limits(root: Path) -> list[tuple[Path, int]]:
-    """(folder, limit in bytes) of this process's cgroup and all above it that have a memory limit, version 2 or 1."""
+def cgroup_folders(root: Path, controller: str) -> list[Path]:
+    """Of this process's cgroup and all above it, version 2 or 1 ("memory" or "cpu")."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         lines = []
-    found: list[tuple[Path, int]] = []
-    for line in lines or ["0::/"]:
+    found: list[Path] = []
+    for line in lines or ["0::/", f"1:{controller}:/"]:
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers == "":
-            found += _limits(root / "sys/fs/cgroup", path, "memory.max")
-        elif "memory" in controllers.split(","):
-            found += _limits(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
+        if controllers == "" or controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / (controller if controllers else "")
+            folder = base / path.lstrip("/")
+            found += [folder, *(p for p in folder.parents if p == base or base in p.parents)]
     return found
 
 
-def _limits(base: Path, path: str, name: str) -> list[tuple[Path, int]]:
-    folder, found = base / path.lstrip("/"), []
-    while True:
-        try:
+def cgroup_limits(root: Path) -> list[tuple[Path, int]]:
+    """(folder, limit in bytes) of this process's cgroup and all above it that have a memory limit."""
+    return [(folder, limit) for folder in cgroup_folders(root, "memory") if (limit := _memory_limit(folder))]
+
+
+def _memory_limit(folder: Path) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):  # version 2, version 1
+        with contextlib.suppress(OSError):
             text = (folder / name).read_text().strip()
-        except OSError:
-            text = "max"
-        if text.isdigit() and 0 < int(text) < _NO_LIMIT:
-            found.append((folder, int(text)))
-        if folder == base or base not in folder.parents:
-            return found
-        folder = folder.parent
+            return int(text) if text.isdigit() and int(text) < _NO_LIMIT else None
+    return None
 
 
 def expandable_segments(env: Mapping[str, str] = os.environ) -> bool:
@@ -155,17 +156,37 @@ def expandable_segments(env: Mapping[str, str] = os.environ) -> bool:
     return not said or any(re.search(r"expandable_segments\s*:\s*true", text, re.IGNORECASE) for text in said)
 
 
+def run_program(
+    command: Sequence[str], env: Mapping[str, str] = os.environ, stdin: str = ""
+) -> tuple[subprocess.CompletedProcess[str] | None, str]:
+    """(how a program on PATH ended, ""), or (None, why it could not be run)."""
+    program = shutil.which(command[0], path=env.get("PATH"))
+    if program is None:
+        return None, f"{command[0]} is not on PATH"
+    try:
+        return subprocess.run([program, *command[1:]], input=stdin, capture_output=True, text=True, errors="replace",
+                              timeout=LONGEST_S, check=False, env=dict(env)), ""  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        return None, str(error)
+
+
+def nvidia_smi(*words: str, env: Mapping[str, str] = os.environ) -> tuple[str | None, str | None]:
+    """(what it prints, None), or (None, why it fails); both None where there is no such program."""
+    if shutil.which("nvidia-smi", path=env.get("PATH")) is None:
+        return None, None
+    done, why = run_program(["nvidia-smi", *words], env)
+    if done is None:
+        return None, why
+    if done.returncode:  # it says why on stdout
+        return None, (done.stdout + done.stderr).strip().splitlines()[0] if done.stdout + done.stderr else "failed"
+    return done.stdout, None
+
+
 def gpu_memory() -> tuple[int, ...]:
     """What a program can have of each NVIDIA card by `nvidia-smi`, without loading torch; empty where there is none.
 
     Without what driver and firmware keep for themselves: CUDA, and so a run, does not count that as the card's.
     """
-    if shutil.which("nvidia-smi") is None:
-        return ()
-    command = ["nvidia-smi", "--query-gpu=memory.total,memory.reserved", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    rows = re.findall(r"^ *(\d+) *, *(\d*)", done.stdout, re.MULTILINE)
+    text, _ = nvidia_smi("--query-gpu=memory.total,memory.reserved", "--format=csv,noheader,nounits")
+    rows = re.findall(r"^ *(\d+) *, *(\d*)", text or "", re.MULTILINE)
     return tuple((int(total) - int(reserved or 0)) * 2**20 for total, reserved in rows)

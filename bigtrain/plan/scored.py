@@ -7,6 +7,8 @@ and 311, of 128 597 and 362, where backward counts as twice forward; heads of 25
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from bigtrain.plan.inputs import PlanInput
 
 # Of 784 TFLOP/s, forward and backward, by the width of a head.
@@ -25,7 +27,7 @@ def attention_flops(plan: PlanInput, products_share: float, forward: float, back
         forward, backward: how often each runs; `forward` is 2 where all blocks are recomputed.
     """
     g = plan.geometry
-    one = 2 * plan.tokens * g.query
+    one = 2.0 * plan.tokens * g.query
     if g.keeps.matrix or g.keeps.plain:  # products of all scores, also those that the mask hides
         each = one * 2 * g.layers * plan.seq_len
         slow = products_share / _FP32_SHARE if plan.parameters.kind in _FP32 else 1.0
@@ -43,7 +45,7 @@ def _shares(width: int) -> tuple[float, float]:
     if width <= known[0]:
         ahead, back = _SHARES[known[0]]
         return ahead * width / known[0], back * width / known[0]
-    for low, high in zip(known, known[1:]):
+    for low, high in pairwise(known):
         if width <= high:
             part = (width - low) / (high - low)
             (a, b), (c, d) = _SHARES[low], _SHARES[high]

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -260,7 +261,7 @@ def _impossible(path: str | None) -> str | None:
 
 
 def _problems_with_files(args: TrainArguments) -> Iterator[str]:
-    for name, value in args.as_dict().items():
+    for name, value in asdict(args).items():
         if isinstance(value, str) and not value.strip() and name != "run_name":
             yield f"--{name} is empty: give a value or leave it out (a shell variable that is not set?)"
     if impossible := [f"--{name}: {why}" for name in PATHS if (why := _impossible(getattr(args, name)))]:

@@ -17,11 +17,11 @@ import logging
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from bigtrain import defaults
-from bigtrain.config.run import DEFAULTS
+from bigtrain.config.run import DEFAULTS, RunValues
 from bigtrain.errors import UsageError
 from bigtrain.plan.leaf_choice import LeafBlocks
 from bigtrain.run import foreign, spellings
@@ -248,9 +248,14 @@ class TrainArguments:
             return -int(-total_steps * self.warmup_ratio // 1)
         return self.warmup_steps
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for run.json."""
-        return asdict(self)
+    def run_values(self, total_steps: int | None = None) -> RunValues:
+        """What is said here, in the words of `bigtrain.config`; `total_steps`: of the run, once they are known."""
+        named = {"micro_batch": self.per_device_train_batch_size, "accumulation": self.gradient_accumulation_steps}
+        steps = {"warmup_steps": self.warmup_steps, "total_steps": self.max_steps}
+        if total_steps is not None:
+            steps = {"warmup_steps": self.warmup(total_steps), "total_steps": total_steps}
+        same = {f.name: getattr(self, f.name) for f in fields(RunValues) if hasattr(self, f.name)}
+        return RunValues(**{**same, **named, **steps, "gradient_checkpointing": self.recomputes})
 
 
 # Of --help: the first setting of each group. They stand there in the order of `TrainArguments`.

@@ -7,7 +7,7 @@ import sys
 import traceback
 
 from bigtrain.errors import BigtrainError, RanksDisagreeError, StoppedError
-from bigtrain.hosts import placement
+from bigtrain.hosts import meeting
 
 
 def report(error: Exception) -> int:
@@ -16,8 +16,8 @@ def report(error: Exception) -> int:
         from bigtrain import watch
 
         watch.failed(error)
-    ours = error if isinstance(error, BigtrainError) else placement.explain_port(error)
-    rank = "0" if placement.launch_problems() else os.environ.get("RANK", "0")
+    ours = error if isinstance(error, BigtrainError) else meeting.explain_port(error)
+    rank = "0" if meeting.launch_problems() else os.environ.get("RANK", "0")
     if ours is None:
         story = "".join([*traceback.format_exception(error), *untested()])
         print(f"[rank {rank}] {story}", file=sys.stderr, flush=True)

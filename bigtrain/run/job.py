@@ -120,35 +120,13 @@ def read_ds_config(args: TrainArguments) -> dict[str, Any]:
         return {}  # chosen once the ranks have met and know what memory each has
     inline = args.ds_config.lstrip().startswith("{")
     config = ds.parse(args.ds_config) if inline else ds.load(args.ds_config)
-    known = {"world_size": ranks.world_size(), "run": run_values(args, None), "device": device_type()}
+    known = {"world_size": ranks.world_size(), "run": args.run_values(), "device": device_type()}
     ds.check(config, **known, name=_config_name(args), also=ds.undone(config))
     return config
 
 
 def _config_name(args: TrainArguments) -> str:
     return "ds_config" if args.ds_config.lstrip().startswith("{") else args.ds_config
-
-
-def run_values(args: TrainArguments, total_steps: int | None) -> RunValues:
-    """What the command line says, in the words of `bigtrain.config`."""
-    return RunValues(
-        micro_batch=args.per_device_train_batch_size,
-        accumulation=args.gradient_accumulation_steps,
-        learning_rate=args.learning_rate,
-        adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2,
-        adam_epsilon=args.adam_epsilon,
-        weight_decay=args.weight_decay,
-        optim=args.optim,
-        lr_scheduler_type=args.lr_scheduler_type,
-        warmup_steps=args.warmup_steps if total_steps is None else args.warmup(total_steps),
-        total_steps=args.max_steps if total_steps is None else total_steps,
-        max_grad_norm=args.max_grad_norm,
-        bf16=args.bf16,
-        gradient_checkpointing=args.recomputes,
-        seed=args.seed,
-        seq_len=args.seq_len,
-    )
 
 
 # ---------------------------------------------------------------- together
@@ -255,7 +233,7 @@ def look_ahead(
 
 def resolve(args: TrainArguments, config: dict[str, Any], shape: ModelShape, total_steps: int | None) -> Resolved:
     """The ds_config without "auto". Before the data is read, the number of steps is a stand-in."""
-    run = run_values(args, total_steps)
+    run = args.run_values(total_steps)
     if run.total_steps is None:
         run = replace(run, **ds.left_open(config, RunValues(total_steps=10**9)).given())  # unless the file has a number
     return ds.resolve(

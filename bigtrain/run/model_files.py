@@ -6,12 +6,12 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from bigtrain import defaults, plan, ranks, shapes, standins
 from bigtrain.data.tokens import model_limits
 from bigtrain.errors import ModelError, UsageError
+from bigtrain.models.source import config_from, is_about_files
 from bigtrain.run.argument_problems import too_long, too_many_tokens
 from bigtrain.run.arguments import TrainArguments
 
@@ -24,14 +24,9 @@ def about_files(what: str, folder: str | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _is_about_files(error):
+        if not is_about_files(error):
             raise
         raise UsageError(f"the {what} cannot be loaded: {standins.why_no_tokenizer(folder or '', error)}") from error
-
-
-def _is_about_files(error: Exception) -> bool:
-    """True for what a file holds; huggingface_hub's own class, for values of a config.json that cannot be, is none of Python's."""
-    return isinstance(error, OSError | ValueError | ImportError) or type(error).__name__.startswith("StrictDataclass")
 
 
 def load_tokenizer(args: TrainArguments) -> Any:
@@ -44,20 +39,7 @@ def load_tokenizer(args: TrainArguments) -> Any:
 
 def load_model_config(args: TrainArguments) -> Any:
     """The Hugging Face config of a preset, a folder or a hub id."""
-    from transformers import AutoConfig
-
-    name = args.model_name_or_path
-    if shapes.is_preset(name):
-        values = shapes.config_dict(name)
-        return AutoConfig.for_model(values.pop("model_type"), **values)
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
-    except Exception as error:
-        if not _is_about_files(error):
-            raise
-        why = standins.instead(Path(name) / "config.json") if Path(name).is_dir() else ""
-        told = f"its config.json is {why}" if why else str(error)
-        raise ModelError(f"the config of {name} cannot be read: {told}") from error
+    return config_from(args.model_name_or_path, args.trust_remote_code)
 
 
 def vocabulary(args: TrainArguments, model_config: Any, tokenizer: Any) -> tuple[dict[str, Any], int | None]:

@@ -6,19 +6,18 @@ communication    an all-reduce, all-gather and reduce-scatter on the run's own r
 
 from __future__ import annotations
 
-import datetime
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bigtrain import ranks, watch
+from bigtrain.diagnostics.doctor.collectives import COLLECTIVES
 from bigtrain.diagnostics.doctor.examine import preflight
 from bigtrain.diagnostics.doctor.finding import Finding
 from bigtrain.errors import RanksDisagreeError, UsageError
@@ -27,7 +26,6 @@ from bigtrain.whereabouts import HERE
 logger = logging.getLogger(__name__)
 
 LIMIT_S = 30.0
-ELEMS = 1000
 HINT = (
     "`bigtrain doctor` tests it in processes of its own, tries the settings that are known to help, and prints the ones that did. "
     "--no_preflight starts the run all the same."
@@ -82,7 +80,7 @@ def _milder(finding: Finding) -> Finding:
 
 
 def communicate(limit_s: float = LIMIT_S) -> None:
-    """The three collectives that ZeRO lives on, with their values checked.
+    """`COLLECTIVES` on the ranks of this run.
 
     A collective that never returns is ended by the watch, on every rank, with stacks.
 
@@ -110,49 +108,3 @@ def _refuse(name: str, told: Sequence[str | None], error: Exception | None) -> N
         raise RanksDisagreeError(
             f"the {name} of {len(told)} ranks over {dist.get_backend()} fails:\n{listing}\n{HINT}", dict(failed)
         ) from error
-
-
-def _all_reduce(limit_s: float) -> None:
-    device, world = ranks.device(), ranks.world_size()
-    x = torch.full((ELEMS,), float(ranks.rank() + 1), device=device)
-    _finish(dist.all_reduce(x, async_op=True), limit_s)
-    _expect(x, torch.full_like(x, world * (world + 1) / 2))
-
-
-def _all_gather(limit_s: float) -> None:
-    device, world = ranks.device(), ranks.world_size()
-    whole = [torch.empty(ELEMS, device=device) for _ in range(world)]
-    _finish(dist.all_gather(whole, torch.full((ELEMS,), float(ranks.rank()), device=device), async_op=True), limit_s)
-    _expect(torch.stack(whole)[:, 0], torch.arange(world, device=device).float())
-
-
-def _reduce_scatter(limit_s: float) -> None:
-    device, world, rank = ranks.device(), ranks.world_size(), ranks.rank()
-    part, whole = torch.empty(ELEMS, device=device), torch.arange(world * ELEMS, device=device).float()
-    _finish(dist.reduce_scatter(part, list(whole.chunk(world)), async_op=True), limit_s)
-    _expect(part, world * torch.arange(rank * ELEMS, (rank + 1) * ELEMS, device=device).float())
-
-
-COLLECTIVES: dict[str, Callable[[float], None]] = {
-    "all-reduce": _all_reduce,
-    "all-gather": _all_gather,
-    "reduce-scatter": _reduce_scatter,
-}
-
-
-def _finish(work: Any, limit_s: float) -> None:
-    """Wait, with a limit: gloo's own wait has one; NCCL's returns before the work is done, so it is asked again and again."""
-    if dist.get_backend() != "nccl":
-        work.wait(datetime.timedelta(seconds=limit_s))  # of a reduce-scatter, gloo says `is_completed` only after this
-        return
-    end = time.monotonic() + limit_s
-    while not work.is_completed():
-        if time.monotonic() > end:
-            raise TimeoutError(f"no answer within {limit_s:.0f} s")
-        time.sleep(0.001)
-    work.wait()
-
-
-def _expect(got: torch.Tensor, want: torch.Tensor) -> None:
-    if not torch.equal(got, want):
-        raise ValueError(f"it gives {got[:3].tolist()}..., it should be {want[:3].tolist()}...")

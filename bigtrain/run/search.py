@@ -12,7 +12,7 @@ from bigtrain.plan.spilled import asked_share
 from bigtrain.run import capacity
 from bigtrain.run.arguments import TrainArguments
 from bigtrain.run.auto import AUTO, flags, pick
-from bigtrain.run.job import Job, run_values
+from bigtrain.run.job import Job
 from bigtrain.run.model_files import choose_seq_len, load_model_config
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
     with ranks.together("reading the model's config"):
         model_config = load_model_config(args)
     gpu, host = capacity.memory_limits(args.gpu_memory_cap)
-    run = run_values(args, None)
+    run = args.run_values()
     base = capacity.plan_input(
         args, model_config, choose_seq_len(args, model_config), run, checkpointing=args.checkpointing_policy
     )

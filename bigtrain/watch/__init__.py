@@ -5,11 +5,13 @@
     stacks                                what a process can say of itself: stacks, last module, last collectives
     verdict                               pure: from what is known of all ranks to who is behind, and why
     watcher                               the thread: hear, judge, report to OUT/hang/, end
+    current                               the one watch of a process, which the rest of bigtrain begins, asks and ends
 
 It needs nothing from the training thread and nothing from the process groups, since those are what may be stuck.
 """
 
+from bigtrain.watch.current import begin, end, failed, fails_alike, limited, lost, names_modules
 from bigtrain.watch.verdict import KILLED
-from bigtrain.watch.watcher import LEARNED, Limit, begin, end, failed, fails_alike, limited, lost, names_modules
+from bigtrain.watch.watcher import LEARNED, Limit
 
 __all__ = ["KILLED", "LEARNED", "Limit", "begin", "end", "failed", "fails_alike", "limited", "lost", "names_modules"]

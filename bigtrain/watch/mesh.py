@@ -15,7 +15,7 @@ import socket
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 CONNECT_S = 20.0  # after which a rank that cannot be reached is left unwatched
@@ -40,10 +40,6 @@ class Address:
     port: int
     pid: int
     started: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
 
 def network() -> str:

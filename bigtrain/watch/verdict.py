@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from bigtrain.whereabouts import after
 
@@ -71,10 +71,6 @@ class Verdict:
     behind: tuple[int, ...]
     text: str
     grace_s: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for the other ranks."""
-        return {"behind": list(self.behind), "text": self.text, "grace_s": self.grace_s}
 
 
 def judge(ranks: Sequence[Known], limit_s: float, silent_limit_s: float) -> Verdict | None:

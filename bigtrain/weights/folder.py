@@ -17,6 +17,7 @@ from typing import Any
 from bigtrain import standins
 from bigtrain.errors import WeightsError
 from bigtrain.guards import listing
+from bigtrain.runfile import once
 from bigtrain.weights.header import TensorInfo, read_header
 
 # The first that exists is taken, as in `from_pretrained`: a single file comes before an index (transformers 5.24,
@@ -127,15 +128,9 @@ def _read_config(path: str) -> dict[str, Any]:
 
 def read_index(file: str) -> dict[str, str]:
     """`weight_map` of an index: tensor name -> file name, a plain name inside the same folder."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len({key for key, _ in pairs}) != len(pairs):
-            raise WeightsError(f"{file}: names a tensor more than once: damaged.", file=file)
-        return dict(pairs)
-
     try:
         with open(file, encoding="utf-8") as handle:
-            index = json.load(handle, object_pairs_hook=unique)
+            index = json.load(handle, object_pairs_hook=once)
     except OSError as error:
         raise WeightsError(f"{file}: cannot be read: {error.strerror}: copy the file again.", file=file) from error
     except (ValueError, RecursionError) as error:

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import struct
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from bigtrain import standins
 from bigtrain.errors import WeightsError
+from bigtrain.runfile import once
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 ITEM_BITS = {
@@ -140,20 +140,13 @@ def parse_header(path: str, text: bytes, size: int) -> list[TensorInfo]:
 
 
 def _load_json(path: str, text: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1][:5]
-            raise WeightsError(f"{path}: the header names {', '.join(twice)} more than once: damaged.", file=path)
-        return found
-
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is not JSON")
 
     if not text.startswith(b"{"):
         raise WeightsError(f"{path}: the header does not start with '{{': not a safetensors file, or damaged.", file=path)
     try:
-        table = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        table = json.loads(text.decode("utf-8"), object_pairs_hook=once, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"{path}: the header is not valid JSON ({error}): copy the file again.", file=path) from error
     if not isinstance(table, dict):

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from bigtrain import ranks
 from bigtrain.errors import WeightsError
 from bigtrain.memory import heap
+from bigtrain.plan.machine import meminfo_bytes
 
 BLOCK_BYTES = 16 << 20  # one request; larger ones are no faster on page cache or NVMe
 ADVISE_GAP_BYTES = 64 << 10  # reads this close are asked for in one: the disk is as fast, and it saves system calls
@@ -223,11 +225,7 @@ class Reader:
 
 def available_bytes() -> int:
     """Memory of this host that can be had without swapping (MemAvailable); 0 if unknown."""
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 0
+    return meminfo_bytes(Path("/"), "MemAvailable") or 0
 
 
 def on_device(device: torch.device | None) -> None:

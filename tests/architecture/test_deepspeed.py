@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 ZERO = sorted((ROOT / "bigtrain" / "zero").glob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in ZERO}
 LISTING = ast.get_docstring(TREES[ROOT / "bigtrain" / "zero" / "__init__.py"]) or ""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bigtrain import errors
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__]
 
 

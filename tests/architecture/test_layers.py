@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 PACKAGE = ROOT / "bigtrain"
 
 # The rows, lowest first. A part imports parts of lower rows only; parts of one row do not know each other.

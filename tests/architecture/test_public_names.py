@@ -5,9 +5,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
 
 FLAGS = set(
     """adam_beta1 adam_beta2 adam_epsilon allow_missing allow_unexpected attn_implementation bf16 checkpoint_blocks checkpointing_policy copy_checkpoints_to data_seed

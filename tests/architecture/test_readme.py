@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import python_path
+from tests import ROOT, python_path
 
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"(?:<!-- (?P<mark>[^>]*?) -->\n)?```sh\n(?P<lines>.*?)```", re.DOTALL)
 BLOCKS = [(m["mark"], m["lines"]) for m in BLOCK.finditer(README)]

@@ -1,9 +1,6 @@
 """The fused loss on a GPU: kernels, error against fp64, bytes as planned; and no wait for the device in a whole step."""
 
-import json
 import os
-import subprocess
-import sys
 import traceback
 import warnings
 
@@ -15,7 +12,7 @@ from bigtrain.kernels import cross_entropy
 from bigtrain.kernels.attach import use_chunked_loss
 from bigtrain.kernels.cross_entropy import kernels_for, linear_cross_entropy
 from bigtrain.plan.activations import fused_loss_rows
-from tests import python_path
+from tests.gpu.processes import on_a_card
 from tests.unit.kernels.test_cross_entropy import _exact
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -131,15 +128,7 @@ def test_memory_is_what_the_plan_says(tokens, vocab, width):
 @pytest.mark.parametrize("stage, policy", [(2, "none"), (2, "full"), (2, "selective"), (3, "none")])
 def test_a_step_does_not_wait_for_the_device_before_its_end(stage, policy):
     """torch warns of each such wait; from the first micro batch's move to the reading of loss and norm there is none of ours."""
-    code = (
-        "import json, sys; from tests.gpu.test_loss_gpu import waits; print(json.dumps(waits(int(sys.argv[1]), sys.argv[2])))"
-    )
-    env = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(stage), policy], env=env, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found, watched, losses = json.loads(done.stdout.strip().splitlines()[-1])
+    found, watched, losses = on_a_card(waits, stage, policy)
     print(found)
     # At stage 3 DeepSpeed's own code is not ours to change.
     assert watched == 2 and not [place for place in found if stage < 3 or "deepspeed" not in place.split(" < ")[0]]

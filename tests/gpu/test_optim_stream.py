@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from bigtrain.optim.lanes import Streams
 from bigtrain.optim.split import AdamWSplit
 from bigtrain.optim.stream import Stream
 from tests import python_path, torchrun
+from tests.gpu.processes import on_a_card
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -128,14 +128,7 @@ def test_both_directions_of_the_bus_are_used_at_once():
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("optimizer", ["adamw_split", "adamw_split_bf16", "adamw_split_8bit"])
 def test_an_engine_with_offload_trains_as_without(tmp_path, optimizer, stage):
-    code = "import json, sys; from tests.gpu.test_optim_stream import train; print(json.dumps(train(*json.loads(sys.argv[1]))))"
-    found = []
-    for offload in (False, True):
-        what = json.dumps([str(tmp_path / str(offload)), optimizer, stage, offload])
-        env = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "0"}
-        done = subprocess.run([sys.executable, "-c", code, what], env=env, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found.append(json.loads(done.stdout.strip().splitlines()[-1]))
+    found = [on_a_card(train, tmp_path / str(offload), optimizer, stage, offload) for offload in (False, True)]
     plain, host = found
     assert plain[:2] == host[:2]
     assert plain[2] == ["cuda"] and host[2] == ["cpu"]
@@ -195,14 +188,7 @@ def train(root, optimizer, stage, offload, width=512):
 
 @pytest.mark.parametrize("optimizer, accumulation", [("adamw_split_8bit", 1), ("adamw_split", 3)])
 def test_an_engine_whose_gradients_leave_trains_as_without(tmp_path, optimizer, accumulation):
-    code = "import json, sys; from tests.gpu.test_optim_stream import spill; print(json.dumps(spill(*json.loads(sys.argv[1]))))"
-    found = []
-    for share in (0.0, 0.4, 1.0):
-        what = json.dumps([str(tmp_path / str(share)), optimizer, accumulation, share])
-        env = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "0"}
-        done = subprocess.run([sys.executable, "-c", code, what], env=env, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found.append(json.loads(done.stdout.strip().splitlines()[-1]))
+    found = [on_a_card(spill, tmp_path / str(share), optimizer, accumulation, share) for share in (0.0, 0.4, 1.0)]
     stay, some, all_ = found
     assert stay["seen"] == some["seen"] == all_["seen"] and stay["masters"] == some["masters"] == all_["masters"]
     assert stay["held"] == 0 and some["pinned"] and all_["held"] == 2 * all_["elems"]

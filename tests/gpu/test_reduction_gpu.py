@@ -1,25 +1,16 @@
 """One rank on a card: gradients stay where autograd puts them, and what is not finite in them is named all the same."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from tests import python_path
+from tests.gpu.processes import on_a_card
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_gradient_that_is_not_finite_is_named_and_its_step_skipped(accumulation):
-    code = "import json, sys; from tests.gpu.test_reduction_gpu import train; print(json.dumps(train(int(sys.argv[1]))))"
-    env = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "0"}
-    done = subprocess.run([sys.executable, "-c", code, str(accumulation)], env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    alone, summing, name, applied, reasons, norms = json.loads(done.stdout.strip().splitlines()[-1])
+    alone, summing, name, applied, reasons, norms = on_a_card(train, accumulation)
     assert alone and not summing  # the norms' pass over the gradients is the only one
     assert applied == [True, False, True]
     assert name in reasons[1] and not reasons[0] and not reasons[2]
@@ -54,11 +45,7 @@ def train(accumulation):
 
 
 def test_deepspeed_gets_the_current_stream_as_torch_says_it():
-    code = "from tests.gpu.test_reduction_gpu import streams; print(streams())"
-    env = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip().splitlines()[-1] == "[True, True, True, True]"
+    assert on_a_card(streams) == [True, True, True, True]
 
 
 def streams():
@@ -74,11 +61,7 @@ def streams():
 
 
 def test_sums_of_gradients_stay_where_they_are_and_nothing_is_reserved_beside_them():
-    code = "import json; from tests.gpu.test_reduction_gpu import summed; print(json.dumps(summed()))"
-    env = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    places, reserved, allocated = json.loads(done.stdout.strip().splitlines()[-1])
+    places, reserved, allocated = on_a_card(summed)
     assert len(set(places)) == 1
     # Beside what is allocated at the peak: pages of 20 MiB begun, of few pools. A second buffer of sums would be 512 MiB.
     assert reserved - allocated < 256 << 20

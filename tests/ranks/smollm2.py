@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.diagnostics.pages import put_table
-from tests import python_path
+from tests import ROOT, python_path
 
-ROOT = Path(__file__).resolve().parents[2]
 SEED, WARMUP_STEPS, ROWS, RANKS, LEARNING_RATE = 42, 1, 2, 2, 1e-4
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from bigtrain.bench.processes import MARK
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 GRID = {
     "model": "preset:llama-tiny", "ds_config": "zero2", "seq_len": 32, "micro_batch": 2, "steps": 5, "warmup": 2,
     "max_cell_s": 900,

@@ -4,6 +4,7 @@ import json
 import threading
 from pathlib import Path
 
+import bench_checkpoint_gpu
 import pytest
 import torch
 import xxhash
@@ -18,7 +19,6 @@ from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError
 from bigtrain.models import build_model
 from bigtrain.optim import arithmetic
-from launch import bench_checkpoint_gpu
 from tests.ranks.tiny import Branched, TinyLM, config, rows
 
 SAMPLES = 6  # a multiple of 1, 2 and 3 ranks; four take twice as many

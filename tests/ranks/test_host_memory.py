@@ -6,7 +6,6 @@ import os
 import platform
 import threading
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,10 +15,9 @@ from bigtrain import ranks
 from bigtrain.bench import inputs
 from bigtrain.errors import DoesNotFitError
 from bigtrain.run import capacity
-from tests import python_path
+from tests import ROOT, python_path
 from tests.ranks import scripts
 
-ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
 
 

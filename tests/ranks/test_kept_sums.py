@@ -10,10 +10,8 @@ from torch import nn
 from bigtrain.engine import Engine
 from bigtrain.engine.sums import KeptSums
 from bigtrain.models import build_model
-from bigtrain.optim.stream import Stream
 from bigtrain.run.shortage import held_bytes
-from bigtrain.zero import flat
-from tests.ranks.test_optim_stream import Late
+from tests.ranks.late import Late, stream_late
 from tests.ranks.tiny import VOCAB, Block, TinyLM, config, rows, share, whole_weights
 
 PARTS = (2, 3, 2, 1, 2, 2)  # micro batches of each step
@@ -43,11 +41,7 @@ def _engine(optimizer, where):
     model = build_model(Sometimes, ds_config=cfg, seed=1)
     engine = Engine(model, ds_config=cfg, optimizer=optimizer, learning_rate=1e-2, max_grad_norm=0.5, hang_s=None)
     if where == "late":
-        ds, late = engine.deepspeed, Late()
-        inner = ds.basic_optimizer
-        inner.stream = Stream(inner.layout, late, torch.device("cpu"), ratio=0.7, chunk_bytes=20_000, buffers=2)
-        flat.stream_updates(inner.stream, ds.module, ds.optimizer, flat.partition_layouts(ds.optimizer))
-        engine._reduction.stream = inner.stream
+        stream_late(engine, Late())
     return engine
 
 

@@ -8,10 +8,7 @@ import torch
 from bigtrain.engine import Engine
 from bigtrain.errors import UsageError
 from bigtrain.models import build_model
-from bigtrain.optim.options import Offload
-from bigtrain.optim.split import stream_state
-from bigtrain.zero import flat
-from tests.ranks.test_optim_stream import Late
+from tests.ranks.late import Late, stream_late
 from tests.ranks.tiny import TinyLM, config, rows, share
 
 SAMPLES = 6
@@ -48,10 +45,7 @@ def _engine(accumulation, optimizer, tied, spilled, late, seed=1):
     told = {"learning_rate": 1e-2, "max_grad_norm": 0.5, "hang_s": None, "offload_gradients": spilled}
     engine = Engine(model, ds_config=cfg, optimizer=optimizer, **told)
     if late:
-        ds = engine.deepspeed
-        on_host = Offload(ratio=0.7, buffers=2, gradients=spilled)
-        stream_state(ds, flat.partition_layouts(ds.optimizer), late, on_host, chunk_bytes=20_000)
-        engine._reduction.stream = ds.basic_optimizer.stream
+        stream_late(engine, late, gradients=spilled)
     assert engine._reduction.alone
     return engine
 

@@ -11,60 +11,11 @@ from bigtrain import zero
 from bigtrain.engine import Engine
 from bigtrain.errors import BypassError
 from bigtrain.models import build_model
-from bigtrain.optim.lanes import COMPUTE, DOWN, GATHER, UP, UPDATE
-from bigtrain.optim.stream import Stream
 from bigtrain.zero import flat
+from tests.ranks.late import Late, stream_late
 from tests.ranks.tiny import Block, TinyLM, config, rows
 
 SAMPLES = 6
-
-
-class Late:
-    """Lanes whose work is put off until COMPUTE, or the program, waits for it, and then no more of it is done than that needs."""
-
-    def __init__(self):
-        self.queues = {lane: [] for lane in (UP, UPDATE, DOWN, GATHER)}
-        self.lanes, self.reached, self.waits = {}, set(), 0
-
-    def run(self, lane, work):
-        self.queues[lane].append(("run", work))
-
-    def mark(self, lane):
-        mark = len(self.lanes)
-        self.lanes[mark] = lane
-        if lane == COMPUTE:
-            self.reached.add(mark)
-        else:
-            self.queues[lane].append(("mark", mark))
-        return mark
-
-    def wait(self, lane, mark):
-        if lane != COMPUTE:
-            self.queues[lane].append(("wait", mark))
-            return
-        self.waits += 1
-        self._reach(mark)
-
-    def keep(self, tensor, lane):
-        pass
-
-    def finish(self):
-        for lane, queue in self.queues.items():
-            while queue:
-                self._one(lane)
-
-    def _reach(self, mark):
-        while mark not in self.reached:
-            self._one(self.lanes[mark])
-
-    def _one(self, lane):
-        kind, thing = self.queues[lane].pop(0)
-        if kind == "run":
-            thing()
-        elif kind == "mark":
-            self.reached.add(thing)
-        else:
-            self._reach(thing)
 
 
 def _engine(stage, optimizer, late, seed=1, kind=TinyLM):
@@ -73,11 +24,7 @@ def _engine(stage, optimizer, late, seed=1, kind=TinyLM):
     model = build_model(lambda: kind(width=34), ds_config=cfg, seed=seed)
     engine = Engine(model, ds_config=cfg, optimizer=optimizer, learning_rate=1e-2, max_grad_norm=0.5, hang_s=None)
     if late:
-        ds = engine.deepspeed
-        inner = ds.basic_optimizer
-        inner.stream = Stream(inner.layout, late, torch.device("cpu"), ratio=0.7, chunk_bytes=20_000, buffers=2)
-        flat.stream_updates(inner.stream, ds.module, ds.optimizer, flat.partition_layouts(ds.optimizer))
-        engine._reduction.stream = inner.stream
+        stream_late(engine, late)
     return engine
 
 

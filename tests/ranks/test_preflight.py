@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 from bigtrain import ranks
+from bigtrain.diagnostics.doctor.collectives import COLLECTIVES
 from bigtrain.errors import RanksDisagreeError
 from bigtrain.run import preflight
-from bigtrain.run.preflight import COLLECTIVES
 from tests.ranks.test_train import ALONE, ROOT, demo, environment, flags  # noqa: F401
 from tests.unit.diagnostics.test_doctor_broken import mounts
 

@@ -16,17 +16,16 @@ import sys
 import time
 from pathlib import Path
 
+import bench_sigterm
 import pytest
 
 from bigtrain.cli import main
 from bigtrain.data.demo import stdlib_corpus, train_tokenizer
 from bigtrain.errors import DoesNotFitError, StoppedError
-from launch import bench_sigterm
-from tests import python_path
+from tests import ROOT, python_path
 from tests.ranks import scripts
 from tests.ranks import smollm2 as smollm2_run
 
-ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 LIMIT_S = 800
 

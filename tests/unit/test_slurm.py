@@ -2,11 +2,12 @@
 
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "slurm.sbatch"
+from tests import ROOT
+
+SCRIPT = ROOT / "launch" / "slurm.sbatch"
 STOPPED = "stopped by SIGTERM after step 7; continue with --resume_from_checkpoint auto"
 
 

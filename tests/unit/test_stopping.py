@@ -1,12 +1,17 @@
-"""Signals reach a rank whose stderr has been closed."""
+"""Signals that ask a rank to stop: what the first and the second do, while ranks meet, and once stderr has been closed."""
 
 import os
 import pty
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
+from bigtrain.errors import StoppedError
+from bigtrain.hosts.ports import free_port
+from bigtrain.stopping import EXIT_INTERRUPTED, StopSignal
 from tests import ROOT, python_path
 
 CODE = """
@@ -138,3 +143,55 @@ def test_a_program_without_standard_streams_writes_into_no_file(tmp_path):
         == 7
     )
     assert (tmp_path / "said").read_text() == "3 "
+
+
+def test_first_signal_is_a_wish_and_its_echo_too():
+    before = signal.getsignal(signal.SIGINT)
+    with StopSignal() as stop:
+        assert stop.requested is None
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # the launcher's copy of the same Ctrl-C
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested == "SIGINT"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_second_ctrl_c_leaves_at_once():
+    code = (
+        "import os, signal, time\nfrom bigtrain import stopping\nstopping.ECHO_S = 0.05\n"
+        "with stopping.StopSignal():\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(0.2)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(30)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=20)
+    assert done.returncode == EXIT_INTERRUPTED and b"second Ctrl-C" in done.stderr
+
+
+MEETING = """
+import datetime, sys, torch.distributed as dist
+from bigtrain.stopping import StopSignal
+with StopSignal() as stop, stop.leaving_at_once():
+    print("ready", flush=True)
+    dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, True, datetime.timedelta(seconds=60))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_rank_that_waits_for_the_others_can_be_stopped(number):
+    """It waits in C++, where no handler of Python's runs: Ctrl-C and SIGTERM went unheard for --ddp_timeout, half an hour."""
+    rank = subprocess.Popen(
+        [sys.executable, "-c", MEETING, str(free_port())], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert rank.stdout.readline() == b"ready\n"
+    time.sleep(0.3)
+    rank.send_signal(number)
+    said = rank.communicate(timeout=20)[1]
+    assert rank.returncode == StoppedError.exit_code and b"while the ranks were meeting" in said
+
+
+def test_after_the_meeting_a_signal_is_a_wish_again():
+    with StopSignal() as stop:
+        with stop.leaving_at_once():
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        assert stop.requested == "SIGTERM" and signal.set_wakeup_fd(-1) == -1

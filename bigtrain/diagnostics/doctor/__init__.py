@@ -5,7 +5,7 @@ judge them. So a check can be tested with the facts of any machine.
 
     versions  tools  devices  limits  network  storage     facts, in a second, without torch
     native (probe.py in a process of its own)              DeepSpeed's native parts, rates of memory and bus
-    comm (rank.py, one process a rank)                     collectives and a ZeRO-3 step; variations when they fail
+    comm (rank.py, one process a rank; collectives.py)     collectives and a ZeRO-3 step; variations when they fail
     calibration                                            the rates, for `bigtrain plan --calibration`
     examine  show  cli                                     order, report, command
 """

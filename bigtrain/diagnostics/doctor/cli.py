@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     findings, seconds = examine.timed(examine.examine(request))
     code = exit_code(findings)
     if int(os.environ.get("RANK", "0")) == 0:
-        table = {"exit_code": code, "seconds": round(seconds, 1), "findings": [f.as_dict() for f in findings]}
+        table = {"exit_code": code, "seconds": round(seconds, 1), "findings": [asdict(f) for f in findings]}
         print(json.dumps(table, indent=2) if args.json else show.text(findings, seconds))
     elif (
         any(f.status != "ok" for f in findings) and os.environ.get("LOCAL_RANK", "0") == "0"

@@ -5,16 +5,14 @@ from __future__ import annotations
 import glob
 import os
 import re
-import shutil
 import socket
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bigtrain.diagnostics.doctor.finding import Finding, broken, ok, warning
 from bigtrain.errors import UsageError
 from bigtrain.hosts.placement import Place, device_index, refuse_shared_cards, scheduler_conflict
-from bigtrain.plan.machine import show_bytes
+from bigtrain.plan.machine import nvidia_smi, show_bytes
 
 _QUERY = (
     "index",
@@ -75,29 +73,16 @@ def measure_devices(env: Mapping[str, str] = os.environ) -> Devices:
         k: v for k, v in env.items() if k in ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "DS_ACCELERATOR")
     }
     nodes, host = len(glob.glob("/dev/nvidia[0-9]*")), socket.gethostname()
-    text, error = _smi(env, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits")
+    text, error = nvidia_smi(f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits", env=env)
     if text is None:
         return Devices(gpus=(), visible=(), smi_error=error, nodes=nodes, links=(), env=kept, host=host)
-    apps, _ = _smi(env, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits")
+    apps, _ = nvidia_smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits", env=env)
     gpus = parse_gpus(text, apps or "")
-    topology, _ = _smi(env, "topo", "-m") if len(gpus) > 1 else (None, None)
+    topology, _ = nvidia_smi("topo", "-m", env=env) if len(gpus) > 1 else (None, None)
     return Devices(
         gpus=gpus, visible=visible_gpus(gpus, env.get("CUDA_VISIBLE_DEVICES")), smi_error=None, nodes=nodes,
         links=parse_links(topology or ""), env=kept, host=host,
     )  # fmt: skip
-
-
-def _smi(env: Mapping[str, str], *words: str) -> tuple[str | None, str | None]:
-    program = shutil.which("nvidia-smi", path=env.get("PATH"))
-    if program is None:
-        return None, None
-    try:
-        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=30, check=False, env=dict(env))
-    except (OSError, subprocess.SubprocessError) as error:
-        return None, str(error)
-    if done.returncode:
-        return None, (done.stdout + done.stderr).strip().splitlines()[0] if done.stdout + done.stderr else "failed"
-    return done.stdout, None
 
 
 def _number(text: str) -> int:

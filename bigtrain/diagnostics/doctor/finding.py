@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 Status = Literal["ok", "warning", "broken"]
 EXIT_CODES: dict[Status, int] = {"ok": 0, "warning": 0, "broken": 1}
@@ -28,10 +28,6 @@ class Finding:
     needed: str = ""
     remedy: str = ""
     details: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for --json."""
-        return asdict(self)
 
     def line(self) -> str:
         """All but the details in one line, with the remedy."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import resource
 import shutil
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from bigtrain.diagnostics.doctor.finding import Finding, broken, ok, warning
 from bigtrain.plan.constants import process_bytes
-from bigtrain.plan.machine import LOCK_LEAST_BYTES, host_memory, show_bytes
+from bigtrain.plan.machine import LOCK_LEAST_BYTES, cgroup_folders, host_memory, meminfo_bytes, show_bytes
 
 _MIB, _GIB = 2**20, 2**30
 # NCCL's shared memory takes tens of MB a pair of ranks, data loader workers one batch each; docker gives 64 MB in all.
@@ -80,7 +79,7 @@ def measure_limits(ranks: int, gpu: bool, root: str | Path = "/", env: Mapping[s
         files_hard=hard,
         machine_bytes=memory.machine_bytes if memory else None,
         memory_limit_bytes=memory.limit_bytes if memory else None,
-        available_bytes=_available(root),
+        available_bytes=meminfo_bytes(root, "MemAvailable"),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         core_quota=core_quota(root),
         numa_nodes=_numa_nodes(root),
@@ -115,33 +114,10 @@ def probe_shm(folder: Path) -> tuple[int | None, int | None, str | None]:
     return total, free, None
 
 
-def _available(root: Path) -> int | None:
-    with contextlib.suppress(OSError):
-        match = re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE)
-        return int(match.group(1)) * 1024 if match else None
-    return None
-
-
 def core_quota(root: str | Path = "/") -> float | None:
     """The lowest CPU quota of this process's cgroup and all above it, in cores; version 2 or 1. None: none."""
-    root = Path(root)
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = ["0::/", "1:cpu:/"]
-    found: list[float] = []
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers == "":
-            found += _quotas(root / "sys/fs/cgroup", path)
-        elif "cpu" in controllers.split(","):
-            found += _quotas(root / "sys/fs/cgroup/cpu", path)
-    return min(found, default=None)
-
-
-def _quotas(base: Path, path: str) -> list[float]:
-    found, folder = [], base / path.lstrip("/")
-    for place in [folder, *(p for p in folder.parents if p == base or base in p.parents)]:
+    found = []
+    for place in cgroup_folders(Path(root), "cpu"):
         with contextlib.suppress(OSError, ValueError, IndexError, ZeroDivisionError):
             if (place / "cpu.max").exists():
                 quota, period = (place / "cpu.max").read_text().split()
@@ -149,7 +125,7 @@ def _quotas(base: Path, path: str) -> list[float]:
                 quota, period = ((place / f"cpu.cfs_{n}_us").read_text().strip() for n in ("quota", "period"))
             if quota != "max" and int(quota) > 0:
                 found.append(int(quota) / int(period))
-    return found
+    return min(found, default=None)
 
 
 def _numa_nodes(root: Path) -> tuple[str, ...]:

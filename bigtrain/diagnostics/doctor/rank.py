@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +74,19 @@ def _stages(story: Story, limit_s: float, stack: Any) -> None:
     import torch.distributed as dist
 
     from bigtrain import ranks, zero
+    from bigtrain.diagnostics.doctor.collectives import COLLECTIVES
     from bigtrain.hosts.placement import refuse_shared_cards, this_place
 
     device, place = ranks.device(), this_place()
-    story.tell(stage="meet", places=[place.as_dict()], backend="nccl" if device.type == "cuda" else "gloo")
+    story.tell(stage="meet", places=[asdict(place)], backend="nccl" if device.type == "cuda" else "gloo")
     faulthandler.dump_traceback_later(0.9 * limit_s, file=stack)
     zero.init_distributed(timeout_s=limit_s)
     places = ranks.all_gather_object(place)  # over gloo, before NCCL would fail on a shared card
-    story.tell(stage="placement", places=[p.as_dict() for p in places])
+    story.tell(stage="placement", places=[asdict(p) for p in places])
     refuse_shared_cards(places)
-    _collectives(story, device)
+    for name, collective in COLLECTIVES.items():
+        story.tell(stage=name)
+        collective(limit_s)
     story.tell(stage="bandwidth")
     story.tell(link_bytes_s=_bandwidth(device), stage="ZeRO-3 step")
     _train(device)
@@ -91,30 +95,6 @@ def _stages(story: Story, limit_s: float, stack: Any) -> None:
     story.tell(stage="done")
     with contextlib.suppress(Exception):  # everything has been tested; what closing says is of no interest
         dist.destroy_process_group()
-
-
-def _collectives(story: Story, device: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    story.tell(stage="all-reduce")
-    x = torch.full((1000,), float(rank + 1), device=device)
-    dist.all_reduce(x)
-    _expect("all-reduce", x, torch.full_like(x, world * (world + 1) / 2))
-    story.tell(stage="all-gather")
-    whole = torch.empty(world * 10, device=device)
-    dist.all_gather_into_tensor(whole, torch.full((10,), float(rank), device=device))
-    _expect("all-gather", whole, torch.arange(world, device=device).repeat_interleave(10).float())
-    story.tell(stage="reduce-scatter")
-    part = torch.empty(10, device=device)
-    dist.reduce_scatter_tensor(part, torch.arange(world * 10, device=device).float())
-    _expect("reduce-scatter", part, world * torch.arange(rank * 10, rank * 10 + 10, device=device).float())
-
-
-def _expect(what: str, got: Any, want: Any) -> None:
-    if not bool((got == want).all()):
-        raise RuntimeError(f"{what} gives {got[:3].tolist()}..., it should be {want[:3].tolist()}...")
 
 
 def _bandwidth(device: Any) -> float | None:
@@ -145,6 +125,7 @@ def _train(device: Any) -> None:
     import torch.distributed as dist
 
     from bigtrain import zero
+    from bigtrain.diagnostics.doctor.collectives import expect
 
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
@@ -168,7 +149,7 @@ def _train(device: Any) -> None:
         flat = torch.cat([p.detach().flatten().float() for p in engine.module.parameters()])
     whole = torch.empty(dist.get_world_size() * flat.numel(), device=device)
     dist.all_gather_into_tensor(whole, flat)
-    _expect("weights gathered after training", whole, flat.repeat(dist.get_world_size()))
+    expect(whole, flat.repeat(dist.get_world_size()))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Mapping
@@ -13,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigtrain.diagnostics.doctor.finding import Finding, broken, ok
-from bigtrain.plan.machine import show_bytes
+from bigtrain.plan.machine import run_program, show_bytes
 
 # A build of CPU Adam leaves about 20 MB of objects and library; fused Adam about 30 MB.
 CACHE_BYTES = 200 * 2**20
 _PROBE = (
-    b"#include <omp.h>\n#include <vector>\nint main() { std::vector<int> v(1); return omp_get_max_threads() > 0 ? v[0] : 1; }\n"
+    "#include <omp.h>\n#include <vector>\nint main() { std::vector<int> v(1); return omp_get_max_threads() > 0 ? v[0] : 1; }\n"
 )
 
 
@@ -76,16 +75,12 @@ def measure_tools(env: Mapping[str, str] = os.environ) -> Tools:
     )
 
 
-def _run(command: list[str], env: Mapping[str, str], stdin: bytes = b"") -> str | None:
+def _run(command: list[str], env: Mapping[str, str], stdin: str = "") -> str | None:
     """None if the command ends well, else why not."""
-    program = shutil.which(command[0], path=env.get("PATH"))
-    if program is None:
-        return f"{command[0]} is not on PATH"
-    try:
-        done = subprocess.run([program, *command[1:]], input=stdin, capture_output=True, timeout=60, check=False, env=dict(env))
-    except (OSError, subprocess.SubprocessError) as error:
-        return str(error)
-    text = done.stderr.decode(errors="replace").strip().splitlines()
+    done, why = run_program(command, env, stdin)
+    if done is None:
+        return why
+    text = done.stderr.strip().splitlines()
     return None if done.returncode == 0 else next((line for line in text if "error" in line), text[0] if text else "failed")
 
 

@@ -9,14 +9,13 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bigtrain.diagnostics.doctor.finding import Finding, broken, ok, warning
+from bigtrain.plan.machine import run_program
 
 Numbers = tuple[int, ...]
 
@@ -113,10 +112,9 @@ def measure_packages(driver: str | None = None) -> Versions:
 
 def measure_versions(env: Mapping[str, str] = os.environ, driver: str | None = None) -> Versions:
     """What is installed. `driver` comes from nvidia-smi (see devices.py)."""
-    found: dict[str, str | None] = {t.package: _package(t.package) for t in TESTED}
-    found |= {"numpy": _package("numpy"), "python": ".".join(map(str, sys.version_info[:3]))}
-    found |= {"cuda": torch_cuda(), "driver": driver, "nvcc": nvcc_version(env), "gcc": gcc_version(env)}
-    return Versions(found=found, unmet=tuple(_unmet([t.package for t in TESTED])), gpu_present=driver is not None)
+    packages = measure_packages(driver)
+    found = {**packages.found, "nvcc": nvcc_version(env), "gcc": gcc_version(env)}
+    return replace(packages, found=found, unmet=tuple(_unmet([t.package for t in TESTED])))
 
 
 def _package(name: str) -> str | None:
@@ -138,14 +136,8 @@ def torch_cuda() -> str | None:
 
 def first_line(command: list[str], pattern: str, env: Mapping[str, str]) -> str | None:
     """The first group of `pattern` in what a command prints; None if it cannot be run or does not say."""
-    program = shutil.which(command[0], path=env.get("PATH"))
-    if program is None:
-        return None
-    try:
-        done = subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=20, check=False, env=dict(env))
-    except (OSError, subprocess.SubprocessError):
-        return None
-    match = re.search(pattern, done.stdout)
+    done, _ = run_program(command, env)
+    match = re.search(pattern, done.stdout) if done else None
     return match.group(1) if match else None
 
 

@@ -8,7 +8,8 @@ import pytest
 from bigtrain import config as ds
 from bigtrain import shapes
 from bigtrain.bench.grid import expand
-from bigtrain.bench.prediction import Machine, flops_formula, planned, prediction
+from bigtrain.bench.machine import Machine
+from bigtrain.bench.prediction import flops_formula, planned, prediction
 from bigtrain.cli import main
 from bigtrain.config import ModelShape
 from bigtrain.plan.roofline import model_flops_per_token, stored_rates
@@ -16,7 +17,7 @@ from bigtrain.plan.show import plan_text
 from bigtrain.plan.spilled import asked_share
 from bigtrain.run import capacity, left_open, search
 from bigtrain.run.arguments import TrainArguments
-from bigtrain.run.job import Job, run_values
+from bigtrain.run.job import Job
 from bigtrain.run.model_files import load_model_config
 
 H100 = Machine(device="cuda", card="NVIDIA H100 80GB HBM3", gpu_bytes=80 * 2**30, host_bytes=126 * 2**30)
@@ -116,7 +117,7 @@ def test_auto_plans_and_predicts_one_plan(card, capsys, monkeypatch):
             per_device_train_batch_size=more.get("micro_batch"),
         )  # fmt: skip
         args, config = search.choose(args)
-        run = run_values(args, None)
+        run = args.run_values()
         shape = ModelShape.from_config(shapes.config_dict(model))
         resolved = ds.resolve(config, run=run, model=shape, world_size=1, device="cuda")
         steps = SimpleNamespace(micro_batch=run.micro_batch, accumulation=run.accumulation)

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from bigtrain import shapes
-from bigtrain.bench import cli, refusals, report, sweep
+from bigtrain.bench import cli, machine, refusals, report, sweep
 from bigtrain.bench import rows as rows_file
 from bigtrain.bench.grid import expand, read_grid
-from bigtrain.bench.prediction import Machine
+from bigtrain.bench.machine import Machine, this_machine
 from bigtrain.errors import UsageError
 
 MACHINE = Machine(device="cpu", card="CPU", gpu_bytes=None, host_bytes=64 << 30)
@@ -201,12 +201,12 @@ def test_the_machine_is_what_its_ranks_see(tmp_path, monkeypatch, variable, card
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(sweep, "card_name", lambda: "NVIDIA First")
+    monkeypatch.setattr(machine, "card_name", lambda: "NVIDIA First")
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    found = sweep.this_machine()
+    found = this_machine()
     assert (found.cards, found.card, found.gpu_bytes) == (cards, name, size * 2**20)
     four = cells(num_gpus=4)
     refusals.refuse_impossible(four, found, run=False)  # planned, for a machine of more cards
@@ -218,7 +218,7 @@ def test_the_machine_is_what_its_ranks_see(tmp_path, monkeypatch, variable, card
     refusals.refuse_impossible(cells(num_gpus=len(cards)), found)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UsageError, match="hides every GPU from the cells: unset it, or name some of 0,1,2"):
-        sweep.this_machine()
+        this_machine()
 
 
 @pytest.mark.parametrize(

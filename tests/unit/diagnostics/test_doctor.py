@@ -25,8 +25,8 @@ from bigtrain.diagnostics.doctor import (
 )
 from bigtrain.diagnostics.doctor.finding import broken, exit_code, ok, warning
 from bigtrain.hosts.placement import Place
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 GIB = 2**30
 
 

@@ -8,14 +8,15 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from bigtrain.diagnostics.doctor import examine
+from tests import ROOT
 from tests.unit.diagnostics.test_doctor import MEMORY, TREES, one, tree
 
-ROOT = Path(__file__).resolve().parents[3]
 COMMAND = f"{sys.executable} -m bigtrain doctor --quick --json"
 
 
@@ -150,12 +151,12 @@ def test_architecture_list_that_stops_builds():
 def test_container_with_2_gib(kind, tmp_path):
     root = tree(tmp_path, {"proc/meminfo": MEMORY, **TREES[kind]})
     finding = one(examine.examine(examine.Request(quick=True, root=str(root), folder=str(tmp_path))), "host memory")
-    record([finding.as_dict()])
+    record([asdict(finding)])
     assert finding.status == "broken" and "2.00 GiB (container limit" in finding.measured and "--memory" in finding.remedy
     for file in root.rglob("memory.*"):
         file.write_text(str(16 * 2**30))
     finding = one(examine.examine(examine.Request(quick=True, root=str(root), folder=str(tmp_path))), "host memory")
-    record([finding.as_dict()])
+    record([asdict(finding)])
     assert finding.status == "ok"
 
 

@@ -220,3 +220,27 @@ def test_what_can_hardly_be_meant_is_said(rate, decay, said):
     assert said in note
     for usual in (0.0, 1e-9, 5e-5, 0.1):
         assert settle(base(), learning_rate=usual, weight_decay=0.1, total_steps=9).notes == []
+
+
+def test_each_number_that_the_file_contradicts_is_said_with_its_place():
+    section = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}}
+    warmup = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 9}}
+    given = {
+        "learning_rate": 1e-3,
+        "adam_beta2": 0.99,
+        "adam_epsilon": 1e-8,
+        "weight_decay": 0.0,
+        "warmup_steps": 2,
+        "total_steps": 8,
+    }
+    s = settle(base(optimizer=section, scheduler=warmup), **given)
+    assert (s.options.betas, s.options.eps, s.options.weight_decay, s.warmup_steps, s.total_steps) == (
+        (0.9, 0.99),
+        1e-8,
+        0.0,
+        2,
+        8,
+    )
+    for path in ("params.betas", "params.eps", "params.weight_decay", "warmup_num_steps", "total_num_steps"):
+        assert any(f"{path} of the ds_config says" in note for note in s.notes), path
+    assert not any("params.lr" in note for note in s.notes)

@@ -2,11 +2,12 @@
 
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "launch" / "examples"
+from tests import ROOT
+
+EXAMPLES = ROOT / "launch" / "examples"
 
 
 @pytest.mark.parametrize(

@@ -210,5 +210,7 @@ def test_B40_named_parameters_stay_in_fp32_and_stages_that_cannot_are_refused():
     model = build_model(Net, keep_in_fp32=("tower.*.weight",))
     assert model.tower[0].weight.dtype == torch.float32 and model.body[0].weight.dtype == torch.bfloat16
     assert {b.dtype for b in model.buffers()} == {torch.float32, torch.int64}
-    with pytest.raises(ModelError, match="keep_in_fp32 needs stage 0"):
+    with pytest.raises(ModelError, match=r"no parameter matches 'body\.norm\*'"):
+        build_model(Net, keep_in_fp32=("tower.*.weight", "body.norm*"))
+    with pytest.raises(ModelError, match=r"keep_in_fp32=.* at ZeRO stage 2"):
         build_model(Net, keep_in_fp32=("tower.*",), ds_config={"zero_optimization": {"stage": 2}})

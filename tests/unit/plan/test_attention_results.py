@@ -4,7 +4,8 @@ import pytest
 
 from bigtrain import shapes
 from bigtrain.bench.grid import expand
-from bigtrain.bench.prediction import Machine, planned
+from bigtrain.bench.machine import Machine
+from bigtrain.bench.prediction import planned
 from bigtrain.cli import main
 from bigtrain.plan import attention_of, choose, plan_input, predict, step_time
 from bigtrain.plan.choose import search_settings

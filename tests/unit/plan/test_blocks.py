@@ -8,7 +8,8 @@ import pytest
 
 from bigtrain import shapes
 from bigtrain.bench.grid import expand
-from bigtrain.bench.prediction import Machine, planned
+from bigtrain.bench.machine import Machine
+from bigtrain.bench.prediction import planned
 from bigtrain.cli import main
 from bigtrain.config import RunValues
 from bigtrain.errors import UsageError

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from bigtrain.bench import grid, prediction
+from bigtrain.bench.machine import Machine
 from bigtrain.plan.constants import process_bytes
+from tests import ROOT
 
-ROWS = Path(__file__).resolve().parents[3] / "docs/results/plan_accuracy_rows.jsonl"
+ROWS = ROOT / "docs/results/plan_accuracy_rows.jsonl"
 LATER, FAMILIES = ROWS.with_name("plan_later_rows.jsonl"), ROWS.with_name("plan_family_rows.jsonl")
 OWN = {"runner", "num_gpus", "ds_config", "steps", "warmup", "env"}
 GIB = 2**30
@@ -47,7 +49,7 @@ def predicted(row, gpu_bytes, host_bytes=250 * GIB, chosen_anew=False):
     cell = grid.Cell(
         num_gpus=row["num_gpus"], ds_config=row["ds_config"], ds_name=row["settings"]["ds_config"], arguments=arguments
     )
-    machine = prediction.Machine(
+    machine = Machine(
         device="cuda",
         card=row["card"],
         gpu_bytes=gpu_bytes,

@@ -6,7 +6,7 @@ import pytest
 
 from bigtrain import cli, shapes
 from bigtrain.errors import UsageError
-from bigtrain.plan import cards, choose, plan_input, predict
+from bigtrain.plan import cards, choose, machine, plan_input, predict
 from bigtrain.plan.cards import peak_bf16_flops
 from bigtrain.plan.choose import search_settings
 from bigtrain.plan.leaf_choice import as_said, choose_leafs, either, leafed, with_leafs
@@ -184,7 +184,7 @@ def test_nvidia_smi_may_fail_and_hang(does, name, tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{does}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(cards, "_LONGEST_S", 1.0)
+    monkeypatch.setattr(machine, "LONGEST_S", 1.0)
     cards.card_name.cache_clear()
     try:
         assert cards.card_name() == name

@@ -10,6 +10,7 @@ import json
 import pytest
 
 from bigtrain import shapes
+from bigtrain.bench.machine import Machine
 from bigtrain.plan import ZeroSettings, plan_input, predict, step_time
 from bigtrain.plan.device import Run
 from bigtrain.plan.states import LAYOUTS
@@ -180,7 +181,7 @@ def test_host_peak_of_a_rank_of_the_training_program(name, ds_config, seq_len, a
 
     values = {"model": f"preset:{name}", "ds_config": ds_config, "num_gpus": 2, "seq_len": seq_len, "gradient_checkpointing": True,
               "micro_batch": 1, "accumulation": accumulation}  # fmt: skip
-    machine = prediction.Machine(device="cpu", card="CPU", gpu_bytes=None, host_bytes=None)
+    machine = Machine(device="cpu", card="CPU", gpu_bytes=None, host_bytes=None)
     said = prediction.prediction(grid.expand(values)[0], machine)["host_bytes"]
     assert abs(off(said, peak)) <= HOST
 
@@ -202,5 +203,5 @@ def test_host_peak_of_other_families_and_optimizers(tmp_path, config, ds_config,
     (tmp_path / "config.json").write_text(json.dumps(config))
     values = {"model": str(tmp_path), "ds_config": ds_config, "num_gpus": 2, "seq_len": seq_len, "gradient_checkpointing": recomputes,
               "micro_batch": 1, "accumulation": 1, "optim": optim}  # fmt: skip
-    machine = prediction.Machine(device="cpu", card="CPU", gpu_bytes=None, host_bytes=None)
+    machine = Machine(device="cpu", card="CPU", gpu_bytes=None, host_bytes=None)
     assert abs(off(prediction.prediction(grid.expand(values)[0], machine)["host_bytes"], peak)) <= HOST

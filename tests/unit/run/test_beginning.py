@@ -8,8 +8,9 @@ import pytest
 from bigtrain import config as ds
 from bigtrain.config import ModelShape, RunValues
 from bigtrain.run.beginning import story
+from tests import ROOT
 
-PRESETS = sorted((Path(__file__).resolve().parents[3] / "ds_configs").glob("*.json"))
+PRESETS = sorted((ROOT / "ds_configs").glob("*.json"))
 
 
 def told(config, device="cpu", **run):

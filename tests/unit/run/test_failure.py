@@ -2,14 +2,13 @@
 
 import configparser
 import re
-from pathlib import Path
 
 import pytest
 
 from bigtrain.diagnostics.doctor import examine, versions
 from bigtrain.run import failure
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 NEWER = "this version of torch is newer than the tested ones (2.99.0; needed: {} to {}). To mend it: pip install 'torch=={}'"
 
 

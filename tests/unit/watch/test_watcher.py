@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from bigtrain.watch import verdict, watcher
+from bigtrain.watch import current, verdict, watcher
 from bigtrain.watch.watcher import FACTOR, FIRST_S, LEARNED, LEAST_S, MOST_S, Watcher
 from bigtrain.whereabouts import HERE
 from tests.unit.watch.test_mesh import connected, meshes
@@ -70,11 +70,11 @@ def test_the_error_of_another_rank_is_known_and_a_later_farewell_does_not_hide_i
 
 def test_whether_another_rank_fails_alike(pair, monkeypatch):
     watch, other, _ = pair
-    monkeypatch.setattr(watcher, "_current", (watch, None))
-    assert not watcher.fails_alike(1, ValueError("row 3"), wait_s=0.1)
+    monkeypatch.setattr(current, "_current", (watch, None))
+    assert not current.fails_alike(1, ValueError("row 3"), wait_s=0.1)
     threading.Timer(0.3, other.say, ({"ended": "failed", "why": "ValueError: row 3", "step": 0},)).start()
-    assert watcher.fails_alike(1, ValueError("row 3\nand more"), wait_s=20.0)
-    assert not watcher.fails_alike(1, ValueError("row 4")) and not watcher.fails_alike(1, KeyError("row 3"))
+    assert current.fails_alike(1, ValueError("row 3\nand more"), wait_s=20.0)
+    assert not current.fails_alike(1, ValueError("row 4")) and not current.fails_alike(1, KeyError("row 3"))
 
 
 def test_what_another_rank_decided_is_taken_over(pair, capfd):
@@ -87,8 +87,8 @@ def test_what_another_rank_decided_is_taken_over(pair, capfd):
 def test_a_rank_that_has_failed_itself_reports_no_hang(pair, tmp_path, monkeypatch):
     """What all ranks fail at alike may be that another run has the folder, which is no place for reports then."""
     watch, other, codes = pair
-    monkeypatch.setattr(watcher, "_current", (watch, None))
-    watcher.failed(ValueError("the folder is in use"))
+    monkeypatch.setattr(current, "_current", (watch, None))
+    current.failed(ValueError("the folder is in use"))
     other.say({"verdict": {"behind": [0], "text": "rank 0 failed: ValueError: the folder is in use", "grace_s": 30.0}})
     until(lambda: watch.verdict)
     time.sleep(0.3)

@@ -1,15 +1,16 @@
-"""The checkpoint that launch/bench_load_cards.py writes is one that everybody can read."""
+"""What launch/random_weights.py writes is a checkpoint that everybody can read."""
 
-import bench_load_cards
 import pytest
+import random_weights
 import torch
+from bench_load_cards import config_of
 from transformers import AutoModelForCausalLM
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_the_written_checkpoint_is_a_whole_model(tmp_path, shards, monkeypatch):
-    monkeypatch.setattr(bench_load_cards, "BLOCK_BYTES", 1 << 20)  # tensors longer than the block, and shorter
-    total = bench_load_cards.write_checkpoint("preset:llama-tiny", tmp_path, shards)
+    monkeypatch.setattr(random_weights, "BLOCK_BYTES", 1 << 20)  # tensors longer than the block, and shorter
+    total = random_weights.write(config_of("preset:llama-tiny"), tmp_path, shards)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     values = list(model.parameters())
