@@ -13,6 +13,7 @@ python launch/bench_plan.py host OUT/rows.jsonl              the planner's host 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import platform
@@ -105,22 +106,32 @@ def host(files: list[str]) -> str:
 
 
 def cell_again(row: dict[str, Any]) -> grid.Cell:
-    """The cell that a row was measured for."""
+    """The cell that a row was measured for, with the blocks and buffers that its run had, whatever would be chosen today."""
     own = {"runner", "num_gpus", "ds_config", "steps", "warmup", "env"}
     arguments = {k: v for k, v in row["settings"].items() if k not in own}
-    if "leaf_module" not in row["ds_config"].get("zero_optimization", {}):  # else the file says it
-        chosen = "leaf blocks" in row["predicted"].get("config", "")  # by auto, which older rows had not
+    told, config = row["predicted"], row["ds_config"]
+    if "leaf_module" not in config.get("zero_optimization", {}):  # else the file says it
+        chosen = "leaf blocks" in told.get("config", "")  # by auto, which older rows had not
         arguments.setdefault("leaf_blocks", "on" if chosen else "off")
-    blocks = re.search(r"(\d+) of \d+ blocks", row["predicted"].get("config", ""))
-    # What it ran with, whatever would be chosen today; beside streamed state buffers were chosen with them, whose number is not known.
-    if blocks and arguments.get("checkpoint_blocks") == "auto" and "offload" not in str(row["settings"]["ds_config"]):
-        arguments["checkpoint_blocks"] = int(blocks[1])
+    if arguments.get("checkpoint_blocks") == "auto":
+        arguments["checkpoint_blocks"] = _blocks(row)
+    if "buffers" in told:
+        config = copy.deepcopy(config)
+        config["zero_optimization"]["offload_optimizer"].setdefault("buffer_count", told["buffers"])
     model = Path(arguments["model_name_or_path"])
     if not model.exists() and model.name in shapes.names():  # a folder that was written for the sweep (bench_load_cards.py)
         arguments["model_name_or_path"] = f"preset:{model.name}"
-    return grid.Cell(
-        num_gpus=row["num_gpus"], ds_config=row["ds_config"], ds_name=row["settings"]["ds_config"], arguments=arguments
-    )
+    return grid.Cell(num_gpus=row["num_gpus"], ds_config=config, ds_name=row["settings"]["ds_config"], arguments=arguments)
+
+
+def _blocks(row: dict[str, Any]) -> int | str:
+    """How many blocks a run of `checkpoint_blocks: auto` recomputed; "auto" where its row does not say it."""
+    told = row["predicted"]
+    said = re.search(r"(\d+) of \d+ blocks", told.get("config", ""))
+    offloads = row["ds_config"].get("zero_optimization", {}).get("offload_optimizer")
+    if "blocks" in told:
+        return int(told["blocks"])
+    return int(said[1]) if said and not offloads else "auto"
 
 
 def read(files: list[str]) -> list[dict[str, Any]]:

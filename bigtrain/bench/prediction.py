@@ -168,6 +168,8 @@ def prediction(cell: Cell, machine: Machine) -> dict[str, Any]:
     time, allocated = time_on(found, gpu, stored_rates(machine.device)), found.gpu.steps_bytes
     return {
         "config": spelled(found.input),
+        "blocks": found.input.recomputed_blocks,
+        **({"buffers": found.input.settings.buffers} if found.input.streams else {}),
         "gpu_allocated_bytes": allocated,
         "gpu_reserved_bytes": found.gpu_reserved_bytes,
         "gpu_used_bytes": found.gpu_used_bytes,

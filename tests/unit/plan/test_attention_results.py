@@ -54,8 +54,8 @@ def test_bytes_on_card_and_host_are_those_of_the_tensors(tokens):
 
 def test_seconds_are_those_of_one_attention_less_where_the_host_keeps_up():
     inputs, offload = (step_time(long_row(p)).total_s for p in ("offload_inputs", "offload"))
-    attention = 2 * BLOCKS * 131_072 * HIDDEN * 131_072 / (784e12 * 0.615)
-    assert inputs - offload == pytest.approx(attention) and 9 < attention < 9.5
+    attention = 2 * BLOCKS * 131_072 * HIDDEN * 131_072 / (784e12 * 0.761)  # heads of 128, forward
+    assert inputs - offload == pytest.approx(attention) and 7.5 < attention < 7.6
     short = [step_time(long_row(p, 512, mlp_tile_tokens=0)).total_s for p in ("full", "attention")]
     assert short[0] < short[1]  # there the host is what a step waits for, and it looks for attention
 

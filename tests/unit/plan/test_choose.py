@@ -11,6 +11,7 @@ from bigtrain.errors import UsageError
 from bigtrain.plan import Rates, ZeroSettings, choose, plan_input, predict, rates_from, step_time
 from bigtrain.plan.choose import _SPARED, _families
 from bigtrain.plan.judge import judge, state_bytes
+from bigtrain.plan.launched import launched
 from bigtrain.plan.moved import moved_bytes
 from bigtrain.plan.roofline import host_s
 from bigtrain.plan.settled import filled
@@ -209,7 +210,7 @@ def test_a_recompute_is_a_forward_of_the_blocks():
     plan, rates = base("llama-1b", checkpointing="full", micro_batch=64, kernels="liger"), Rates()
     blocks = sum(p.elems for p in plan.parameters.items if p.block is not None)
     products = 2 * (blocks - 16 * 2048 * 8192) / rates.products_share
-    attention = 2 * 16 * plan.seq_len * 2048 / rates.attention_share
+    attention = 2 * 16 * plan.seq_len * 2048 / 0.477  # heads of 64, forward
     passes = moved_bytes(plan) / 3 / rates.device_bytes_s
     again = plan.tokens * (products + attention) / rates.matmul_flops + passes
     none = plan.but(checkpointing="none")
@@ -220,9 +221,12 @@ def test_a_recompute_is_a_forward_of_the_blocks():
 def test_a_small_micro_batch_takes_what_its_launches_take():
     plan = base("llama-1b", checkpointing="full", micro_batch=1, seq_len=16, kernels="liger", settings=ZeroSettings(stage=2))
     rates = Rates()
-    launches = 16 * (3 * rates.launch_s_per_block + rates.recompute_s_per_block)
+    one = launched(plan)
+    assert (one.kernels, one.calls) == (58, 4)
+    launches = 16 * (1 + 1 / 3) * (82 + 0.74 * 58 + 16.5 * 4) * rates.operation_s  # a recompute is the forward's third again
     assert host_s(plan) == pytest.approx(launches, rel=1e-9)
     assert step_time(plan).total_s - step_time(plan).optimizer_s == pytest.approx(launches, rel=1e-3)
+    assert host_s(plan, Rates(operation_s=2 * rates.operation_s)) == pytest.approx(2 * launches, rel=1e-9)
 
 
 def test_embeddings_take_no_products():

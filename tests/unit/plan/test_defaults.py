@@ -77,7 +77,7 @@ def test_without_liger_kernel_its_memory_is_not_planned(card, tmp_path):
 
 @pytest.mark.parametrize("name", [f"preset:{name}" for name in shapes.names()])
 def test_the_length_of_a_row_without_a_word(name, monkeypatch):
-    args = SimpleNamespace(model_name_or_path=name, seq_len=None)
+    args = SimpleNamespace(model_name_or_path=name, seq_len=None, trust_remote_code=False)
     there = model_files.choose_seq_len(args, model_files.load_model_config(args))
     assert defaults.seq_len(None, position_limit(shapes.config_dict(name))) == there <= defaults.SEQ_LEN == 1024
 

@@ -5,21 +5,20 @@ keeps it so.
 """
 
 import json
-import re
 import statistics
 import unittest.mock
 from pathlib import Path
 
+import bench_plan
 import pytest
 
-from bigtrain.bench import grid, prediction
+from bigtrain.bench import prediction
 from bigtrain.bench.machine import Machine
 from bigtrain.plan.constants import process_bytes
 from tests import ROOT
 
 ROWS = ROOT / "docs/results/plan_accuracy_rows.jsonl"
 LATER, FAMILIES = ROWS.with_name("plan_later_rows.jsonl"), ROWS.with_name("plan_family_rows.jsonl")
-OWN = {"runner", "num_gpus", "ds_config", "steps", "warmup", "env"}
 GIB = 2**30
 AT_ONCE = 20  # the first rows are of one card each, two runs at a time on one host, which share library code
 # Promised of a sweep: mean and worst, of what this suite can hold it to.
@@ -38,17 +37,11 @@ kernels = prediction.kernels
 
 
 def predicted(row, gpu_bytes, host_bytes=250 * GIB, chosen_anew=False):
-    """Of what the row's run did: the blocks that the plan of its day chose, unless they are to be chosen anew."""
-    arguments = {k: v for k, v in row["settings"].items() if k not in OWN}
-    if "leaf_module" not in row["ds_config"]["zero_optimization"]:
-        arguments.setdefault("leaf_blocks", "off")  # rows from before it was a choice
-    blocks = re.search(r"(\d+) of \d+ blocks", row["predicted"].get("config", ""))
-    if blocks and arguments.get("checkpoint_blocks") == "auto" and not chosen_anew and row["settings"]["ds_config"] == "zero2":
-        arguments["checkpoint_blocks"] = int(blocks[1])
-    arguments["model_name_or_path"] = "preset:" + Path(arguments["model_name_or_path"]).name.removeprefix("preset:")
-    cell = grid.Cell(
-        num_gpus=row["num_gpus"], ds_config=row["ds_config"], ds_name=row["settings"]["ds_config"], arguments=arguments
-    )
+    """Of what the row's run did: the blocks and buffers that it had, unless they are to be chosen anew."""
+    model = Path(row["settings"]["model_name_or_path"]).name.removeprefix("preset:")
+    row = {**row, "settings": {**row["settings"], "model_name_or_path": "preset:" + model}}
+    if chosen_anew:
+        row = {**row, "predicted": {"leaf blocks": "leaf blocks" in row["predicted"]["config"]}}
     machine = Machine(
         device="cuda",
         card=row["card"],
@@ -59,7 +52,7 @@ def predicted(row, gpu_bytes, host_bytes=250 * GIB, chosen_anew=False):
     # Cells ran with the loss of all logits that are fused today.
     ran = {"loss": "full"} if ", full loss" in row["predicted"].get("config", "") else {}
     with unittest.mock.patch.object(prediction, "kernels", lambda *of: {**kernels(*of), **ran}):
-        return prediction.prediction(cell, machine)
+        return prediction.prediction(bench_plan.cell_again(row), machine)
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +93,7 @@ def test_allocated_is_what_was_measured():
         said = predicted(row, limits["gpu_limit_bytes"], limits["host_limit_bytes"])
         error = said["gpu_allocated_bytes"] / row["gpu_allocated_bytes"] - 1
         no_buffers_yet = row["settings"]["steps"] == 1  # the state's first update makes them
-        # 3B with a cap: so many buffers as hide the bus behind what forward was planned to take then, and is not now.
-        other_buffers = row["label"].startswith("zero2_offload") and row["settings"].get("gpu_memory_cap") == 33.5
-        assert (-0.04 if other_buffers else -0.001) <= error <= (0.008 if no_buffers_yet else 0.001), row["label"]
+        assert -0.001 <= error <= (0.008 if no_buffers_yet else 0.001), row["label"]
         assert row["settings"].get("gpu_memory_cap") != 24 or said["fits"]  # which ran
         if row["settings"]["ds_config"] == "zero2":
             used_is_said(said, row, 0.015)
@@ -111,12 +102,10 @@ def test_allocated_is_what_was_measured():
 def test_windows_and_two_cards_are_allocated_as_measured():
     """Phi-3 and Gemma 3 once kernels kept their windows, and 1B on two cards; nothing is fitted to these."""
     rows = list(map(json.loads, ROWS.with_name("plan_newest_rows.jsonl").read_text().splitlines()))
-    with_other_blocks_now = [r["label"] for r in rows if r["settings"]["ds_config"] == "zero2_offload"]
-    assert len(rows) == 8 and len(with_other_blocks_now) == 2
+    assert len(rows) == 8
     for row in rows:
         said = predicted(row, row["predicted"]["gpu_limit_bytes"], row["predicted"]["host_limit_bytes"])
-        if row["label"] not in with_other_blocks_now:
-            assert abs(said["gpu_allocated_bytes"] / row["gpu_allocated_bytes"] - 1) <= 0.001, row["label"]
+        assert abs(said["gpu_allocated_bytes"] / row["gpu_allocated_bytes"] - 1) <= 0.003, row["label"]
         used_is_said(said, row, 0.05)
 
 
@@ -131,8 +120,6 @@ def test_families_that_liger_kernel_does_not_know_are_planned_with_transformers_
     ]
     assert len(rows) == 6
     for row in rows:
-        if "offload" in row["label"]:  # as many buffers as that run took: a plan of a step as long as it was takes fewer
-            row["ds_config"]["zero_optimization"]["offload_optimizer"]["buffer_count"] = 203
         said = predicted(row, row["predicted"]["gpu_limit_bytes"], row["predicted"]["host_limit_bytes"])
         error = said["gpu_allocated_bytes"] / row["gpu_allocated_bytes"] - 1
         # At stage 3 a recomputed block of GPT-NeoX held 128 MiB that are not explained.
@@ -179,8 +166,7 @@ def test_eleven_more_families_are_allocated_as_measured():
         said = predicted(row, row["predicted"]["gpu_limit_bytes"], row["predicted"]["host_limit_bytes"])
         error = said["gpu_allocated_bytes"] / row["gpu_allocated_bytes"] - 1
         least = KNOWN.get((Path(row["model"]).name, row["settings"]["ds_config"]), -0.003)
-        most = 0.01 if row["settings"]["ds_config"] == "zero2_offload" else 0.001  # today's seconds ask for other buffers
-        assert least <= error <= most, row["label"]
+        assert least <= error <= 0.001, row["label"]
 
 
 # Blocks as leaf modules at stage 3, by what is not explained; GPT-J, whose plan knew of no scores when it ran and took other buffers.
@@ -231,3 +217,14 @@ def test_without_fused_kernels_products_are_as_fast_and_the_rest_is_counted():
         assert "hf kernels" in said["config"]
         error = said["step_time_s"] / row["step_time_s"]["median"] - 1
         assert abs(error) <= (0.1 if "olmoe" in row["model"] else 0.05), row["label"]
+
+
+def test_logits_that_are_scaled_or_capped_and_more_on_two_cards_are_allocated_as_measured():
+    """Command-R7B, Granite and Gemma 2 with their loss in chunks, a fifth block of 1B at 24 GiB; nothing is fitted to these."""
+    rows = list(map(json.loads, ROWS.with_name("plan_newest_2_rows.jsonl").read_text().splitlines()))
+    rows = [row for row in rows if row["status"] == "ok"]
+    assert len(rows) == 13
+    for row in rows:
+        said = predicted(row, row["predicted"]["gpu_limit_bytes"], row["predicted"]["host_limit_bytes"])
+        assert abs(said["gpu_allocated_bytes"] / row["gpu_allocated_bytes"] - 1) <= 0.003, row["label"]
+        used_is_said(said, row, 0.035)

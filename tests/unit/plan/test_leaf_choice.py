@@ -161,7 +161,7 @@ def test_plan_says_it_in_a_line(capsys):
     words = ["plan", "--model", "preset:llama-8b", "--gpus", "2", "--gpu_memory", "139GiB", "--host_memory", "500GiB", "--seq_len", "4096"]  # fmt: skip
     assert cli.main(words) == 0
     said = capsys.readouterr().out
-    assert "\n--leaf_blocks auto: on (0.797 s a step planned" in said and ", leaf blocks, liger kernels" in said
+    assert "\n--leaf_blocks auto: on (0.792 s a step planned" in said and ", leaf blocks, liger kernels" in said
     assert cli.main([*words, "--leaf_blocks", "off"]) == 0
     assert "leaf" not in capsys.readouterr().out
     assert cli.main([*words, "--json"]) == 0
