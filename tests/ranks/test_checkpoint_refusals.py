@@ -307,3 +307,20 @@ def test_a_save_that_cannot_begin_is_told_on_all_ranks_or_ends_all(rank_pool, tm
     assert rank_pool(2).run(_told_or_ended, str(tmp_path), _FullOnce("create")) == [("step 1 was not saved ", -1)] * 2
     ended = rank_pool(2).run(_told_or_ended, str(tmp_path), _NoMemory())
     assert [how for how, _ in ended] == ["RanksDisagreeError", "MemoryError"]
+
+
+def _buffers_of_another_float(root):
+    """As of code that left in fp32 what a model's class makes in bf16."""
+    values = torch.tensor([1.0, 1.0 + 2.0**-12, 3.0])
+    engine = _engine(3, buffers={"bias": values.clone()})
+    engine.save_checkpoint(root)
+    engine.close()
+    engine = _engine(3, buffers={"bias": torch.zeros(3, dtype=torch.bfloat16)})
+    engine.load_checkpoint(root)
+    engine.close()
+    return engine.module.bias.tolist()
+
+
+def test_a_buffer_that_was_saved_as_another_float_is_rounded(rank_pool, tmp_path):
+    """Runs of BART whose checkpoints hold `final_logits_bias` in fp32 could not go on."""
+    assert rank_pool(2).run(_buffers_of_another_float, str(tmp_path)) == [[1.0, 1.0, 3.0]] * 2
