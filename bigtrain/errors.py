@@ -100,7 +100,12 @@ class CheckpointError(BigtrainError):
 
 
 class RanksDisagreeError(BigtrainError):
-    """Ranks differ, or some rank failed; `by_rank` maps rank to its value or its error text."""
+    """Ranks differ, or some rank failed; `by_rank` maps rank to its value or its error text.
+
+    `unforeseen`: a rank raised none of these errors, so that whoever catches them here goes on without that rank.
+    """
+
+    unforeseen = False
 
     def __init__(self, message: str, by_rank: dict[int, Any] | None = None):
         super().__init__(message)

@@ -181,34 +181,38 @@ def together(what: str) -> Iterator[None]:
     except Exception as error:
         failure = error
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    told = all_gather_object((text, getattr(failure, "exit_code", BigtrainError.exit_code)), what)
+    known = failure is None or isinstance(failure, BigtrainError)
+    told = all_gather_object((text, getattr(failure, "exit_code", BigtrainError.exit_code), known), what)
     if failure is not None:
         raise failure
-    failed = {r: t for r, (t, _) in enumerate(told) if t is not None}
+    failed = {r: t for r, (t, *_) in enumerate(told) if t is not None}
     if failed:
         listing = "\n".join(f"  rank {r}: {t}" for r, t in failed.items())
         elsewhere = RanksDisagreeError(f"{what} failed on {len(failed)} of {len(told)} ranks:\n{listing}", dict(failed))
         elsewhere.exit_code = told[min(failed)][1]  # every rank leaves with the same code
+        elsewhere.unforeseen = not all(known for *_, known in told)
         raise elsewhere
 
 
 def main_decides(decide: Callable[[], T], what: str) -> T:
     """Run `decide` on rank 0 and give its value to every rank; its error is raised on every rank."""
     value: T | None = None
-    error: tuple[str, str, int] | None = None
+    error: tuple[str, str, int, bool] | None = None
     caught: Exception | None = None
     if is_main():
         try:
             value = decide()
         except Exception as problem:
             caught = problem
-            error = (type(problem).__name__, str(problem), getattr(problem, "exit_code", 1))
+            known = isinstance(problem, BigtrainError)
+            error = (type(problem).__name__, str(problem), getattr(problem, "exit_code", 1), known)
     value, error = broadcast_object((value, error), what=what)
     if caught is not None:
         raise caught
     if error is not None:
         failed = RanksDisagreeError(f"{what} failed on rank 0: {error[0]}: {error[1]}", {0: error[1]})
         failed.exit_code = error[2]  # every rank leaves with the same code
+        failed.unforeseen = not error[3]
         raise failed
     return value  # type: ignore[return-value]
 

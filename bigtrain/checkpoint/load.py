@@ -105,7 +105,11 @@ def readers(waits: bool) -> int:
 def _check_dtypes(reads: Sequence[Read], slices: Sequence[LocalSlice]) -> None:
     for read in reads:
         have, want = TORCH[read.saved.dtype], slices[read.wanted].tensor.dtype
-        if have != want and not slices[read.wanted].rounded:
+        # Which float a buffer is, its class decides (models/buffers.py), and not the precision of training.
+        rounded = slices[read.wanted].rounded or (
+            read.saved.kind == "buffer" and have.is_floating_point and want.is_floating_point
+        )
+        if have != want and not rounded:
             raise CheckpointError(
                 f"{read.saved.kind} of {read.saved.param} is {have} in the checkpoint and {want} in this run. "
                 "Resume with the same optimizer and precision settings."

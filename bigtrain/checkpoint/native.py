@@ -18,6 +18,7 @@ from bigtrain.checkpoint import deepspeed_format, deepspeed_import, files, live,
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
+from bigtrain.checkpoint.slices import LocalSlice
 from bigtrain.checkpoint.userstate import agreed
 from bigtrain.errors import CheckpointError
 from bigtrain.meeting import Point, meet, naming_the_lost
@@ -53,7 +54,7 @@ class Checkpoints:
         self.tokenizer: Any = None
         self.copy_to: Path | None = None
         self.disk = Disk()
-        self.torn = ""
+        self.torn = self._damaged = ""
 
     @property
     def blocked_s(self) -> float:
@@ -248,10 +249,11 @@ class Checkpoints:
             return deepspeed_format.load(engine, directory, None if tag is None else str(tag), trust)
         folder = ranks.main_decides(lambda: str(choose(directory, tag)), f"looking for a checkpoint in {directory}")
         while True:
+            self._damaged = ""
             try:
                 return self._load_native(folder)
             except Exception as damage:
-                if tag is not None or self.torn != folder:  # refused before anything was read
+                if tag is not None or self._damaged != folder:  # refused before anything was read, or of one rank alone
                     raise
                 before = ranks.main_decides(partial(older, directory, Path(folder)), f"looking beside {folder}")
                 if before is None:
@@ -272,7 +274,7 @@ class Checkpoints:
                 changed = live.changed_settings(opened.run["state"], live.run_state(engine))
                 slices, again = live.slices_to_fill(engine, opened.index)
                 others = live.weights_of_others(engine) if copies and not near else None
-            load_slices(opened, slices + (others or []), begin=lambda: self.change_to(folder))
+            self._read(opened, slices + (others or []))
         for moment in again:
             moment.finish()
         if ranks.is_main():
@@ -287,6 +289,22 @@ class Checkpoints:
             refresh_weights(optimizer)
         self._restore(opened)
         return opened.run["state"]["user"]
+
+    def _read(self, opened: store.Opened, slices: list[LocalSlice]) -> None:
+        """Fill `slices`; if that fails since the data is damaged, and not for want of memory, `_damaged` says so on all ranks."""
+        begun = False
+
+        def begin() -> None:
+            nonlocal begun
+            begun = True
+            self.change_to(opened.folder)
+
+        try:
+            load_slices(opened, slices, begin=begin)
+        except Exception as error:  # on all ranks, or on none
+            if begun and any(ranks.all_gather_object(isinstance(error, CheckpointError), "telling damage")):
+                self._damaged = str(opened.folder)
+            raise
 
     def _restore(self, opened: store.Opened) -> None:
         """Counters and random generators."""

@@ -246,6 +246,7 @@ def _first_line(stream: BinaryIO) -> bytes:
 
 
 def _of_lines(file: Path, stream: BinaryIO) -> Iterator[Row]:
+    rows: list[Any] = []  # the first two
     for number, line in enumerate(stream, 1):
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
@@ -258,8 +259,10 @@ def _of_lines(file: Path, stream: BinaryIO) -> Iterator[Row]:
             problem = f"{type(error).__name__}: {error}"
         if problem:
             raise DataError(f"{file} line {number}: {problem}: {line[:80]!r}")
-        _refuse_wrapped(file, value)
+        rows += [value] * (len(rows) < 2)
         yield f"{file} line {number}", len(line), value
+    if len(rows) == 1:  # of several, each is a sample: its list stands beside a text of any name
+        _refuse_wrapped(file, rows[0])
 
 
 def _of_whole(file: Path, stream: BinaryIO) -> Iterator[Row]:

@@ -17,7 +17,7 @@ from bigtrain.config.batch import ACCUMULATION, GLOBAL, MICRO, BatchError, Given
 from bigtrain.config.rules import Context
 from bigtrain.config.rules_run import PATHS, SCHEDULE_NAMES, conflicts
 from bigtrain.config.rules_training import dtype_name
-from bigtrain.config.run import DEFAULTS
+from bigtrain.config.run import DEFAULTS, FLAGS
 from bigtrain.errors import ConfigError, UsageError
 from bigtrain.optim.options import Offload, Options
 from bigtrain.plan.constants import STATE_BUFFERS
@@ -220,6 +220,11 @@ _NUMBERS = (
     "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "warmup_steps", "total_steps", "max_grad_norm",
 )  # fmt: skip
 
+# What the Engine calls the program's flag; the others have one name.
+_ARGUMENTS = {FLAGS[name]: name for name in _NUMBERS} | {
+    FLAGS["adam_beta1"]: "betas", FLAGS["adam_beta2"]: "betas", FLAGS["adam_epsilon"]: "eps",
+}  # fmt: skip
+
 
 def _said(config: Mapping[str, Any], run: RunValues, notes: list[str]) -> Any:
     """The numbers of optimizer, schedule and clipping: what `run` says, else the config, else the defaults; contradictions are noted."""
@@ -229,7 +234,7 @@ def _said(config: Mapping[str, Any], run: RunValues, notes: list[str]) -> Any:
     betas = ctx.get("optimizer.params.betas")
     held |= zip(("adam_beta1", "adam_beta2"), betas if isinstance(betas, list | tuple) else ())
     for c in conflicts(Context(config, run=RunValues(**{n: v for n, v in run.given().items() if n in _NUMBERS}))):
-        given = f"{c.flag.lstrip('-')}: the Engine was given {c.flag_value}"
+        given = f"{_ARGUMENTS[c.flag]}: the Engine was given {c.flag_value}"
         notes.append(f"{given}, {c.path} of the ds_config says {c.file_value}; {c.flag_value} is used.")
     return replace(DEFAULTS, **{**held, **run.given()})
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from bigtrain.models.source import ignoring_hf_deepspeed
 from bigtrain.weights.dtypes import kept_in_fp32
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def take_dtypes(model: torch.nn.Module, dtype: torch.dtype, construct: Callable[
     if all(name.endswith("inv_freq") and name not in saved for name in found):
         return  # nearly every language model: spares the second skeleton
     try:
-        with _on_meta(dtype):
+        with _on_meta(dtype), ignoring_hf_deepspeed():
             twin = construct() if construct else type(model)(copy.deepcopy(model.config))
     except Exception as error:  # custom code that needs values
         logger.warning("no fresh %s to ask for its buffers' dtypes: %s: %s", type(model).__name__, type(error).__name__, error)

@@ -194,7 +194,7 @@ def _constructor(config: Any, attn_implementation: str | None, trust_remote_code
     attention = _attention(cls, config, attn_implementation)
 
     def construct() -> torch.nn.Module:
-        with _ignoring_hf_deepspeed():
+        with ignoring_hf_deepspeed():
             # Drawn in torch's default dtype whatever the config says; the builder rounds once, at the end.
             try:
                 return cls._from_config(config, dtype=torch.get_default_dtype(), attn_implementation=attention)
@@ -263,7 +263,7 @@ def _class_for(config: Any, trust_remote_code: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _ignoring_hf_deepspeed() -> Iterator[None]:
+def ignoring_hf_deepspeed() -> Iterator[None]:
     """A live HfDeepSpeedConfig would make transformers enter zero.Init itself, and broadcast every parameter."""
     from transformers.integrations import deepspeed as hf
 

@@ -82,7 +82,7 @@ class Saving:
                 wait=failed is not None,
             )
         except (CheckpointError, RanksDisagreeError) as error:  # on all ranks alike
-            if failed is not None or watch.lost():
+            if failed is not None or _of_one_rank(error):
                 raise
             self.step, self.refused = before, error
             return f"step {self.engine.global_step} was not saved (a second failure in a row ends the run): {error}"
@@ -94,7 +94,7 @@ class Saving:
             if self.resumable and self.step != self.engine.global_step:
                 save()
         except (CheckpointError, RanksDisagreeError) as error:
-            if watch.lost():
+            if _of_one_rank(error):
                 raise
             return error
         return self.lost()
@@ -136,3 +136,8 @@ class Saving:
         for step in sorted(found)[: -self.args.save_total_limit]:
             if not self.args.keep_every or step % self.args.keep_every:
                 shutil.rmtree(found[step])
+
+
+def _of_one_rank(error: BigtrainError) -> bool:
+    """Whether a rank has ended, or is about to, by what is caught here: the others cannot go on without it."""
+    return bool(watch.lost()) or (isinstance(error, RanksDisagreeError) and error.unforeseen)

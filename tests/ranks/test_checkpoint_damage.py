@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bigtrain import ranks
-from bigtrain.checkpoint import store
+from bigtrain.checkpoint import load, rng, store
 from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
 from bigtrain.checkpoint.slices import LocalSlice
@@ -192,3 +192,59 @@ def test_data_that_is_damaged_is_passed_over_and_never_trained_on(rank_pool, tmp
         assert "is damaged" in damage and all("failed on the way" in text for text in refused), found[0]
         assert step == 2 and again == losses and held == state
     assert not (tmp_path / "mixed").exists()
+
+
+def _without_memory(root: str) -> tuple[str, int]:
+    """Rank 1 has no memory to read the newest one with, once: what the load says, and the step that the engine is at."""
+    engine, chances = _engine(2), [load._read]
+
+    def starved(*args: object) -> int:
+        if ranks.rank() == 1 and chances:
+            chances.clear()
+            raise MemoryError("no memory")
+        return real(*args)
+
+    real, load._read = load._read, starved
+    try:
+        engine.load_checkpoint(root)
+        return "", engine.global_step
+    except (BigtrainError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}", engine.global_step
+    finally:
+        load._read = real
+        engine.close()
+
+
+def test_a_whole_checkpoint_is_not_passed_over_for_a_rank_without_memory(rank_pool, tmp_path):
+    """The run would go on from the one before, and replace the newest when it comes to its step."""
+    rank_pool(2).run(_trained, str(tmp_path), 2)
+    (elsewhere, _), (here, _) = found = rank_pool(2).run(_without_memory, str(tmp_path))
+    assert here == "MemoryError: no memory" and "rank 1: MemoryError" in elsewhere
+    assert [step for _, step in found] == [0, 0]
+
+
+def _behind_the_data(root: str) -> tuple[str, int]:
+    """Rank 1 alone fails once all data is read."""
+    engine, real = _engine(2), rng.set_random_state
+
+    def fails(state: object) -> None:
+        raise ValueError("no such generator")
+
+    if ranks.rank() == 1:
+        rng.set_random_state = fails
+    said = ""
+    try:
+        engine.load_checkpoint(root)
+    except ValueError as error:
+        said = str(error)
+    finally:
+        rng.set_random_state = real
+    known = ranks.all_gather_object(said)
+    engine.close()
+    return known, engine.global_step
+
+
+def test_a_failure_of_one_rank_behind_the_data_is_its_own(rank_pool, tmp_path):
+    """It looked for an older checkpoint, alone, while the others went on."""
+    rank_pool(2).run(_trained, str(tmp_path), 2)
+    assert [step for _, step in rank_pool(2).run(_behind_the_data, str(tmp_path))] == [3, 3]

@@ -5,6 +5,7 @@ import functools
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError, CheckpointError
 from bigtrain.models import build_model
 from bigtrain.run.runfolder import RunFolder
+from bigtrain.run.saving import Saving
 from bigtrain.weights import lock
 from tests.ranks.test_checkpoint_engine import _state, _step
 from tests.ranks.tiny import TinyLM, config
@@ -205,11 +207,11 @@ def test_saving_into_two_folders_in_turns_leaves_nothing_open(rank_pool, tmp_pat
 class _FullOnce(Disk):
     """Rank 1's disk is full for a moment."""
 
-    def __init__(self) -> None:
-        self.times = int(ranks.rank() == 1)
+    def __init__(self, operation: str = "write") -> None:
+        self.operation, self.times = operation, 1
 
     def step(self, operation, path):
-        if operation == "write" and self.times:
+        if operation == self.operation and self.times and ranks.rank() == 1:
             self.times -= 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -274,3 +276,51 @@ def _without_its_tag(root):
 def test_where_only_tagged_checkpoints_are_the_tags_are_named(rank_pool, tmp_path):
     for said in rank_pool(2).run(_without_its_tag, str(tmp_path)):
         assert "no complete checkpoint" in said and "by that only (tag, or path): last" in said
+
+
+class _NoMemory(Disk):
+    """Rank 1 has none, for an error that is not of the disk."""
+
+    def step(self, operation, path):
+        if operation == "create" and ranks.rank() == 1:
+            raise MemoryError("no memory")
+
+
+def _told_or_ended(root, disk):
+    engine = _engine(1)
+    engine.checkpoints.disk = disk
+    args = SimpleNamespace(
+        copy_checkpoints_to=None, save_only_model=False, load_best_model_at_end=False, save_total_limit=None, keep_every=None
+    )
+    saving = Saving(args, engine, SimpleNamespace(global_batch=6), Path(root), {})
+    _step(engine, 0)
+    try:
+        return saving.save().split("(")[0], saving.step
+    except (BigtrainError, MemoryError) as error:
+        return type(error).__name__, saving.step
+    finally:
+        engine.close()
+
+
+def test_a_save_that_cannot_begin_is_told_on_all_ranks_or_ends_all(rank_pool, tmp_path):
+    """Rank 1 ended, and rank 0 said that training went on."""
+    assert rank_pool(2).run(_told_or_ended, str(tmp_path), _FullOnce("create")) == [("step 1 was not saved ", -1)] * 2
+    ended = rank_pool(2).run(_told_or_ended, str(tmp_path), _NoMemory())
+    assert [how for how, _ in ended] == ["RanksDisagreeError", "MemoryError"]
+
+
+def _buffers_of_another_float(root):
+    """As of code that left in fp32 what a model's class makes in bf16."""
+    values = torch.tensor([1.0, 1.0 + 2.0**-12, 3.0])
+    engine = _engine(3, buffers={"bias": values.clone()})
+    engine.save_checkpoint(root)
+    engine.close()
+    engine = _engine(3, buffers={"bias": torch.zeros(3, dtype=torch.bfloat16)})
+    engine.load_checkpoint(root)
+    engine.close()
+    return engine.module.bias.tolist()
+
+
+def test_a_buffer_that_was_saved_as_another_float_is_rounded(rank_pool, tmp_path):
+    """Runs of BART whose checkpoints hold `final_logits_bias` in fp32 could not go on."""
+    assert rank_pool(2).run(_buffers_of_another_float, str(tmp_path)) == [[1.0, 1.0, 3.0]] * 2

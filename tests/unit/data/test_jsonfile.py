@@ -184,3 +184,8 @@ def test_samples_in_a_list_under_a_key_are_not_one_sample(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(DataError, match=r"a\.json: the samples stand in a list under 'data': give that list alone"):
         load_source(tmp_path / "a.json")
+
+
+def test_a_list_beside_a_text_of_another_name_is_no_list_of_samples(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines(*({"body": text, "sections": [{"text": "part"}]} for text in ("one", "two"))))
+    assert load_source(tmp_path / "a.jsonl")["body"][:] == ["one", "two"]

@@ -241,6 +241,8 @@ def test_each_number_that_the_file_contradicts_is_said_with_its_place():
         2,
         8,
     )
-    for path in ("params.betas", "params.eps", "params.weight_decay", "warmup_num_steps", "total_num_steps"):
-        assert any(f"{path} of the ds_config says" in note for note in s.notes), path
+    places = {"betas": "params.betas", "eps": "params.eps", "weight_decay": "params.weight_decay"}
+    for name, path in {**places, "warmup_steps": "params.warmup_num_steps", "total_steps": "params.total_num_steps"}.items():
+        begins = f"{name}: the Engine was given "
+        assert any(note.startswith(begins) and f"{path} of the ds_config says" in note for note in s.notes), (name, s.notes)
     assert not any("params.lr" in note for note in s.notes)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bigtrain.models import build_model
+from bigtrain.models.buffers import take_dtypes
 from bigtrain.weights import export_model
 
 _MOE = dict(
@@ -105,3 +106,20 @@ def test_an_export_keeps_every_bit_of_a_buffer(tmp_path, kind):
         assert {n: t.dtype for n, t in written.items()} == {n: t.dtype for n, t in plain.items()}
         assert written[weight].dtype == torch.float32 and torch.equal(written[correction], plain[correction])
         assert not torch.equal(written[correction], written[correction].bfloat16().float())
+
+
+def test_a_live_hf_deepspeed_config_does_not_shard_the_skeleton_that_is_asked(caplog):
+    """transformers entered zero.Init for each part that it makes by its Auto classes, and the buffers stayed as they were."""
+    import transformers as t
+    from transformers.integrations import HfDeepSpeedConfig
+
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    text, vision = (
+        dict(**sizes, vocab_size=61, num_key_value_heads=1, head_dim=8),
+        dict(**sizes, image_size=28, patch_size=14),
+    )
+    model = t.Gemma3ForConditionalGeneration(t.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
+    live = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    take_dtypes(model, torch.bfloat16)
+    del live
+    assert model.get_input_embeddings().embed_scale.dtype == torch.bfloat16 and not caplog.records
