@@ -101,11 +101,10 @@ def _use(model: torch.nn.Module) -> Use | None:
 def _why_not_by_loss(model: Any, name: str) -> str | None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    if getattr(model, "loss_type", "ForCausalLM") not in (None, "ForCausalLM"):
-        return f"{name} has a loss of its own ({model.loss_type})"
+    # Not by loss_type: image-text models have the same loss under another type.
     if model.loss_function is not ForCausalLMLoss:
         given = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
-        return f"{name}'s loss_function was replaced by {given}"
+        return f"{name}'s loss_function is {given}, not the causal loss"
     return None
 
 

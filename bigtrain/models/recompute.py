@@ -172,6 +172,8 @@ class _Keep(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if written := _written(func, args, kwargs):
+            self._copy_what_lies_in(written)
         out = func(*args, **kwargs)
         if self._how.keeps(func, args, kwargs):
             before = _fingerprint(out) if self._checked else None
@@ -180,6 +182,15 @@ class _Keep(TorchDispatchMode):
             self._kept.setdefault(str(func), []).append((mine, before))
             self._how.found = True
         return out
+
+    def _copy_what_lies_in(self, written: set[int]) -> None:
+        """Before a block writes into what is kept (`product.add_(bias)`): the recompute writes there again, and must find it as it was."""
+
+        def copied(one: Any) -> Any:
+            return one.clone() if one.untyped_storage().data_ptr() in written else one
+
+        for results in self._kept.values():
+            results[:] = [(tree_map_only(torch.Tensor, copied, mine), before) for mine, before in results]
 
 
 class _Replay(TorchDispatchMode):
@@ -229,6 +240,21 @@ class _Replaying:
 def _found(kept: Any) -> Any:
     """What was kept, as tensors that nobody else has."""
     return tree_map_only((torch.Tensor, OnHost), lambda one: one.take() if isinstance(one, OnHost) else one.detach(), kept)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> set[int]:
+    """Where the memory begins that this call writes into: of in-place operators, and of those with `out`."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return set()
+    given = [
+        args[at] if at < len(args) else kwargs.get(one.name)
+        for at, one in enumerate(schema.arguments)
+        if one.alias_info is not None and one.alias_info.is_write
+    ]
+    found: set[int] = set()
+    tree_map_only(torch.Tensor, lambda tensor: found.add(tensor.untyped_storage().data_ptr()), given)
+    return found - {0}
 
 
 @functools.cache

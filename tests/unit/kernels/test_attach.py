@@ -6,8 +6,12 @@ import sys
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
     BambaConfig,
     BambaForCausalLM,
+    EuroBertConfig,
+    EuroBertForMaskedLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
     LlamaConfig,
@@ -52,12 +56,64 @@ def test_a_loss_that_looks_at_the_logits_again_keeps_them():
     assert why_not_chunked(without) is None
 
 
+def _image_text(kind):
+    """With 4 tokens of one image in each row."""
+    text = {k: v for k, v in SMALL.items() if k != "pad_token_id"}
+    tower = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "image_size": 16,
+        "patch_size": 8,
+    }
+    towers, texts = {"llava": "clip_vision_model", "gemma3": "siglip_vision_model"}, {"llava": "llama", "gemma3": "gemma3_text"}
+    config = AutoConfig.for_model(
+        kind, image_token_index=90, image_token_id=90, mm_tokens_per_image=4, text_config={"model_type": texts[kind], **text},
+        vision_config={"model_type": towers[kind], **tower},
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    ids = IDS.clamp(max=89)
+    ids[:, 1:5] = 90
+    batch = {"input_ids": ids, "labels": ids.masked_fill(ids == 90, -100), "pixel_values": torch.randn(2, 3, 16, 16)}
+    return model, batch | ({"token_type_ids": (ids == 90).long()} if kind == "gemma3" else {})
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+@pytest.mark.parametrize("how", [{}, {"num_items_in_batch": 5}, {"return_dict": False}], ids=str)
+def test_image_text_models_have_the_same_loss_under_another_type(kind, how):
+    """They kept the logits of the whole batch, for "a loss of its own (ForConditionalGeneration)", which is ForCausalLMLoss."""
+    model, batch = _image_text(kind)
+
+    def loss_and_grads():
+        model.zero_grad()
+        out = model(**batch, **how)
+        loss = out[0] if isinstance(out, tuple) else out.loss
+        loss.backward()
+        return loss, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected, wanted = loss_and_grads()
+    assert use_chunked_loss(model).kind == "chunked"
+    loss, grads = loss_and_grads()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6) and set(grads) == set(wanted)
+    assert any("vision_tower" in name for name in grads)
+    largest = max(one.abs().max() for one in wanted.values())
+    assert all((grads[n] - one).abs().max() <= 1e-5 * largest for n, one in wanted.items())
+
+
+def test_a_masked_models_loss_is_not_the_causal_one():
+    with torch.device("meta"):
+        model = EuroBertForMaskedLM(EuroBertConfig(**{**SMALL, "head_dim": None}))
+    assert "loss_function is ForMaskedLMLoss" in why_not_chunked(model)
+
+
 def test_a_loss_function_of_the_users_is_not_replaced():
     model = _llama()
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.square().mean()
     expected = _loss(model).item()
     path = use_chunked_loss(model)
-    assert path.kind == "model" and "loss_function was replaced" in path.why and _loss(model).item() == expected
+    assert path.kind == "model" and "loss_function is <lambda>" in path.why and _loss(model).item() == expected
 
 
 def test_a_head_that_is_more_than_linear_keeps_its_forward():
