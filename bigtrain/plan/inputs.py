@@ -24,7 +24,7 @@ Checkpointing = Literal["none", "full", "attention", "selective", "offload", "of
 
 _NO_TILES = {"opt", "bert", *ROBERTA}  # their blocks compute the feed-forward part themselves (models/feedforward.py)
 # Families whose forward does more with its logits than to scale or cap them for the causal loss (kernels/attach.py `why_not_chunked`).
-_OWN_LOSS = {"bert", *ROBERTA, *T5, *VISION_LANGUAGE}
+_OWN_LOSS = {"bert", *ROBERTA, *T5}
 _SCALES = {"granite", "granitemoe", "cohere", "cohere2"}  # where logits are made anew, times a factor
 # Beyond any run; without a bound a slip of the keyboard would keep the search busy for hours.
 _MOST = {"world_size": 2**17, "micro_batch": 2**31, "seq_len": 2**31, "accumulation": 2**31}

@@ -217,9 +217,10 @@ def test_scaled_and_capped_logits_go_in_chunks(name, stage):
     assert kinds == ["fused", "fused", "chunked", "full"]
 
 
-@pytest.mark.parametrize("name, kind", [("llama-3b", "fused"), ("qwen2.5-vl-7b", "full")])
+@pytest.mark.parametrize("name, kind", [("llama-3b", "fused"), ("qwen2.5-vl-7b", "fused"), ("t5", "full")])
 def test_a_model_that_keeps_its_own_loss_is_planned_with_all_logits(name, kind):
-    plan = plan_input(shapes.config_dict(name), kernels="liger", ds_config={"zero_optimization": {"stage": 3}})
+    config = {"model_type": name} if name == "t5" else shapes.config_dict(name)
+    plan = plan_input(config, kernels="liger", ds_config={"zero_optimization": {"stage": 3}})
     assert plan.loss_kind == kind and plan.but(loss="chunked").loss_kind == "chunked"
     assert plan.but(stage=2).loss_kind == "fused"
 
