@@ -44,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 train(args, stop)
             return 0
         except Exception as error:
-            failure.tell_hosts(error)
-            return failure.report(error)
+            code = failure.report(error)
+            failure.tell_others(error)
+            return code
         finally:
             failure.leave()
 
