@@ -118,7 +118,9 @@ def going_on(job: Any, engine: Any, folder: Any, resume: Path, reached: tuple[in
     """Load the checkpoint `resume`, or its copy or the one before it if its data is damaged and the user named none; the job from there on."""
     source = folder.load_from(resume, job.args.resume_from_checkpoint)
     job = job.going_on(engine.load_checkpoint(source), engine.global_step, engine.data_position, reached)
-    logger.info("resumed from %s at step %d, row %d", engine.checkpoints.loaded or resume, engine.global_step, engine.data_position)
+    logger.info(
+        "resumed from %s at step %d, row %d", engine.checkpoints.loaded or resume, engine.global_step, engine.data_position
+    )
     return job
 
 
