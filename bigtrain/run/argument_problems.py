@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bigtrain import shapes
 from bigtrain.config import load, parse
-from bigtrain.errors import ConfigError, UsageError
+from bigtrain.errors import ConfigError, DataError, UsageError
 from bigtrain.guards import listing
 from bigtrain.plan.spilled import share_problems
 from bigtrain.run import foreign
@@ -23,6 +23,8 @@ from bigtrain.run import foreign
 if TYPE_CHECKING:
     from bigtrain.run.arguments import TrainArguments
 
+# How often torchrun (--max-restarts) or Slurm (--requeue) has started this job before.
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 # Those of transformers; a kernel of the hub is OWNER/NAME, and a model's own code may bring others.
 ATTENTIONS = ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -74,6 +76,47 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
             yield f"--report_to {tracker!r}: expected {', '.join(TRACKERS)}, all or none"
         elif tracker in TRACKERS and importlib.util.find_spec(tracker) is None:
             yield f"--report_to {tracker}: the package is not installed; run: pip install {tracker}"
+
+
+def on_disk(args: TrainArguments) -> Iterator[str]:
+    """What a look at the data's first rows and at the output folder tells, which the run itself would refuse once torch is loaded."""
+    if not args.output_dir.strip() or any(_impossible(getattr(args, name)) for name in PATHS):
+        return  # told already
+    for name, split in (("train_data", "train"), ("eval_data", "validation")):
+        value = getattr(args, name)
+        if value and Path(value).is_file() and (why := _not_rows(Path(value), split)):
+            yield f"--{name}: {why}"
+    # A job that its launcher may have started again goes on in the folder, whatever the flags say (restart.py).
+    if any(os.environ.get(count, "0") != "0" for count in ("TORCHELASTIC_MAX_RESTARTS", *RESTART_COUNTS)):
+        return
+    from bigtrain.run.runfolder import ASIDE, RunFolder
+
+    folder = RunFolder(args.output_dir)
+    if (folder.root / ASIDE).exists():
+        return  # looking would bring it back, which is rank 0's business
+    try:
+        folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir, reads=args.reads)
+    except UsageError as error:
+        yield str(error)
+
+
+def _not_rows(file: Path, split: str) -> str | None:
+    """Why a file gives no samples, as far as its name and its first rows tell; None where only reading it all would."""
+    from bigtrain.data import files, jsonfile, source
+
+    if not os.access(file, os.R_OK):
+        return f"{file} cannot be read: no permission"
+    said, files.logger.disabled = files.logger.disabled, True  # what it warns of is said when the data is read
+    try:
+        files.choose([str(file)], split)
+        first = jsonfile.first_rows(file, 100) if file.suffix in (".jsonl", ".ndjson") else []
+        if first:
+            source.sample_kind(list(dict.fromkeys(name for row in first for name in row)))
+    except DataError as error:
+        return str(error)
+    finally:
+        files.logger.disabled = said
+    return None
 
 
 def all_of(*checks: Callable[[], Any]) -> list[Any]:
