@@ -44,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 train(args, stop)
             return 0
         except Exception as error:
-            failure.tell_hosts(error)
-            return failure.report(error)
+            code = failure.report(error)
+            failure.tell_others(error)
+            return code
         finally:
             failure.leave()
 
@@ -98,7 +99,7 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
         model, isolation = jobs.build(job)
         explained.model, explained.phase = steps.shifting(model), "starting the engine"
         engine = explained.engine = Engine(model, hang_s=args.hang_limit, **jobs.engine_arguments(job))
-        engine.checkpoints.tokenizer = job.tokenizer
+        engine.checkpoints.tokenizer, engine.checkpoints.copy_to = job.tokenizer, folder.second
         if resume is not None:
             job = going_on(job, engine, folder, resume, reached)
         with ranks.together("opening loaders and trackers"):
@@ -114,11 +115,12 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
 
 
 def going_on(job: Any, engine: Any, folder: Any, resume: Path, reached: tuple[int, int]) -> Any:
-    """Load the checkpoint `resume`, or the one before it if its data is damaged and the user named none; the job from there on."""
+    """Load the checkpoint `resume`, or its copy or the one before it if its data is damaged and the user named none; the job from there on."""
     source = folder.load_from(resume, job.args.resume_from_checkpoint)
     job = job.going_on(engine.load_checkpoint(source), engine.global_step, engine.data_position, reached)
-    at = resume if source == resume else source / f"checkpoint-{engine.global_step}"
-    logger.info("resumed from %s at step %d, row %d", at, engine.global_step, engine.data_position)
+    logger.info(
+        "resumed from %s at step %d, row %d", engine.checkpoints.loaded or resume, engine.global_step, engine.data_position
+    )
     return job
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from bigtrain.checkpoint.store import Opened
 from bigtrain.errors import CheckpointError
 from bigtrain.weights.dtypes import TORCH
 
+log = logging.getLogger(__name__)
 GAP_BYTES = 4096  # chunks no farther apart than this are read in one request
 
 
@@ -103,17 +105,27 @@ def readers(waits: bool) -> int:
 
 
 def _check_dtypes(reads: Sequence[Read], slices: Sequence[LocalSlice]) -> None:
+    """Element types must be equal, but for buffers that are wider in the checkpoint: before they followed the model's own dtype
+    (`models.buffers`), tables of sines were in fp32 beside weights in bf16."""
+    rounded = {}
     for read in reads:
         have, want = TORCH[read.saved.dtype], slices[read.wanted].tensor.dtype
-        # Which float a buffer is, its class decides (models/buffers.py), and not the precision of training.
-        rounded = slices[read.wanted].rounded or (
-            read.saved.kind == "buffer" and have.is_floating_point and want.is_floating_point
-        )
-        if have != want and not rounded:
+        if have == want or slices[read.wanted].rounded:
+            continue
+        buffer = read.saved.kind == "buffer"
+        if not (buffer and have.is_floating_point and want.is_floating_point and have.itemsize > want.itemsize):
             raise CheckpointError(
                 f"{read.saved.kind} of {read.saved.param} is {have} in the checkpoint and {want} in this run. "
-                "Resume with the same optimizer and precision settings."
+                + ("Resume with the model as it was." if buffer else "Resume with the same optimizer and precision settings.")
             )
+        rounded[read.saved.param] = (have, want)
+    if rounded and ranks.is_main():
+        first, (have, want) = next(iter(rounded.items()))
+        more = f" (and {len(rounded) - 1} more buffers)" if len(rounded) > 1 else ""
+        log.warning(
+            "%s%s is %s in the checkpoint and rounded to %s, which this run's model has, as with transformers' from_pretrained",
+            first, more, have, want,
+        )  # fmt: skip
 
 
 def _stretches(opened: Opened, reads: Sequence[Read], slices: Sequence[LocalSlice]) -> Iterator[_Stretch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -41,8 +42,9 @@ class Checkpoints:
         tokenizer: kept in each checkpoint beside the model's config, so that `bigtrain export` needs nothing else; may be None.
         disk: the file layer of savers made from now on.
         torn: the checkpoint of which only a part came into the engine, since its load failed on the way; empty if there is none.
-        copy_to: a second folder, set before the first save: each checkpoint is copied there by rank 0 once it is whole; a copy
-            that fails is warned of.
+        copy_to: a second folder, set before the first save and load: each checkpoint is copied there by rank 0 once it is whole; a
+            copy that fails is warned of. A load takes the copy of a checkpoint whose data turns out to be damaged.
+        loaded: the folder of the last load in this format.
     """
 
     def __init__(self, engine: Engine):
@@ -55,6 +57,7 @@ class Checkpoints:
         self.copy_to: Path | None = None
         self.disk = Disk()
         self.torn = self._damaged = ""
+        self.loaded: Path | None = None
 
     @property
     def blocked_s(self) -> float:
@@ -201,7 +204,7 @@ class Checkpoints:
         Args:
             directory: the folder that holds checkpoints, or one checkpoint.
             tag: which one: a step or a folder name; None for the newest whole one. Where that turns out to be damaged only when its
-                data is read, the one before it is taken, with a warning that names the damage.
+                data is read, its copy (`copy_to`) or the one before it is taken, with a warning that names the damage.
             trust: for a folder in DeepSpeed's own format, see `deepspeed_format.load`.
 
         Returns:
@@ -255,11 +258,11 @@ class Checkpoints:
             except Exception as damage:
                 if tag is not None or self._damaged != folder:  # refused before anything was read, or of one rank alone
                     raise
-                before = ranks.main_decides(partial(older, directory, Path(folder)), f"looking beside {folder}")
+                before = ranks.main_decides(partial(older, directory, Path(folder), self.copy_to), f"looking beside {folder}")
                 if before is None:
                     raise
                 if ranks.is_main():
-                    log.warning("%s is skipped: %s", folder, damage)
+                    log.warning("%s is skipped: %s\n%s is loaded in its place", folder, damage, before)
                 folder = before
 
     def _load_native(self, folder: str) -> dict[str, Any]:
@@ -288,6 +291,7 @@ class Checkpoints:
         if near and not neighbours.gather(weight_partitions(optimizer)):
             refresh_weights(optimizer)
         self._restore(opened)
+        self.loaded = opened.folder
         return opened.run["state"]["user"]
 
     def _read(self, opened: store.Opened, slices: list[LocalSlice]) -> None:
@@ -370,14 +374,23 @@ def choose(directory: Path, tag: str | int | None) -> Path:
     return store.find(directory if tag is None else store.named(directory, tag)).folder
 
 
-def older(directory: Path, folder: Path) -> str | None:
-    """The newest whole checkpoint under `directory` before the one in `folder`; None if there is none, or `directory` is itself one."""
+def older(directory: Path, folder: Path, second: Path | None = None) -> str | None:
+    """What to load in the place of the checkpoint in `folder`, whose data is damaged; None if there is nothing, or `directory` is one itself.
+
+    That is its own copy in the `second` place, which loses no step, else the newest whole checkpoint under `directory` before it.
+    """
     if store.is_one(directory):
         return None
-    opened, skipped = store.newest(directory, before=store.open_checkpoint(folder).step)
+    opened = store.open_checkpoint(folder)
+    if second is not None and second != folder.parent:
+        with contextlib.suppress(CheckpointError):
+            copy = store.open_checkpoint(second / folder.name)
+            if copy.commit == opened.commit:
+                return str(copy.folder)
+    before, skipped = store.newest(directory, before=opened.step)
     for line in skipped:
         log.warning("%s", line)
-    return None if opened is None else str(opened.folder)
+    return None if before is None else str(before.folder)
 
 
 def is_native(directory: Path, tag: str | int | None) -> bool:

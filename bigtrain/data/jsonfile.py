@@ -15,10 +15,11 @@ import codecs
 import contextlib
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -170,7 +171,7 @@ def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
 # ---------------------------------------------------------------- one file
 
 
-def _rows(file: Path) -> Iterator[Row]:
+def _rows(file: Path) -> Generator[Row, None, None]:
     """Every row of one file.
 
     Raises:
@@ -183,6 +184,16 @@ def _rows(file: Path) -> Iterator[Row]:
             yield from _of_whole(file, stream) if whole else _of_lines(file, stream)
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise DataError(f"{file}: {type(error).__name__}: {error}") from error
+
+
+def first_rows(file: Path, most: int) -> list[dict[str, Any]]:
+    """The first rows of a JSON Lines file, `most` at most.
+
+    Raises:
+        DataError: as for reading all.
+    """
+    with contextlib.closing(_rows(file)) as rows:
+        return [values for _, _, values in itertools.islice(rows, most)]
 
 
 @contextlib.contextmanager

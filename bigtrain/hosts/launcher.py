@@ -80,12 +80,16 @@ def launchers() -> list[psutil.Process]:
     return found
 
 
+def was_launched() -> bool:
+    """Whether torchrun (`accelerate` too) or `deepspeed` started this rank: they end all ranks of the host when one of them fails."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or {"CROSS_RANK", "LOCAL_SIZE"} <= os.environ.keys()
+
+
 def _was_left() -> bool:
     """Whether a launcher started this rank and was gone before it was looked for: the parent is whoever adopts orphans."""
     import psutil
 
-    launched = "TORCHELASTIC_RUN_ID" in os.environ or {"CROSS_RANK", "LOCAL_SIZE"} <= os.environ.keys()
-    if not launched or os.getsid(0) == 0:  # in a container of its own, from where the launcher is not seen
+    if not was_launched() or os.getsid(0) == 0:  # in a container of its own, from where the launcher is not seen
         return False
     with contextlib.suppress(psutil.Error):
         parent, own = psutil.Process(os.getppid()), psutil.Process().cmdline()

@@ -1,8 +1,11 @@
-"""The ranks of several hosts meet: at one store, by name, and with whatever keeps one of them from starting."""
+"""Ranks that nobody looks after meet: at one store, by name, and with whatever keeps one of them from starting.
+
+They are those of several hosts, and those of one host that no launcher started (srun, processes by hand): where one of these ends early,
+nobody ends the others.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import logging
@@ -10,6 +13,7 @@ import os
 import shlex
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections import defaultdict
@@ -20,24 +24,27 @@ import torch.distributed as dist
 
 from bigtrain import ranks
 from bigtrain.errors import BigtrainError, RanksDisagreeError
+from bigtrain.hosts.launcher import was_launched
 from bigtrain.hosts.network import several
 
 logger = logging.getLogger(__name__)
 
-NOTICE_S = 30.0
+NOTICE_S, NOTICE_ON_ONE_HOST_S = 30.0, 10.0
 LINGER_S = 5.0
 ROLL_CALL_S = 600.0  # hosts start one after the other, and a cold network disk takes minutes to import torch from
+ON_ONE_HOST_S = 120.0  # ranks of one host import from one page cache
+TELL_S, TELL_ON_ONE_HOST_S = 120.0, 60.0  # a rank that has failed and said so stays for the others no longer than this
 _called = False
 
 
-def roll_call(limit_s: float = ROLL_CALL_S, failure: BaseException | None = None) -> dist.Store | None:
-    """Meet the ranks of the other hosts; None on one host. Every rank calls it once, before the process group exists.
+def roll_call(limit_s: float | None = None, failure: BaseException | None = None) -> dist.Store | None:
+    """Meet the other ranks; None where a launcher on this host looks after all. Every rank calls it once, before the process group exists.
 
     torchrun keeps one store over restarts, with all that dead ranks have left there. So each process has a name of its own: it
     says that under its rank, rank 0 answers to that name, and the answer is acknowledged under both names.
 
     Args:
-        limit_s: how long to wait for the slowest host.
+        limit_s: how long to wait for the slowest rank; by default `ROLL_CALL_S` for other hosts, `ON_ONE_HOST_S` on one.
         failure: what this rank cannot start for; the others are told.
 
     Returns:
@@ -47,16 +54,17 @@ def roll_call(limit_s: float = ROLL_CALL_S, failure: BaseException | None = None
         RanksDisagreeError: some rank did not come within `limit_s`, or came with a failure; on all ranks that came.
     """
     global _called
-    if _called or not several():
+    if _called or not _by_themselves():
         return None
     _called = True
+    limit_s = (ROLL_CALL_S if several() else ON_ONE_HOST_S) if limit_s is None else limit_s
     store = _store(limit_s)
     mine = {
         "name": uuid.uuid4().hex,
         "host": socket.gethostname(),
         "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
         "code": getattr(failure, "exit_code", BigtrainError.exit_code),
-        "words": [word for word in sys.argv[1:] if not word.startswith(("--local_rank", "--local-rank"))],
+        "words": _words(sys.argv[1:]),
     }
     store.set(_seat(ranks.rank()), json.dumps(mine))
     wait = Wait(store, ranks.world_size(), limit_s)
@@ -79,17 +87,38 @@ def roll_call(limit_s: float = ROLL_CALL_S, failure: BaseException | None = None
     return dist.PrefixStore(f"bigtrain/{first}", store)
 
 
-def tell(failure: BaseException, limit_s: float = 120.0) -> None:
-    """Tell the ranks of other hosts what this one cannot start for. Does nothing on one host, or once the ranks have met."""
-    if not _called and several():
-        with contextlib.suppress(Exception):  # the failure itself is what the user needs to see
-            roll_call(limit_s, failure)
+def tell(failure: BaseException) -> bool:
+    """Tell the other ranks what this one cannot start for; False if they could not be told. Does nothing once the ranks have met.
+
+    Where a launcher looks after all ranks of this host, it ends the others by itself.
+    """
+    if _called or not _by_themselves():
+        return True
+    try:
+        roll_call(TELL_S if several() else TELL_ON_ONE_HOST_S, failure)
+    except Exception:  # the failure itself is what the user needs to see
+        return False
+    return True
+
+
+def _by_themselves() -> bool:
+    """Whether some rank would wait in vain for one that ends early."""
+    return several() or (ranks.world_size() > 1 and not was_launched() and not ranks.is_distributed())
+
+
+def _words(words: Sequence[str]) -> list[str]:
+    """A command line without what each rank has of its own: --local_rank=N, --local_rank N."""
+    names = ("--local_rank", "--local-rank")
+    return [word for before, word in zip(["", *words], words) if not word.startswith(names) and before not in names]
 
 
 def _store(limit_s: float) -> dist.Store:
     """The store at MASTER_ADDR:MASTER_PORT: torchrun's agent serves it, or rank 0."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     limit = datetime.timedelta(seconds=limit_s)
+    told = threading.Timer(_notice_s(), _tell_of_rank_0, (limit_s,))  # torch connects in C++, without a word
+    told.daemon = True
+    told.start()
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return next(iter(dist.rendezvous("env://", timeout=limit)))[0]
@@ -102,8 +131,24 @@ def _store(limit_s: float) -> dist.Store:
         raise RanksDisagreeError(
             f"rank {ranks.rank()} on {socket.gethostname()} could not meet the others at {address}:{port} within {limit_s:.0f} s. "
             f"Look whether rank 0 has started there, whether `nc -vz {address} {port}` works from {socket.gethostname()} "
-            f"(firewall, wrong address: deepspeed --master_addr, torchrun --rdzv_endpoint).\n{error}"
+            f"(firewall, wrong address: deepspeed --master_addr, torchrun --rdzv_endpoint).\n{error}",
+            {0: "did not come"},
         ) from error
+    finally:
+        told.cancel()
+
+
+def _notice_s() -> float:
+    return NOTICE_S if several() else NOTICE_ON_ONE_HOST_S
+
+
+def _tell_of_rank_0(limit_s: float) -> None:
+    if ranks.local_rank() == 0 or not several():
+        logger.warning(
+            "waiting for rank 0, which has not come to %s yet: see its output. This ends %.0f s after its begin",
+            _where(),
+            limit_s,
+        )
 
 
 def _seat(rank: int) -> str:
@@ -120,7 +165,7 @@ class Wait:
 
     def __init__(self, store: dist.Store, world: int, limit_s: float):
         self.store, self.world, self.limit_s = store, world, limit_s
-        self._end, self._notice = time.monotonic() + limit_s, time.monotonic() + NOTICE_S
+        self._end, self._notice = time.monotonic() + limit_s, time.monotonic() + _notice_s()
 
     def a_little(self) -> None:
         """One turn.
@@ -135,13 +180,13 @@ class Wait:
             listing = f"ranks that came: {_by_host(came)}; ranks that did not: {_numbers(missing) or 'none'}"
             if now > self._end:
                 raise RanksDisagreeError(
-                    f"waited {self.limit_s:.0f} s for the ranks of the other hosts. {listing}. Look at the output of the hosts "
-                    "that are not in the list: the program did not start there, or it ended early.",
+                    f"waited {self.limit_s:.0f} s for the other ranks. {listing}. Look at the output of those that did not: the program "
+                    "did not start there, or it ended early.",
                     {r: "did not come" for r in missing},
                 )
             self._notice = float("inf")
             if ranks.is_main():
-                logger.warning("waiting for other hosts; %s", listing)
+                logger.warning("waiting for other ranks; %s. This ends %.0f s after its begin", listing, self.limit_s)
         time.sleep(0.05)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bigtrain import shapes
 from bigtrain.config import load, parse
-from bigtrain.errors import ConfigError, UsageError
+from bigtrain.errors import ConfigError, DataError, UsageError
 from bigtrain.guards import listing
 from bigtrain.plan.spilled import share_problems
 from bigtrain.run import foreign
@@ -23,6 +23,9 @@ from bigtrain.run import foreign
 if TYPE_CHECKING:
     from bigtrain.run.arguments import TrainArguments
 
+# How often torchrun (--max-restarts) or Slurm (--requeue) has started this job before.
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+MOST_TOKENS = 2**28  # of one forward: of a model 64 wide each activation would take 32 GiB
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 # Those of transformers; a kernel of the hub is OWNER/NAME, and a model's own code may bring others.
 ATTENTIONS = ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -76,6 +79,47 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
             yield f"--report_to {tracker}: the package is not installed; run: pip install {tracker}"
 
 
+def on_disk(args: TrainArguments) -> Iterator[str]:
+    """What a look at the data's first rows and at the output folder tells, which the run itself would refuse once torch is loaded."""
+    if not args.output_dir.strip() or any(_impossible(getattr(args, name)) for name in PATHS):
+        return  # told already
+    for name, split in (("train_data", "train"), ("eval_data", "validation")):
+        value = getattr(args, name)
+        if value and Path(value).is_file() and (why := _not_rows(Path(value), split)):
+            yield f"--{name}: {why}"
+    # A job that its launcher may have started again goes on in the folder, whatever the flags say (restart.py).
+    if any(os.environ.get(count, "0") != "0" for count in ("TORCHELASTIC_MAX_RESTARTS", *RESTART_COUNTS)):
+        return
+    from bigtrain.run.runfolder import ASIDE, RunFolder
+
+    folder = RunFolder(args.output_dir)
+    if (folder.root / ASIDE).exists():
+        return  # looking would bring it back, which is rank 0's business
+    try:
+        folder.check(resume=args.resume_from_checkpoint, overwrite=args.overwrite_output_dir, reads=args.reads)
+    except UsageError as error:
+        yield str(error)
+
+
+def _not_rows(file: Path, split: str) -> str | None:
+    """Why a file gives no samples, as far as its name and its first rows tell; None where only reading it all would."""
+    from bigtrain.data import files, jsonfile, source
+
+    if not os.access(file, os.R_OK):
+        return f"{file} cannot be read: no permission"
+    said, files.logger.disabled = files.logger.disabled, True  # what it warns of is said when the data is read
+    try:
+        files.choose([str(file)], split)
+        first = jsonfile.first_rows(file, 100) if file.suffix in (".jsonl", ".ndjson") else []
+        if first:
+            source.sample_kind(list(dict.fromkeys(name for row in first for name in row)))
+    except DataError as error:
+        return str(error)
+    finally:
+        files.logger.disabled = said
+    return None
+
+
 def all_of(*checks: Callable[[], Any]) -> list[Any]:
     """What each returns.
 
@@ -120,6 +164,12 @@ def _problems_with_numbers(args: TrainArguments) -> Iterator[str]:
             yield f"--{name} must be at least 1, got {value}{never}"
     if args.seq_len is not None and args.seq_len < 2:
         yield f"--seq_len must be at least 2, got {args.seq_len}: one token has nothing to predict"
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        if (rows := getattr(args, name)) and (tokens := rows * (args.seq_len or 1)) > MOST_TOKENS:
+            yield (
+                f"--{name} {rows} makes {tokens:,} tokens a rank and forward, which no device has room for: at most "
+                f"{MOST_TOKENS // (args.seq_len or 1):,} rows here, or accumulate (--gradient_accumulation_steps)"
+            )
     for name in _NOT_NEGATIVE:
         value = getattr(args, name)
         if value is not None and not value >= 0:  # also catches nan

@@ -25,7 +25,7 @@ from bigtrain.config.run import DEFAULTS, RunValues
 from bigtrain.errors import UsageError
 from bigtrain.plan.leaf_choice import LeafBlocks
 from bigtrain.run import foreign, spellings
-from bigtrain.run.argument_problems import TRACKERS, find_problems
+from bigtrain.run.argument_problems import TRACKERS, find_problems, on_disk
 from bigtrain.runfile import read_run_file
 
 logger = logging.getLogger("bigtrain")
@@ -370,7 +370,7 @@ def parse(argv: Sequence[str]) -> TrainArguments:
     problems = [*unknown, *spellings.conflicts(keys, parser), *spellings.conflicts(flags, parser)]
     try:
         args = _made(parser.parse_args(in_file + flags))
-        problems += find_problems(args)
+        problems += [*find_problems(args), *on_disk(args)]
     except UsageError as error:
         if not problems:
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 
@@ -43,7 +44,7 @@ def untested() -> list[str]:
 def _first_left(rank: int, error: Exception) -> bool:
     """Every rank before this one was killed, so that none of them says what happened."""
     if not _has_met():
-        return False
+        return isinstance(error, RanksDisagreeError) and all(before in error.by_rank for before in range(rank))
     from bigtrain import watch
 
     lost = watch.lost() or getattr(error, "by_rank", {})  # before there is a watch, the error may know
@@ -57,15 +58,23 @@ def _said_by_rank_0(error: Exception) -> bool:
     return watch.fails_alike(0, error)
 
 
-def tell_hosts(error: Exception) -> None:
-    """A rank that fails before it has met those of other hosts tells them why, so that they do not wait for it."""
-    if _has_met():
+def tell_others(error: Exception) -> None:
+    """A rank that fails before it has met those that nobody ends with it tells them why, so that they do not wait for it.
+
+    To be called once `report` has said it here; a signal meanwhile ends the process.
+    """
+    if _has_met() or meeting.launch_problems():
         return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     try:
         from bigtrain.hosts import rollcall
     except ImportError:  # torch itself may be what is missing
         return
-    rollcall.tell(error)
+    rank = os.environ.get("RANK", "0")
+    heard = rollcall.tell(error)  # by rank 0, which says it
+    if not heard and "0" not in (rank, os.environ.get("LOCAL_RANK")) and isinstance(error, BigtrainError):
+        print(f"[rank {rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def _has_met() -> bool:

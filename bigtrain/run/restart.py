@@ -9,17 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from bigtrain import ranks
+from bigtrain.run.argument_problems import RESTART_COUNTS
 from bigtrain.run.runfolder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-# How often torchrun (--max-restarts) or Slurm (--requeue) has started this job before.
-COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-
 
 def restarts(env: Mapping[str, str] = os.environ) -> int:
     """How often the launcher has started this job before; 0 the first time."""
-    return max((int(env[name]) for name in COUNTS if env.get(name, "").isdigit()), default=0)
+    return max((int(env[name]) for name in RESTART_COUNTS if env.get(name, "").isdigit()), default=0)
 
 
 def after_restart(args: Any) -> Any:

@@ -189,7 +189,7 @@ class RunFolder:
         if asked == "auto" and not store.steps(path):
             return None
         if (path / "COMMIT").is_file() or store.steps(path):
-            found = store.find(path)
+            found = (self._newer_copy() if path == self.root else None) or store.find(path)
             self._refuse_newer(found.step if path != self.root else None)
             return found.folder
         from bigtrain.checkpoint.deepspeed_import import foreign_in
@@ -200,6 +200,21 @@ class RunFolder:
                 f"weights write --model_name_or_path {asked} and leave --resume_from_checkpoint out"
             )
         return foreign or store.find(path).folder
+
+    def _newer_copy(self) -> store.Opened | None:
+        """The newest whole checkpoint in the second place, if the one of this folder that it is a copy of is damaged: it loses no step."""
+        if self.second is None:
+            return None
+        store.recover(self.second)
+        (own, skipped), (copy, _) = store.newest(self.root), store.newest(self.second)
+        if copy is None or (own is not None and own.step >= copy.step):
+            return None
+        if not skipped and not store.folder_for(self.root, copy.step).exists():
+            return None  # somebody has removed it here, to go back
+        for line in skipped:
+            logger.warning("%s", line)
+        logger.warning("the copy %s is whole: the run goes on from there", copy.folder)
+        return copy
 
     @staticmethod
     def load_from(resume: Path, asked: str | None) -> Path:

@@ -38,7 +38,6 @@ class Saving:
         self.args, self.engine, self.steps, self.root, self.state = args, engine, steps, root, state
         self.step, self._prepared = engine.global_step or -1, False
         self.refused: BigtrainError | None = None
-        engine.checkpoints.copy_to = args.copy_checkpoints_to and Path(args.copy_checkpoints_to).resolve()
 
     @property
     def resumable(self) -> bool:

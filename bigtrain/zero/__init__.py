@@ -68,6 +68,7 @@ def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store |
         torch.cuda.set_device(device)
         startup.grow_segments()
         os.environ.setdefault("LOCAL_RANK", str(device.index))  # DeepSpeed binds NCCL to it, and takes 0 without it
+    os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank()))  # without it DeepSpeed's engine is refused by an assertion
     if torch.distributed.is_initialized():
         backend = str(torch.distributed.get_backend())
     else:

@@ -265,6 +265,20 @@ def test_a_newer_checkpoint_is_never_passed_over_without_a_word(rank_pool, tmp_p
         folder.resume_point("auto")
 
 
+def test_auto_takes_the_whole_copy_of_a_damaged_checkpoint(rank_pool, tmp_path, caplog):
+    root, far = tmp_path / "run", tmp_path / "far"
+    rank_pool(2).run(_save_steps, str(root), [1, 2])
+    shutil.copytree(root, far)
+    folder = RunFolder(root, second=str(far))
+    assert folder.resume_point("auto") == root / "checkpoint-2" and not caplog.text
+    (root / "checkpoint-2" / "rank-00001-of-00002.safetensors").unlink()
+    for asked in ("auto", str(root)):
+        assert folder.resume_point(asked) == far / "checkpoint-2"
+    assert "checkpoint-2 is skipped: " in caplog.text and f"the copy {far / 'checkpoint-2'} is whole" in caplog.text
+    shutil.rmtree(root / "checkpoint-2")  # who removes it goes back
+    assert folder.resume_point("auto") == root / "checkpoint-1"
+
+
 class _Late(Disk):
     """A disk that takes its time before the first byte."""
 

@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import logging
 import os
 import time
 from pathlib import Path
@@ -120,6 +121,45 @@ def test_buffers_of_any_type_and_order_come_back_and_others_are_named_on_every_r
         for name, want in _odd_buffers().items():
             assert got[name].shape == want.shape and got[name].tolist() == want.tolist(), name
         assert "buffer wide is torch.complex128, which a checkpoint cannot hold" in said
+
+
+def _narrower_buffers(root):
+    """A checkpoint from before buffers took the model's dtype: tables of sines in fp32 beside weights in bf16."""
+    values, told = torch.linspace(-1, 1, 2048 * 3), _Told()
+    engine = _engine(1, buffers={"table": values, "count": torch.tensor(7)})
+    engine.save_checkpoint(root)
+    engine.close()
+    engine = _engine(1, buffers={"table": torch.zeros(2048 * 3, dtype=torch.bfloat16), "count": torch.tensor(0)})
+    logging.getLogger("bigtrain").addHandler(told)
+    engine.load_checkpoint(root)
+    logging.getLogger("bigtrain").removeHandler(told)
+    same = torch.equal(engine.module.table, values.bfloat16()) and engine.module.count == 7
+    engine.save_checkpoint(root, tag="narrow")
+    engine.close()
+    engine = _engine(1, buffers={"table": values, "count": torch.tensor(0.0)})
+    said = _said(lambda: engine.load_checkpoint(root, tag="narrow")), _said(lambda: engine.load_checkpoint(root))
+    engine.close()
+    return bool(same), told.lines, said
+
+
+class _Told(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def test_wider_buffers_of_a_checkpoint_are_rounded_and_other_ones_refused(rank_pool, tmp_path):
+    results = rank_pool(2).run(_narrower_buffers, str(tmp_path))
+    for rank, (same, told, (narrow, other)) in enumerate(results):
+        assert same
+        rounded = "table is torch.float32 in the checkpoint and rounded to torch.bfloat16, which this run's model has"
+        assert any(rounded in line for line in told) == (rank == 0)
+        assert "buffer of table is torch.bfloat16 in the checkpoint and torch.float32 in this run" in narrow
+        assert "buffer of count is torch.int64 in the checkpoint and torch.float32 in this run" in other
+        assert "precision settings" not in narrow + other
 
 
 def _save_as(root, tags):
@@ -307,20 +347,3 @@ def test_a_save_that_cannot_begin_is_told_on_all_ranks_or_ends_all(rank_pool, tm
     assert rank_pool(2).run(_told_or_ended, str(tmp_path), _FullOnce("create")) == [("step 1 was not saved ", -1)] * 2
     ended = rank_pool(2).run(_told_or_ended, str(tmp_path), _NoMemory())
     assert [how for how, _ in ended] == ["RanksDisagreeError", "MemoryError"]
-
-
-def _buffers_of_another_float(root):
-    """As of code that left in fp32 what a model's class makes in bf16."""
-    values = torch.tensor([1.0, 1.0 + 2.0**-12, 3.0])
-    engine = _engine(3, buffers={"bias": values.clone()})
-    engine.save_checkpoint(root)
-    engine.close()
-    engine = _engine(3, buffers={"bias": torch.zeros(3, dtype=torch.bfloat16)})
-    engine.load_checkpoint(root)
-    engine.close()
-    return engine.module.bias.tolist()
-
-
-def test_a_buffer_that_was_saved_as_another_float_is_rounded(rank_pool, tmp_path):
-    """Runs of BART whose checkpoints hold `final_logits_bias` in fp32 could not go on."""
-    assert rank_pool(2).run(_buffers_of_another_float, str(tmp_path)) == [[1.0, 1.0, 3.0]] * 2

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import time
 
 import pytest
 
 from bigtrain.hosts.ports import free_port
-from tests import python_path
+from tests import ROOT, python_path
 from tests.ranks import scripts, two_hosts
 
 # A host name of its own needs a namespace, which Linux gives to everybody or, by its settings, to root alone.
@@ -74,7 +75,7 @@ TOLD = (
     MEET
     + """
 if rank == 1:
-    rollcall.tell(errors.ConfigError("ds_config.json: no such file"), limit_s=60)
+    rollcall.tell(errors.ConfigError("ds_config.json: no such file"))
     sys.exit(2)
 attempt(lambda: rollcall.roll_call(60))
 """
@@ -203,6 +204,77 @@ class TestTwoHostNames:
             assert "PASSED" in parts[4]  # without checkpoints
             assert "resume_from_checkpoint='auto', overwrite_output_dir=False" in parts[4]
             assert "resume_from_checkpoint='elsewhere', overwrite_output_dir=False" in parts[4]
+
+
+# What a rank of one host goes through before the process group: parsing, refusing, telling.
+BEFORE = """
+import sys
+from bigtrain import train
+from bigtrain.hosts import rollcall
+from bigtrain.stopping import end_process
+rollcall.NOTICE_ON_ONE_HOST_S, rollcall.ON_ONE_HOST_S, rollcall.TELL_ON_ONE_HOST_S = 0.3, 2.0, 2.0
+end_process(train.main())
+"""
+
+
+REFUSED = "--train_data: README.md does not exist"
+
+
+def ranks_by_hand(tmp_path, folders):
+    """Processes without a launcher, one for each rank of two that has a folder to start in: [(exit code, output)]."""
+    script, port, started = tmp_path / "script.py", str(free_port()), []
+    script.write_text(BEFORE)
+    flags = [
+        "--ds_config=zero2",
+        "--model_name_or_path=preset:llama-tiny",
+        "--tokenizer_name_or_path=x/y",
+        "--train_data=README.md",
+    ]
+    for rank, folder in folders.items():
+        kept = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        env = {
+            **kept, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            "PYTHONPATH": python_path(),
+        }  # fmt: skip
+        words = [script, *flags, f"--output_dir={tmp_path}/out"]
+        started.append(scripts.Script(words, env, tmp_path / f"said.{rank}", folder))
+    return [(process.wait(60), process.said()) for process in started]
+
+
+class TestOneHostWithoutALauncher:
+    """srun, or processes by hand: nobody ends the other ranks where one of them ends before the process group is there."""
+
+    def test_a_rank_that_died_is_named_to_the_others(self, tmp_path):
+        ((code, said),) = ranks_by_hand(tmp_path, {0: ROOT})
+        assert code == 1
+        came = f"ranks that came: 0 on {socket.gethostname()}; ranks that did not: 1. "
+        assert f"waiting for other ranks; {came}This ends 2 s" in said
+        assert f"RanksDisagreeError: waited 2 s for the other ranks. {came}Look at" in said
+
+    def test_so_is_rank_0_which_would_have_spoken(self, tmp_path):
+        ((code, said),) = ranks_by_hand(tmp_path, {1: ROOT})
+        assert code == 1
+        assert "[rank 1] waiting for rank 0, which has not come to 127.0.0.1:" in said
+        assert f"[rank 1] RanksDisagreeError: rank 1 on {socket.gethostname()} could not meet the others at 127.0.0.1:" in said
+
+    def test_a_refusal_on_one_rank_ends_all_with_its_words(self, tmp_path):
+        (code, said), (other, _) = ranks_by_hand(tmp_path, {0: ROOT, 1: tmp_path})
+        assert (code, other) == (2, 2)
+        assert "1 of 2 ranks cannot start, so none does" in said and REFUSED in said
+
+    def test_a_rank_that_refuses_alone_says_it_itself(self, tmp_path):
+        ((code, said),) = ranks_by_hand(tmp_path, {1: tmp_path})
+        assert code == 2 and said.count(REFUSED) == 1
+
+    def test_a_local_rank_need_not_be_given(self, tmp_path):
+        """DeepSpeed's engine asks for the variable by an assertion."""
+        script = tmp_path / "script.py"
+        script.write_text(
+            "import os\nfrom bigtrain.zero import init_distributed as i\ni()\nprint('local', os.environ['LOCAL_RANK'])"
+        )
+        env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        assert "local 0" in scripts.run([script], {**env, **place, "PYTHONPATH": python_path()})
 
 
 @pytest.mark.skipif(bool(two_hosts.why_not()), reason=str(two_hosts.why_not()))

@@ -59,6 +59,10 @@ def test_a_second_place_has_whole_copies_and_a_lost_disk_is_no_end(demo, tmp_pat
     assert sorted(p.name for p in far.iterdir()) == ["checkpoint-2", "checkpoint-3"]
     assert main(["verify", str(far / "checkpoint-2")]) == main(["verify", str(far / "checkpoint-3")]) == 0
     assert (far / "checkpoint-3" / "model" / "tokenizer.json").exists()
+    data = out / "checkpoint-3" / "rank-00000-of-00002.safetensors"
+    data.write_bytes(data.read_bytes()[:-1] + b"\xff")  # which only reading it shows
+    said = run_forked([TRAIN, *flags(demo, out, max_steps=3, no_export=True, **same, resume_from_checkpoint="auto")], world=2)
+    assert f"checkpoint-3 is skipped: {data} is damaged" in said and f"resumed from {far / 'checkpoint-3'} at step 3" in said
     shutil.rmtree(out)
     said = run_forked([TRAIN, *flags(demo, out, max_steps=3, **same)], expect=2, world=1)
     assert f"copy_checkpoints_to {far} holds checkpoints of another run (step 3)" in said

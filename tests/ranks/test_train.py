@@ -195,9 +195,9 @@ def test_what_is_wrong_with_the_model_overwrites_nothing(demo, tmp_path):
     old.mkdir(parents=True)
     (old / "COMMIT").write_text("{}")
     (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
-    wrong = flags(demo, tmp_path / "out", attn_implementation="no_such_kernel")
+    wrong = flags(demo, tmp_path / "out", attn_implementation="no_such/kernel")
     said = run_forked([TRAIN, *wrong, "--overwrite_output_dir"], expect=2, world=2)
-    assert "no_such_kernel" in said and "is there again" in said
+    assert "no_such/kernel" in said and "is there again" in said
     assert (old / "COMMIT").read_text() == "{}" and not (tmp_path / "out" / ".overwritten").exists()
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == '{"step": 1}\n'
 

@@ -34,7 +34,8 @@ def test_several_hosts_are_known_by_what_launchers_set(env, expected, monkeypatc
     assert several() is expected
 
 
-def test_on_one_host_nobody_is_called(monkeypatch):
+def test_under_a_launcher_of_one_host_nobody_is_called(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert roll_call() is None

@@ -11,6 +11,7 @@ import pytest
 
 from bigtrain.errors import UsageError
 from bigtrain.run.arguments import TrainArguments, make_parser, parse
+from tests import ROOT
 
 
 @pytest.fixture
@@ -557,3 +558,36 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_told_with_the_other_prob
     for damaged in ("{}", "[" * 100_000):  # told where it is loaded
         (tmp_path / "tokenizer.json").write_text(damaged)
         parse(flags)
+
+
+def test_data_and_an_output_folder_that_cannot_serve_are_told_with_the_flags(base, tmp_path):
+    """All at once, before torch is loaded."""
+    (tmp_path / "t.csv").write_text("text\na\n")
+    (tmp_path / "e.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text("{}")
+    flags = [*base, "--train_data", str(tmp_path / "t.csv"), "--eval_data", str(tmp_path / "e.jsonl"), "--seed", "-1"]
+    code = (
+        "import sys; from bigtrain.errors import UsageError; from bigtrain.run.arguments import parse\n"
+        "try: parse(sys.argv[1:])\nexcept UsageError as error: print(error)\n"
+        "print({'torch', 'datasets'} & set(sys.modules))"
+    )
+    said = subprocess.run([sys.executable, "-c", code, *flags], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    head, *problems, heavy = said.splitlines()
+    assert head == "4 problem(s) in the arguments:" and heavy == "set()"
+    seed, train, evaluated, out = problems
+    assert (
+        seed.startswith("  - --seed must not be negative")
+        and f"--train_data: {tmp_path}/t.csv would be read as one text" in train
+    )
+    assert "--eval_data: the samples have the columns ['question', 'answer']; needed is one of" in evaluated
+    assert f"--output_dir {tmp_path}/out already holds a run (run.json)" in out
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"])
+def test_a_job_that_is_started_again_finds_its_own_run_there(base, tmp_path, monkeypatch, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text("{}")
+    assert "already holds a run" in refusal(base)
+    monkeypatch.setenv(name, "1")
+    assert parse(base).output_dir == str(tmp_path / "out")
