@@ -8,7 +8,7 @@ from typing import Any
 from bigtrain.errors import DataError
 
 VARLEN = "bigtrain_varlen"
-_BY_POSITIONS = ("sdpa", "eager", "flex_attention", VARLEN)
+_BY_POSITIONS = ("sdpa", "eager", "flex_attention")  # and VARLEN, which bigtrain chooses itself
 # Layers that carry a state from token to token: no attention mask separates documents in them.
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "rwkv", "conv")
 # Layers whose tokens see others as the attention mask lets them and no further (an index picks among what the mask leaves), or see none.
@@ -60,12 +60,12 @@ def isolation_for(model_config: Any, packing: str) -> Isolation:
         )
     _refuse_beside_masks(str(getattr(text, "model_type", "this model")), layers)
     attention = str(getattr(text, "_attn_implementation", None) or "sdpa")
-    if attention in _BY_POSITIONS:
+    if attention in (*_BY_POSITIONS, VARLEN):
         return Isolation("position_ids", False, f"documents in a row are isolated by position_ids ({attention})")
     if "flash" in attention:
         return Isolation("document_bounds", True, f"documents in a row are isolated by cu_seq_lens ({attention})")
     raise DataError(
-        f"packing='isolated' is not known to work with attn_implementation={attention!r}; use one of {list(_BY_POSITIONS)}, "
+        f"packing='isolated' is not known to work with attn_implementation={attention!r}; use one of {', '.join(_BY_POSITIONS)}, "
         "a flash attention, or another packing"
     )
 

@@ -198,8 +198,6 @@ class Plan:
             found.append(f"activations are an estimate: blocks of '{plan.parameters.kind}' were not counted tensor by tensor")
         if plan.parameters.kind in VISION_LANGUAGE:
             found.append("images are counted as their text tokens: the vision tower's own activations are not in the plan")
-        if plan.kernels == "liger":
-            found.append("liger kernels: checked against one measured run only")
         found += leaf_notes(plan)
         since = "from the second step on" if plan.device == "cuda" else "while it is written"
         found.append(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # How often torchrun (--max-restarts) or Slurm (--requeue) has started this job before.
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+MOST_TOKENS = 2**28  # of one forward: of a model 64 wide each activation would take 32 GiB
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 # Those of transformers; a kernel of the hub is OWNER/NAME, and a model's own code may bring others.
 ATTENTIONS = ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -163,6 +164,12 @@ def _problems_with_numbers(args: TrainArguments) -> Iterator[str]:
             yield f"--{name} must be at least 1, got {value}{never}"
     if args.seq_len is not None and args.seq_len < 2:
         yield f"--seq_len must be at least 2, got {args.seq_len}: one token has nothing to predict"
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        if (rows := getattr(args, name)) and (tokens := rows * (args.seq_len or 1)) > MOST_TOKENS:
+            yield (
+                f"--{name} {rows} makes {tokens:,} tokens a rank and forward, which no device has room for: at most "
+                f"{MOST_TOKENS // (args.seq_len or 1):,} rows here, or accumulate (--gradient_accumulation_steps)"
+            )
     for name in _NOT_NEGATIVE:
         value = getattr(args, name)
         if value is not None and not value >= 0:  # also catches nan

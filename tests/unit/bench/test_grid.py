@@ -75,6 +75,10 @@ def test_ds_config_by_preset_mapping_and_single_values(tmp_path):
         ),
         ({"micro_batch": True}, "per_device_train_batch_size is True; it must be a whole number"),
         ({"micro_batch": [1, 0]}, r"must be at least 1, got 0 \(in the cell of per_device_train_batch_size 0\)$"),
+        (
+            {"micro_batch": 10**9},
+            r"per_device_train_batch_size 1000000000 makes 1,024,000,000,000 tokens .* at most 262,144 rows",
+        ),
         ({"freeze": {"a": 1}}, "freeze is {'a': 1}; it must be a list of texts"),
         ({"packing": "some"}, "packing is 'some'; it must be one of isolated, concatenate, none"),
         ({"bf16": "yes"}, "bf16 is 'yes'; it must be true or false"),

@@ -210,7 +210,7 @@ def test_methods_by_attention_implementation():
     assert isolation_for(config, "isolated").document_bounds
     assert not isolation_for(config, "none").document_bounds
     config._attn_implementation = "paged|eager"
-    with pytest.raises(DataError, match="paged"):
+    with pytest.raises(DataError, match=r"paged.*use one of sdpa, eager, flex_attention, a flash"):
         isolation_for(config, "isolated")
 
 
