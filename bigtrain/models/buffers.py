@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from bigtrain import ranks
 from bigtrain.models.source import ignoring_hf_deepspeed
 from bigtrain.weights.dtypes import kept_in_fp32
 
@@ -40,7 +41,10 @@ def take_dtypes(model: torch.nn.Module, dtype: torch.dtype, construct: Callable[
         with _on_meta(dtype), ignoring_hf_deepspeed():
             twin = construct() if construct else type(model)(copy.deepcopy(model.config))
     except Exception as error:  # custom code that needs values
-        logger.warning("no fresh %s to ask for its buffers' dtypes: %s: %s", type(model).__name__, type(error).__name__, error)
+        if ranks.is_main():
+            logger.warning(
+                "no fresh %s to ask for its buffers' dtypes: %s: %s", type(model).__name__, type(error).__name__, error
+            )
         return
     made, fp32 = dict(twin.named_buffers()), kept_in_fp32(model, dtype)
     for name, buffer in found.items():
