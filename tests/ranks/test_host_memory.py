@@ -89,7 +89,7 @@ def train(folder, root, steps, data=None):
 
 def test_a_host_that_cannot_hold_the_run_is_refused_before_the_data_is_read(tmp_path):
     wrong = tmp_path / "wrong.jsonl"
-    wrong.write_text('{"text": "no end\n')  # reading it would be another error
+    wrong.write_text('{"text": "a row"}\n' * 200 + '{"text": "no end\n')  # reading all of it would be another error
     codes, said = train(tmp_path, container(tmp_path / "host", GIB // 2, GIB // 8), steps=2, data=wrong)
     assert codes == [DoesNotFitError.exit_code] * 2, said
     assert "host: needs" in said[0] and "of 0.50 GiB with a margin of 5%: DOES NOT FIT" in said[0]
