@@ -83,9 +83,8 @@ def _refuse_contrary(cell: Cell, machine: Machine, done: Resolved | None, config
     except UsageError:
         return
     if cell.arguments.get("offload_gradients", prediction.AUTO) != prediction.AUTO:
-        machine = replace(
-            machine, device="cuda"
-        )  # what a share goes with is the same on a CPU, which has nothing to plan of it
+        # What a share goes with is the same on a CPU, which has nothing to plan of it.
+        machine = replace(machine, device="cuda")
     prediction.asked(cell, machine, done)
 
 

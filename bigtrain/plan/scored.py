@@ -2,7 +2,8 @@
 
 Fused kernels reach a share of a large product's rate that depends on the width of a head, and less backward than forward. Traced on an H200
 (launch/bench_trace.py, 4 rows of 4,096 tokens, cuDNN): heads of 64 (StableLM 2 1.6B) 374 TFLOP/s forward and 272 backward, of 96 (Phi-3 mini) 442
-and 311, of 128 597 and 362, where backward counts as twice forward; heads of 256 go through flash attention (of 128: 307 and 207).
+and 311, where backward counts as twice forward. Of 128, by kernels alone (docs/log.md, 28 November; its line names no card), 597 and 362;
+heads of 256 go through flash attention, taken for as fast as with 128 there: 307 and 207.
 """
 
 from __future__ import annotations

@@ -143,9 +143,8 @@ def prepare(args: TrainArguments, config: dict[str, Any], resume: Path | None = 
         CheckpointError, WeightsError: the checkpoint is damaged.
     """
     name = args.tokenizer_name_or_path or args.model_name_or_path
-    with ranks.together(
-        "reading the model's config"
-    ):  # first: the tokenizer's library reads it too, and would be blamed for it
+    # First: the tokenizer's library reads it too, and would be blamed for it.
+    with ranks.together("reading the model's config"):
         model_config = load_model_config(args)
     with ranks.main_first("reading the tokenizer"), about_files(f"tokenizer of {name}", name):
         tokenizer = load_tokenizer(args)

@@ -253,4 +253,6 @@ def test_what_no_cell_can_run_with_is_told_before_the_first(wrong, words):
 @pytest.mark.parametrize("name", ["memory_vs_throughput", "offload", "compile"])
 def test_of_grids_that_are_there_no_cell_is_refused(name):
     machine = Machine(device="cuda", card="NVIDIA H200", gpu_bytes=140 << 30, host_bytes=1 << 40)
-    refusals.refuse_impossible(read_grid(f"launch/grids/{name}.yaml"), machine)
+    found = read_grid(f"launch/grids/{name}.yaml")
+    assert len(found) > 3
+    refusals.refuse_impossible(found, machine)  # raises with each cell that it refuses
