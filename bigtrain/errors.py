@@ -9,6 +9,7 @@
     |-- WeightsError                 exit 1   a weight file is damaged or incomplete
     |   `-- WrongWeightsError        exit 2   of another model, quantised, or without some of its tensors
     |-- CheckpointError              exit 1   a training checkpoint is damaged, incomplete or does not match the run
+    |   `-- UnreadableError                   it cannot be read now, or here, and may be whole: no older one is taken for it
     |-- RanksDisagreeError           exit 1   ranks hold different values where they must be equal, or one rank failed
     |-- BypassError                  exit 1   a loss was computed around the engine, so its gradients would be wrong
     |-- NonFiniteError               exit 1   too many non-finite losses or gradients in a row
@@ -97,6 +98,10 @@ class CheckpointError(BigtrainError):
     def __init__(self, message: str, path: str | None = None):
         super().__init__(message)
         self.path = path
+
+
+class UnreadableError(CheckpointError):
+    """The disk fails, its permissions forbid it, or a newer version wrote it: nothing is known of what the checkpoint holds."""
 
 
 class RanksDisagreeError(BigtrainError):

@@ -56,7 +56,6 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     from bigtrain import ranks, watch, zero
     from bigtrain.diagnostics.metrics import flops_formula
     from bigtrain.engine import Engine, steps
-    from bigtrain.hosts import meeting, rollcall
     from bigtrain.models import hub
     from bigtrain.run import capacity, disk, left_open, preflight, restart, sameness, search
     from bigtrain.run import job as jobs
@@ -64,8 +63,8 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     from bigtrain.run.shortage import Explained
 
     config = jobs.read_ds_config(args)  # every fault of the file, before anything starts
-    with stop.leaving_at_once(), meeting.meeting_port():
-        zero.init_distributed(timeout_s=args.ddp_timeout, store=rollcall.roll_call())
+    with stop.leaving_at_once():
+        zero.init_distributed(timeout_s=args.ddp_timeout, words=sys.argv[1:])
         ranks.control_group()
     ranks.agree(asdict(args), "the arguments")
     watch.begin(args.hang_limit, args.output_dir)

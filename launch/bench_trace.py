@@ -30,7 +30,6 @@ from bigtrain import data, ranks, train, zero
 from bigtrain.config import ModelShape
 from bigtrain.diagnostics.metrics import flops_formula
 from bigtrain.engine import Engine
-from bigtrain.hosts import meeting
 from bigtrain.run import attention, capacity, failure, left_open, model_files, search
 from bigtrain.run import job as jobs
 from bigtrain.run.arguments import TrainArguments, parse
@@ -163,9 +162,8 @@ def main(argv: list[str]) -> None:
     train.start_logging()
     own, args = arguments(argv)
     config = jobs.read_ds_config(args)
-    with meeting.meeting_port():
-        zero.init_distributed(timeout_s=args.ddp_timeout)
-        ranks.control_group()
+    zero.init_distributed(timeout_s=args.ddp_timeout)
+    ranks.control_group()
     capacity.cap_gpu_memory(args.gpu_memory_cap)
     if args.ds_config == jobs.AUTO:
         args, config = search.choose(args)

@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -177,14 +178,11 @@ class DataSource:
 
     def __init__(self, path: Path, size: int):
         self.path = path
-        try:
-            self._handle = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError(f"cannot open {path}: {error.strerror}", str(path)) from error
+        self._handle = files.persistently(lambda: os.open(path, os.O_RDONLY), f"open {path}", path)
         self.direct = _DIRECT != 0 and not _is_cached(self._handle, size)
         if self.direct:
             self.close()
-            self._handle = open_direct(path, os.O_RDONLY)
+            self._handle = files.persistently(lambda: open_direct(path, os.O_RDONLY), f"open {path}", path)
             self.direct = _is_direct(self._handle)
 
     def read_hashed(self, into: memoryview, offset: int) -> str:
@@ -201,15 +199,9 @@ class DataSource:
         low = begin // PAGE_BYTES * PAGE_BYTES
         want, filled = end - low, 0
         while filled < want:
-            size = -(-(want - filled) // PAGE_BYTES) * PAGE_BYTES
-            try:
-                count = os.preadv(self._handle, [buffer[filled : filled + size]], low + filled)
-            except OSError as error:
-                if error.errno == errno.EINVAL and leave_direct(self._handle):
-                    continue
-                raise CheckpointError(
-                    f"cannot read {self.path} at byte {low + filled}: {error.strerror}", str(self.path)
-                ) from error
+            size, at = -(-(want - filled) // PAGE_BYTES) * PAGE_BYTES, low + filled
+            part = buffer[filled : filled + size]
+            count = files.persistently(partial(self._read, part, at), f"read {self.path} at byte {at}", self.path)
             if count <= 0:
                 raise CheckpointError(
                     f"{self.path} ends at byte {low + filled}, {want - filled} bytes too early", str(self.path)
@@ -218,6 +210,14 @@ class DataSource:
             if filled < want and filled % PAGE_BYTES:  # a short answer before the end: only the page cache goes on from there
                 leave_direct(self._handle)
         return buffer[begin - low : want]
+
+    def _read(self, into: memoryview, at: int) -> int:
+        try:
+            return os.preadv(self._handle, [into], at)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not leave_direct(self._handle):
+                raise
+            return os.preadv(self._handle, [into], at)
 
     def close(self) -> None:
         """Close the file."""

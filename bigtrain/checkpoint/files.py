@@ -7,20 +7,31 @@ that tests can kill the process, or let the disk fail, at each single point.
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
+import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
 from bigtrain import standins
 from bigtrain.checkpoint.manifest import ALIGN_BYTES, SavedSlice
-from bigtrain.errors import CheckpointError
+from bigtrain.errors import CheckpointError, UnreadableError
 from bigtrain.weights import lock
+from bigtrain.whereabouts import HERE
 
 HEADER_LIMIT_BYTES = 1 << 30
+AGAIN_S = (1.0, 3.0, 6.0)  # waits before a read that failed is tried again: what a network disk takes to come back
+_PASSING = {errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN}
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -108,17 +119,30 @@ def aligned(offset: int) -> int:
     return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
 
 
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[int]:
-    """An open file's descriptor.
+def persistently(action: Callable[[], T], doing: str, path: Path) -> T:
+    """What `action` gives, which reads from the disk; tried again after `AGAIN_S` where the disk fails in a way that may pass.
 
     Raises:
-        CheckpointError: it cannot be opened.
+        UnreadableError: it fails still, or in another way. CheckpointError: what it reads is not there.
     """
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise CheckpointError(f"cannot open {path}: {error.strerror}", str(path)) from error
+    for wait_s in (*AGAIN_S, None):
+        try:
+            return action()
+        except OSError as error:
+            why = f"cannot {doing}: {error.strerror or error}"
+            if wait_s is None or error.errno not in _PASSING:
+                kind = CheckpointError if error.errno in _ABSENT else UnreadableError
+                raise kind(why, str(path)) from error
+            log.warning("%s; it is tried again in %.0f s", why, wait_s)
+            HERE.touch()
+            time.sleep(wait_s)
+    raise AssertionError("unreachable")
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[int]:
+    """An open file's descriptor; for errors see `persistently`."""
+    handle = persistently(lambda: os.open(path, os.O_RDONLY), f"open {path}", path)
     try:
         yield handle
     finally:
@@ -129,14 +153,12 @@ def read_exactly(handle: int, into: memoryview, offset: int, path: Path) -> None
     """Fill `into` from byte `offset`.
 
     Raises:
-        CheckpointError: the file ends too early or the disk fails.
+        CheckpointError: the file ends too early. UnreadableError: the disk fails.
     """
     filled = 0
     while filled < len(into):
-        try:
-            count = os.preadv(handle, [into[filled:]], offset + filled)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path} at byte {offset + filled}: {error.strerror}", str(path)) from error
+        rest, at = into[filled:], offset + filled
+        count = persistently(functools.partial(os.preadv, handle, [rest], at), f"read {path} at byte {at}", path)
         if count <= 0:
             raise CheckpointError(f"{path} ends at byte {offset + filled}, {len(into) - filled} bytes too early", str(path))
         filled += count
@@ -159,14 +181,12 @@ def read_checked(path: Path, size: int, expected: str) -> bytes:
 
 def read_small(path: Path) -> bytes:
     """A whole small file; a `CheckpointError` names it when it cannot be read."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
-            raise CheckpointError(f"{path} is {standins.instead(path)}.", str(path))
-        if path.stat().st_size > HEADER_LIMIT_BYTES:
-            raise CheckpointError(f"{path} is larger than any manifest can be", str(path))
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}", str(path)) from error
+    status = persistently(path.stat, f"read {path}", path)
+    if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+        raise CheckpointError(f"{path} is {standins.instead(path)}.", str(path))
+    if status.st_size > HEADER_LIMIT_BYTES:
+        raise CheckpointError(f"{path} is larger than any manifest can be", str(path))
+    return persistently(path.read_bytes, f"read {path}", path)
 
 
 def free_bytes(path: Path) -> int:

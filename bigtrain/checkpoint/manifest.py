@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from bigtrain import standins
-from bigtrain.errors import CheckpointError
+from bigtrain.errors import CheckpointError, UnreadableError
 
 VERSION = 1
 COMMIT_FORMAT, RANK_FORMAT, RUN_FORMAT = "bigtrain-checkpoint", "bigtrain-checkpoint-rank", "bigtrain-run-state"
@@ -173,7 +173,9 @@ def _parse(raw: bytes, path: str, wanted: str) -> dict[str, Any]:
     if not isinstance(body, dict) or body.get("format") != wanted:
         raise _damaged(path, f"it does not say format {wanted!r}")
     if body.get("version") != VERSION:
-        raise CheckpointError(f"{path} is of format version {body.get('version')!r}; this bigtrain reads {VERSION}", path)
+        newer = isinstance(body.get("version"), int) and body["version"] > VERSION  # which the bigtrain that wrote it can read
+        kind = UnreadableError if newer else CheckpointError
+        raise kind(f"{path} is of format version {body.get('version')!r}; this bigtrain reads {VERSION}", path)
     return body
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import time
@@ -21,7 +20,7 @@ from bigtrain.checkpoint.load import load_slices
 from bigtrain.checkpoint.save import Saver
 from bigtrain.checkpoint.slices import LocalSlice
 from bigtrain.checkpoint.userstate import agreed
-from bigtrain.errors import CheckpointError
+from bigtrain.errors import CheckpointError, UnreadableError
 from bigtrain.meeting import Point, meet, naming_the_lost
 from bigtrain.weights.companions import companion_files, exported_config
 from bigtrain.whereabouts import HERE
@@ -56,8 +55,10 @@ class Checkpoints:
         self.tokenizer: Any = None
         self.copy_to: Path | None = None
         self.disk = Disk()
-        self.torn = self._damaged = ""
+        self.torn = ""
         self.loaded: Path | None = None
+        self._failed: tuple[str, bool] | None = None
+        self._damaged: set[Path] = set()
 
     @property
     def blocked_s(self) -> float:
@@ -134,7 +135,7 @@ class Checkpoints:
         user = agreed(state, engine.data_position)
         run = {**live.run_state(engine), "user": user, "scalars": live.scalars_of(engine)}
         saver = self._saver_for(directory)
-        saver.keep_last, saver.keep_every, saver.protect = keep_last, keep_every, set(keep)
+        saver.keep_last, saver.keep_every, saver.protect, saver.damaged = keep_last, keep_every, set(keep), self._damaged
         final = saver.start(
             engine.global_step,
             live.slices_of(engine),
@@ -204,7 +205,8 @@ class Checkpoints:
         Args:
             directory: the folder that holds checkpoints, or one checkpoint.
             tag: which one: a step or a folder name; None for the newest whole one. Where that turns out to be damaged only when its
-                data is read, its copy (`copy_to`) or the one before it is taken, with a warning that names the damage.
+                data is read, its copy (`copy_to`) or the one before it is taken, with a warning that names the damage. Where
+                it cannot be read, which says nothing of its content, its copy is taken, and none before it.
             trust: for a folder in DeepSpeed's own format, see `deepspeed_format.load`.
 
         Returns:
@@ -252,18 +254,24 @@ class Checkpoints:
             return deepspeed_format.load(engine, directory, None if tag is None else str(tag), trust)
         folder = ranks.main_decides(lambda: str(choose(directory, tag)), f"looking for a checkpoint in {directory}")
         while True:
-            self._damaged = ""
+            self._failed = None
             try:
                 return self._load_native(folder)
-            except Exception as damage:
-                if tag is not None or self._damaged != folder:  # refused before anything was read, or of one rank alone
+            except Exception as problem:
+                if tag is not None or self._failed is None:  # refused before anything was read, or of one rank alone
                     raise
-                before = ranks.main_decides(partial(older, directory, Path(folder), self.copy_to), f"looking beside {folder}")
-                if before is None:
+                damaged = self._failed[1]
+                if damaged:
+                    self._damaged.add(Path(folder))
+                look = partial(instead_of, Path(folder), directory, self.copy_to, damaged)
+                other = ranks.main_decides(look, f"looking beside {folder}")
+                if other is None:
+                    if not damaged and isinstance(problem, UnreadableError) and not store.is_one(directory):
+                        raise UnreadableError(f"{problem}\n{store.not_skipped(Path(folder))}", problem.path) from problem
                     raise
                 if ranks.is_main():
-                    log.warning("%s is skipped: %s\n%s is loaded in its place", folder, damage, before)
-                folder = before
+                    log.warning("%s is skipped: %s\n%s is loaded in its place", folder, problem, other)
+                folder = other
 
     def _load_native(self, folder: str) -> dict[str, Any]:
         engine = self._engine
@@ -295,7 +303,7 @@ class Checkpoints:
         return opened.run["state"]["user"]
 
     def _read(self, opened: store.Opened, slices: list[LocalSlice]) -> None:
-        """Fill `slices`; if that fails since the data is damaged, and not for want of memory, `_damaged` says so on all ranks."""
+        """Fill `slices`; if that fails for the data and not for want of memory, `_failed` is (folder, it is damaged) on all ranks."""
         begun = False
 
         def begin() -> None:
@@ -306,8 +314,12 @@ class Checkpoints:
         try:
             load_slices(opened, slices, begin=begin)
         except Exception as error:  # on all ranks, or on none
-            if begun and any(ranks.all_gather_object(isinstance(error, CheckpointError), "telling damage")):
-                self._damaged = str(opened.folder)
+            if begun:
+                told = ranks.all_gather_object(
+                    (isinstance(error, CheckpointError), isinstance(error, UnreadableError)), "telling damage"
+                )
+                if any(of_data for of_data, _ in told):
+                    self._failed = str(opened.folder), any(of_data and not unread for of_data, unread in told)
             raise
 
     def _restore(self, opened: store.Opened) -> None:
@@ -374,19 +386,29 @@ def choose(directory: Path, tag: str | int | None) -> Path:
     return store.find(directory if tag is None else store.named(directory, tag)).folder
 
 
-def older(directory: Path, folder: Path, second: Path | None = None) -> str | None:
-    """What to load in the place of the checkpoint in `folder`, whose data is damaged; None if there is nothing, or `directory` is one itself.
+def instead_of(folder: Path, directory: Path, second: Path | None, damaged: bool) -> str | None:
+    """What to load in the place of the checkpoint in `folder`, whose data is damaged or cannot be read; None: nothing, or `directory` is one itself.
 
-    That is its own copy in the `second` place, which loses no step, else the newest whole checkpoint under `directory` before it.
+    That is its own copy in the `second` place, which loses no step; else, of a damaged one, the newest whole checkpoint under
+    `directory` before it.
+
+    Raises:
+        UnreadableError: what would be taken cannot be read either.
     """
     if store.is_one(directory):
         return None
     opened = store.open_checkpoint(folder)
     if second is not None and second != folder.parent:
-        with contextlib.suppress(CheckpointError):
+        try:
             copy = store.open_checkpoint(second / folder.name)
             if copy.commit == opened.commit:
                 return str(copy.folder)
+        except UnreadableError:
+            raise
+        except CheckpointError:  # there is none, or it is damaged too
+            pass
+    if not damaged:
+        return None
     before, skipped = store.newest(directory, before=opened.step)
     for line in skipped:
         log.warning("%s", line)

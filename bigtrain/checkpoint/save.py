@@ -51,6 +51,7 @@ class Saver:
     Attributes:
         always_imaged: also what lies in host memory is copied to an image of the file when a save starts; for tests without a GPU.
         protect: steps that are not deleted.
+        damaged: folders of checkpoints whose data turned out to be damaged: none of those to keep.
         copy_to: folder that gets a copy of each checkpoint; None for none.
         blocked_s: seconds that the last save kept training waiting, so far.
         confirmation, copier: what the next saver of the same engine takes over.
@@ -64,6 +65,8 @@ class Saver:
     ):  # fmt: skip
         self.root, self.keep_last, self.keep_every = Path(root), keep_last, keep_every
         self.protect: set[int] = set()
+        self.damaged: set[Path] = set()
+        self._whole: dict[Path, store.Stamp] = {}
         self.copy_to: Path | None = None
         self.blocked_s = 0.0
         self._disk = disk or Disk()
@@ -313,10 +316,9 @@ class Saver:
         try:
             store.write_model_files(self._disk, job.scratch, job.model_files)
             store.commit(self._disk, job.scratch, job.final, job.step, job.run, entries, ranks.world_size())
-            self._retire(self.root, job.step)
+            self._retire(job.final, job.step)
             if self.copy_to is not None:
-                second.copy(self._disk, job.final, self.copy_to)
-                self._retire(self.copy_to, job.step)
+                self._retire(second.copy(self._disk, job.final, self.copy_to), job.step)
         except Exception as error:
             if job.scratch.exists() or not job.final.exists():
                 return error
@@ -324,6 +326,13 @@ class Saver:
             log.warning("step %d is saved, but afterwards: %s", job.step, error)
         return None
 
-    def _retire(self, root: Path, step: int) -> None:
-        kept = frozenset(self.protect | {step})
-        store.retire(self._disk, root, keep_last=self.keep_last, keep_every=self.keep_every, protect=kept)
+    def _retire(self, written: Path, step: int) -> None:
+        """Delete the old ones beside the checkpoint that was `written` just now."""
+        self.damaged.discard(written)
+        self._whole[written] = store.stamp(written)
+        keep: dict[str, Any] = {
+            "keep_last": self.keep_last,
+            "keep_every": self.keep_every,
+            "protect": frozenset(self.protect | {step}),
+        }
+        store.retire(self._disk, written.parent, damaged=self.damaged, whole=self._whole, **keep)

@@ -7,23 +7,24 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from bigtrain import standins
 from bigtrain.checkpoint import files, manifest, reshard
 from bigtrain.checkpoint.files import Disk
 from bigtrain.checkpoint.manifest import Commit, RankManifest
 from bigtrain.checkpoint.reshard import Index
-from bigtrain.errors import CheckpointError
+from bigtrain.errors import CheckpointError, UnreadableError
 from bigtrain.weights import lock
 
 log = logging.getLogger(__name__)
 MODEL = "model"  # subfolder for config and tokenizer
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
+Stamp: TypeAlias = tuple[tuple[str, int, int], ...]
 _RANK_FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.(json|safetensors)")
 
 
@@ -63,6 +64,10 @@ def named(root: Path, tag: str | int) -> Path:
 
 def steps(root: Path) -> list[int]:
     """Steps that have a COMMIT under `root`, ascending; says nothing about their content."""
+    return files.persistently(lambda: _steps(root), f"look into {root}", root)
+
+
+def _steps(root: Path) -> list[int]:
     if not root.is_dir():
         return []
     found = [m for entry in root.iterdir() if (m := _NAME.fullmatch(entry.name)) and (entry / "COMMIT").is_file()]
@@ -75,7 +80,7 @@ def open_checkpoint(folder: Path) -> Opened:
     Raises:
         CheckpointError: names the file and what is wrong with it.
     """
-    if not (folder / "COMMIT").is_file():
+    if not files.persistently((folder / "COMMIT").is_file, f"look into {folder}", folder):
         known = ", ".join(map(str, steps(folder.parent))) or "none"
         raise CheckpointError(
             f"{folder} is not a complete checkpoint (it has no COMMIT). Complete steps beside it: {known}.", str(folder)
@@ -111,10 +116,11 @@ def _check_rank(path: Path, rank: RankManifest, number: int, world_size: int) ->
 
 def _check_data_file(folder: Path, rank: RankManifest) -> None:
     path, expected = folder / rank.data_name, rank.data_bytes
-    if not path.is_file():
+    if not files.persistently(path.is_file, f"look at {path}", path):
         raise CheckpointError(f"{path} is missing. The checkpoint is damaged.", str(path))
-    if path.stat().st_size != expected:
-        why = standins.instead(path) or f"damaged: it has {path.stat().st_size} bytes, {expected} were written"
+    size = files.persistently(path.stat, f"look at {path}", path).st_size
+    if size != expected:
+        why = standins.instead(path) or f"damaged: it has {size} bytes, {expected} were written"
         raise CheckpointError(f"{path} is {why}.", str(path))
     header = memoryview(bytearray(rank.header_bytes))
     with files.reading(path) as handle:
@@ -124,14 +130,28 @@ def _check_data_file(folder: Path, rank: RankManifest) -> None:
 
 
 def newest(root: Path, before: float = math.inf) -> tuple[Opened | None, list[str]]:
-    """The newest whole checkpoint under `root`, and a line for each newer one that had to be skipped; of those before step `before`."""
+    """The newest whole checkpoint under `root`, and a line for each newer one that had to be skipped; of those before step `before`.
+
+    Raises:
+        UnreadableError: the newest that may be whole cannot be read; an older one would lose steps for what may pass.
+    """
     skipped: list[str] = []
     for step in (s for s in reversed(steps(root)) if s < before):
         try:
             return open_checkpoint(folder_for(root, step)), skipped
+        except UnreadableError as problem:
+            raise UnreadableError(f"{problem}\n{not_skipped(folder_for(root, step))}", problem.path) from problem.__cause__
         except CheckpointError as problem:
             skipped.append(f"checkpoint-{step} is skipped: {problem}")
     return None, skipped
+
+
+def not_skipped(folder: Path) -> str:
+    """What to do about a checkpoint that cannot be read, where it was not named."""
+    return (
+        f"{folder.name} is not known to be damaged, so no older one is taken in its place: that would lose steps. Start again once it can be "
+        f"read, or move {folder.name} away to go on from the one before all the same."
+    )
 
 
 def is_one(path: Path) -> bool:
@@ -297,21 +317,61 @@ def restore_moved_aside(disk: Disk, root: Path, delete: bool = True) -> None:
             disk.remove_tree(entry)
 
 
-def retire(disk: Disk, root: Path, *, keep_last: int | None, keep_every: int | None, protect: frozenset[int]) -> list[int]:
-    """Delete old checkpoints: all but the newest `keep_last`, multiples of `keep_every` and the protected steps.
+def retire(
+    disk: Disk,
+    root: Path,
+    *,
+    keep_last: int | None,
+    keep_every: int | None,
+    protect: frozenset[int],
+    damaged: Collection[Path] = (),
+    whole: dict[Path, Stamp] | None = None,
+) -> list[int]:
+    """Delete old checkpoints: all before the newest `keep_last` whole ones but multiples of `keep_every` and the protected steps.
 
+    A damaged one is none of those to keep, or it would push out the one that a run could go on from; it goes when it is older than they are.
     A folder gets a dot name first, so that a half-deleted one is never seen.
+
+    Args:
+        damaged: folders whose data turned out to be so.
+        whole: what `stamp` said of those that were whole, which need not be opened again; what is found here is added.
     """
-    known = steps(root)
     if keep_last is None:
         return []
-    keep = set(known[-max(1, keep_last) :]) | protect
-    if keep_every:
-        keep |= {s for s in known if s % keep_every == 0}
-    gone = [s for s in known if s not in keep]
+    known, found = steps(root), 0
+    while known and found < max(1, keep_last):
+        folder = folder_for(root, known.pop())
+        why = "its data is damaged" if folder in damaged else _why_not_whole(folder, {} if whole is None else whole)
+        if why:
+            log.warning("%s is none of the %d to keep: %s", folder.name, keep_last, why)
+        found += not why
+    gone = [s for s in known if s not in protect and not (keep_every and s % keep_every == 0)]
     for step in gone:
+        if whole is not None:
+            whole.pop(folder_for(root, step), None)
         aside = root / f".checkpoint-{step}.retired"
         disk.remove_tree(aside)
         disk.rename(folder_for(root, step), aside)
         disk.remove_tree(aside)
     return gone
+
+
+def _why_not_whole(folder: Path, whole: dict[Path, Stamp]) -> str:
+    try:
+        now = stamp(folder)
+        if whole.get(folder) != now:  # manifests of many ranks take a second of the interpreter, beside training
+            open_checkpoint(folder)
+            whole[folder] = now
+    except CheckpointError as problem:
+        return str(problem)
+    return ""
+
+
+def stamp(folder: Path) -> Stamp:
+    """What tells that a file in a checkpoint has changed since: (name, bytes, time of its last change)."""
+    return files.persistently(lambda: _stamp(folder), f"look into {folder}", folder)
+
+
+def _stamp(folder: Path) -> Stamp:
+    status = {path.name: path.stat() for path in folder.iterdir()}
+    return tuple(sorted((name, s.st_size, s.st_mtime_ns) for name, s in status.items()))

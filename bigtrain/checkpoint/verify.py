@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bigtrain.checkpoint import files, store
 from bigtrain.checkpoint.manifest import RankManifest, SavedSlice
-from bigtrain.errors import CheckpointError
+from bigtrain.errors import CheckpointError, UnreadableError
 
 
 def verify(path: Path) -> tuple[store.Opened | None, list[str]]:
@@ -16,16 +16,16 @@ def verify(path: Path) -> tuple[store.Opened | None, list[str]]:
         path: a checkpoint folder, or a root whose newest checkpoint is meant, damaged or not.
 
     Raises:
-        CheckpointError: this user may not read it.
+        UnreadableError: the disk fails, or this user may not read it.
     """
     try:
         steps = [] if (path / "COMMIT").is_file() else store.steps(path)
         opened = store.open_checkpoint(store.folder_for(path, steps[-1])) if steps else store.find(path)
         store.check_model_files(opened)
         opened.index  # noqa: B018  # every tensor is covered exactly once
+    except UnreadableError:  # not looked at is not damaged
+        raise
     except CheckpointError as problem:
-        if isinstance(problem.__cause__, PermissionError):
-            raise  # not looked at is not damaged
         return None, [str(problem)]
     problems: list[str] = []
     for rank in opened.ranks:
@@ -60,6 +60,8 @@ def verify_slice(handle: int, saved: SavedSlice, chunk_bytes: int, path: Path) -
         try:
             files.read_exactly(handle, part, saved.offset + begin, path)
             files.check_chunk(saved, chunk, begin, part, path)
+        except UnreadableError:
+            raise
         except CheckpointError as problem:
             problems.append(str(problem))
     return problems

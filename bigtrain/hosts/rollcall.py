@@ -37,7 +37,9 @@ TELL_S, TELL_ON_ONE_HOST_S = 120.0, 60.0  # a rank that has failed and said so s
 _called = False
 
 
-def roll_call(limit_s: float | None = None, failure: BaseException | None = None) -> dist.Store | None:
+def roll_call(
+    limit_s: float | None = None, failure: BaseException | None = None, words: Sequence[str] | None = None
+) -> dist.Store | None:
     """Meet the other ranks; None where a launcher on this host looks after all. Every rank calls it once, before the process group exists.
 
     torchrun keeps one store over restarts, with all that dead ranks have left there. So each process has a name of its own: it
@@ -46,6 +48,7 @@ def roll_call(limit_s: float | None = None, failure: BaseException | None = None
     Args:
         limit_s: how long to wait for the slowest rank; by default `ROLL_CALL_S` for other hosts, `ON_ONE_HOST_S` on one.
         failure: what this rank cannot start for; the others are told.
+        words: what all ranks of this job have alike; by default the command line.
 
     Returns:
         The store that the process group is to use.
@@ -57,14 +60,14 @@ def roll_call(limit_s: float | None = None, failure: BaseException | None = None
     if _called or not _by_themselves():
         return None
     _called = True
-    limit_s = (ROLL_CALL_S if several() else ON_ONE_HOST_S) if limit_s is None else limit_s
+    limit_s = (ON_ONE_HOST_S if _on_one_host() else ROLL_CALL_S) if limit_s is None else limit_s
     store = _store(limit_s)
     mine = {
         "name": uuid.uuid4().hex,
         "host": socket.gethostname(),
         "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
         "code": getattr(failure, "exit_code", BigtrainError.exit_code),
-        "words": _words(sys.argv[1:]),
+        "words": _words(sys.argv[1:] if words is None else words),
     }
     store.set(_seat(ranks.rank()), json.dumps(mine))
     wait = Wait(store, ranks.world_size(), limit_s)
@@ -104,6 +107,13 @@ def tell(failure: BaseException) -> bool:
 def _by_themselves() -> bool:
     """Whether some rank would wait in vain for one that ends early."""
     return several() or (ranks.world_size() > 1 and not was_launched() and not ranks.is_distributed())
+
+
+def _on_one_host(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether all ranks are known to be here. Pods of a cluster have RANK, WORLD_SIZE and the first one's name, and nothing that says where they are."""
+    address = env.get("MASTER_ADDR", "")
+    told = any(name in env for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_NUM_NODES"))
+    return not several() and (told or address in ("localhost", "::1") or address.startswith("127."))
 
 
 def _words(words: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.checkpoint import store
-from bigtrain.errors import BigtrainError, UsageError, WeightsError
+from bigtrain.errors import BigtrainError, UnreadableError, UsageError, WeightsError
 from bigtrain.weights.folder import open_folder
 
 OWN_FILES = ("run.json", "metrics.jsonl", "eval.jsonl", "ds_config.resolved.json", "report.html", "report.png")
@@ -202,11 +202,30 @@ class RunFolder:
         return foreign or store.find(path).folder
 
     def _newer_copy(self) -> store.Opened | None:
-        """The newest whole checkpoint in the second place, if the one of this folder that it is a copy of is damaged: it loses no step."""
+        """The newest whole checkpoint in the second place, if the one of this folder that it is a copy of is damaged or unreadable.
+
+        It loses no step.
+
+        Raises:
+            UnreadableError: the only one that would lose no step cannot be read.
+        """
         if self.second is None:
             return None
         store.recover(self.second)
-        (own, skipped), (copy, _) = store.newest(self.root), store.newest(self.second)
+        own: store.Opened | None = None
+        unread: UnreadableError | None = None
+        try:
+            own, skipped = store.newest(self.root)
+        except UnreadableError as problem:
+            unread, skipped = problem, [str(problem)]
+        try:
+            copy, _ = store.newest(self.second)
+        except UnreadableError:
+            if skipped:
+                raise
+            return None
+        if unread is not None and (copy is None or copy.step < store.steps(self.root)[-1]):
+            raise unread
         if copy is None or (own is not None and own.step >= copy.step):
             return None
         if not skipped and not store.folder_for(self.root, copy.step).exists():

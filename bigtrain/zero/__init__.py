@@ -40,7 +40,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from bigtrain import ranks
 from bigtrain.errors import ModelError
-from bigtrain.hosts import network
+from bigtrain.hosts import meeting, network, rollcall
 from bigtrain.hosts.ports import free_port
 from bigtrain.zero import startup
 from bigtrain.zero.adam import cpu_adam as cpu_adam
@@ -50,15 +50,35 @@ from bigtrain.zero.building import Partitioner as Partitioner
 from bigtrain.zero.building import inside_zero_init as inside_zero_init
 
 
-def init_distributed(timeout_s: float = 1800.0, store: torch.distributed.Store | None = None) -> None:
+def init_distributed(timeout_s: float = 1800.0, meet_s: float | None = None, words: Sequence[str] = ()) -> None:
     """Start the process group: NCCL on GPUs, gloo on the CPU; a single process needs no launcher.
 
     Sets this rank's CUDA device first, so that nothing is ever allocated on another rank's GPU.
 
     Args:
         timeout_s: longest wait of a collective.
-        store: where the ranks have met already; by default they meet as the launcher's environment says.
+        meet_s: longest wait for the slowest rank to come here, where no launcher looks after all: several hosts, srun, processes by
+            hand. By default 2 minutes where all are known to be on one host, else 10.
+        words: command line that all ranks have alike, so that a rank of another job is known as one.
+
+    Raises:
+        UsageError: the launcher's variables cannot be used, or the port is another process's.
+        RanksDisagreeError: some rank did not come in time; names it, on all that came.
     """
+    if torch.distributed.is_initialized():
+        _start(timeout_s)
+        return
+    try:
+        with meeting.meeting_port():
+            _start(timeout_s, rollcall.roll_call(meet_s, words=words))
+    except RuntimeError as error:
+        if (told := meeting.explain_port(error)) is not None:
+            raise told from error
+        raise
+
+
+def _start(timeout_s: float, store: torch.distributed.Store | None = None) -> None:
+    """The process group; `store`: where the ranks have met already, else they meet as the launcher's environment says."""
     # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 renames: nothing that a user could do about it.
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
     startup.map_blocks()

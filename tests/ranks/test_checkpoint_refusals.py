@@ -22,6 +22,7 @@ from bigtrain.run.saving import Saving
 from bigtrain.weights import lock
 from tests.ranks.test_checkpoint_engine import _state, _step
 from tests.ranks.tiny import TinyLM, config
+from tests.unit.checkpoint.test_unreadable import saved
 
 
 def _engine(stage, blocks=2, width=34, seed=1, buffers=None, freeze=(), optimizer="adamw_torch"):
@@ -203,13 +204,12 @@ def test_a_claim_ends_with_its_save_although_a_data_worker_was_forked_meanwhile(
 
 
 def test_a_checkpoint_that_was_moved_elsewhere_is_let_go_of_and_not_deleted(tmp_path):
-    for step in (1, 2):
-        (tmp_path / "elsewhere" / str(step)).mkdir(parents=True)
-        (tmp_path / "elsewhere" / str(step) / "COMMIT").touch()
-        Path(tmp_path / f"checkpoint-{step}").symlink_to(tmp_path / "elsewhere" / str(step))
+    saved(tmp_path / "elsewhere", 1, 2)
+    for moved in (tmp_path / "elsewhere").iterdir():
+        Path(tmp_path / moved.name).symlink_to(moved)
     assert store.retire(Disk(), tmp_path, keep_last=1, keep_every=None, protect=frozenset()) == [1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "elsewhere"]
-    assert (tmp_path / "elsewhere" / "1" / "COMMIT").exists()
+    assert (tmp_path / "elsewhere" / "checkpoint-1" / "COMMIT").exists()
 
 
 def test_what_is_not_a_manifest_is_refused_without_doing_what_it_says():

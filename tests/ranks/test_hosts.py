@@ -266,6 +266,37 @@ class TestOneHostWithoutALauncher:
         ((code, said),) = ranks_by_hand(tmp_path, {1: tmp_path})
         assert code == 2 and said.count(REFUSED) == 1
 
+    def test_a_loop_of_ones_own_hears_the_same(self, tmp_path):
+        """It waited in torch's rendezvous, for half an hour and without a word. Its ranks may have command lines of their own."""
+        script = tmp_path / "script.py"
+        script.write_text(
+            "import sys\nfrom bigtrain import ranks, zero\nfrom bigtrain.hosts import rollcall\nrollcall.NOTICE_ON_ONE_HOST_S = 0.3\n"
+            "zero.init_distributed(meet_s=float(sys.argv[1]))\nprint('met', ranks.world_size())"
+        )
+
+        def begin(rank, port, seconds):
+            kept = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+            env = {
+                **kept,
+                "RANK": rank,
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "PYTHONPATH": python_path(),
+            }
+            return scripts.Script([script, seconds], env, tmp_path / f"said.{port}.{rank}")
+
+        ports = [str(free_port()) for _ in range(3)]
+        alone = [begin("0", ports[0], "1"), begin("1", ports[1], "1")]
+        both = [begin(rank, ports[2], f"6{rank}") for rank in "01"]
+        assert [process.wait(60) for process in alone + both] == [1, 1, 0, 0], [process.said() for process in alone + both]
+        came = f"ranks that came: 0 on {socket.gethostname()}; ranks that did not: 1. "
+        assert f"waiting for other ranks; {came}This ends 1 s" in alone[0].said()
+        assert f"RanksDisagreeError: waited 1 s for the other ranks. {came}Look at" in alone[0].said()
+        assert "waiting for rank 0, which has not come to 127.0.0.1:" in alone[1].said()
+        assert "could not meet the others at 127.0.0.1:" in alone[1].said()
+        assert all("met 2" in process.said() for process in both)
+
     def test_a_local_rank_need_not_be_given(self, tmp_path):
         """DeepSpeed's engine asks for the variable by an assertion."""
         script = tmp_path / "script.py"

@@ -80,7 +80,7 @@ def _stages(story: Story, limit_s: float, stack: Any) -> None:
     device, place = ranks.device(), this_place()
     story.tell(stage="meet", places=[asdict(place)], backend="nccl" if device.type == "cuda" else "gloo")
     faulthandler.dump_traceback_later(0.9 * limit_s, file=stack)
-    zero.init_distributed(timeout_s=limit_s)
+    zero.init_distributed(timeout_s=limit_s, meet_s=limit_s)
     places = ranks.all_gather_object(place)  # over gloo, before NCCL would fail on a shared card
     story.tell(stage="placement", places=[asdict(p) for p in places])
     refuse_shared_cards(places)

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from bigtrain.hosts.network import choose_interface, interface_to, several
-from bigtrain.hosts.rollcall import roll_call, tell
+from bigtrain.hosts.rollcall import _on_one_host, roll_call, tell
 from bigtrain.ranks import _only_differences
 from bigtrain.run.restart import restarts
 from bigtrain.run.sameness import _data_files, _flat, _model_files, differences, digest, installed, settings
@@ -40,6 +40,14 @@ def test_under_a_launcher_of_one_host_nobody_is_called(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert roll_call() is None
     tell(ValueError("nobody hears it"))
+
+
+def test_pods_with_a_rank_and_an_address_alone_are_given_the_time_of_several_hosts(monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_NUM_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    assert not _on_one_host({"MASTER_ADDR": "job-master-0", "WORLD_SIZE": "2"})
+    assert _on_one_host({"MASTER_ADDR": "127.0.0.1"}) and _on_one_host({"MASTER_ADDR": "localhost"})
+    assert _on_one_host({"MASTER_ADDR": "node7", "SLURM_STEP_NUM_NODES": "1"})
 
 
 @pytest.mark.parametrize(
