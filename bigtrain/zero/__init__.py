@@ -58,8 +58,9 @@ def init_distributed(timeout_s: float = 1800.0, meet_s: float | None = None, wor
     Args:
         timeout_s: longest wait of a collective.
         meet_s: longest wait for the slowest rank to come here, where no launcher looks after all: several hosts, srun, processes by
-            hand. By default 2 minutes where all are known to be on one host, else 10.
-        words: command line that all ranks have alike, so that a rank of another job is known as one.
+            hand. By default `timeout_s`: a script may do work of its own on one rank first. With `words` 2 minutes where all are
+            known to be on one host, else 10.
+        words: of a program whose ranks start alike, its command line, so that a rank of another job is known as one.
 
     Raises:
         UsageError: the launcher's variables cannot be used, or the port is another process's.
@@ -68,9 +69,10 @@ def init_distributed(timeout_s: float = 1800.0, meet_s: float | None = None, wor
     if torch.distributed.is_initialized():
         _start(timeout_s)
         return
+    limit_s = timeout_s if meet_s is None and not words else meet_s
     try:
         with meeting.meeting_port():
-            _start(timeout_s, rollcall.roll_call(meet_s, words=words))
+            _start(timeout_s, rollcall.roll_call(limit_s, words=words))
     except RuntimeError as error:
         if (told := meeting.explain_port(error)) is not None:
             raise told from error
