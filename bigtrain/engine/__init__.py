@@ -190,12 +190,13 @@ class Engine(NotCopied):
         agreement.same_freezing(self._parts.frozen_map, self.global_step, None if self._since.backwards else self._ds.module)
         if why := self._since.no_backward() or self._origin.questionable(loss, self._since.planned):
             self._origin.refuse(why)
-        loss = loss.reshape(())
-        scaled = loss.float() * (weight * self.world_size)  # DeepSpeed takes the mean over ranks; what is wanted is the sum
+        with torch.enable_grad():  # torch's own backward may be called under no_grad
+            loss = loss.reshape(())
+            scaled = loss.float() * (weight * self.world_size)  # DeepSpeed takes the mean over ranks; what is wanted is the sum
         if self._reduction.during_backward and not self._uniform:
             scaled.register_hook(self._agree_on_parameters)
         self._reduction.begin_backward(self._since.at_last, self._since.planned == 1)
-        with self._since.adding(loss.detach() * weight), self._origin.backward(), HERE.together("engine.backward()"):
+        with self._since.adding(loss.detach().double() * weight), self._origin.backward(), HERE.together("engine.backward()"):
             self._ds.backward(scaled, scale_wrt_gas=False)
         return loss.detach()
 
