@@ -185,14 +185,14 @@ class Engine(NotCopied):
         return self._backward(loss, 1.0 / (self._since.planned * self.world_size))
 
     @naming_the_lost()
+    @torch.enable_grad()  # torch's own backward may be called under no_grad; this one multiplies the loss, and DeepSpeed too
     def _backward(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         """Backward of `loss * weight`, summed over ranks; `weight` is the loss's share in the reported one."""
         agreement.same_freezing(self._parts.frozen_map, self.global_step, None if self._since.backwards else self._ds.module)
         if why := self._since.no_backward() or self._origin.questionable(loss, self._since.planned):
             self._origin.refuse(why)
-        with torch.enable_grad():  # torch's own backward may be called under no_grad
-            loss = loss.reshape(())
-            scaled = loss.float() * (weight * self.world_size)  # DeepSpeed takes the mean over ranks; what is wanted is the sum
+        loss = loss.reshape(())
+        scaled = loss.float() * (weight * self.world_size)  # DeepSpeed takes the mean over ranks; what is wanted is the sum
         if self._reduction.during_backward and not self._uniform:
             scaled.register_hook(self._agree_on_parameters)
         self._reduction.begin_backward(self._since.at_last, self._since.planned == 1)
