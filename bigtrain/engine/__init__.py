@@ -185,6 +185,7 @@ class Engine(NotCopied):
         return self._backward(loss, 1.0 / (self._since.planned * self.world_size))
 
     @naming_the_lost()
+    @torch.enable_grad()  # torch's own backward may be called under no_grad; this one multiplies the loss, and DeepSpeed too
     def _backward(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         """Backward of `loss * weight`, summed over ranks; `weight` is the loss's share in the reported one."""
         agreement.same_freezing(self._parts.frozen_map, self.global_step, None if self._since.backwards else self._ds.module)
@@ -195,7 +196,7 @@ class Engine(NotCopied):
         if self._reduction.during_backward and not self._uniform:
             scaled.register_hook(self._agree_on_parameters)
         self._reduction.begin_backward(self._since.at_last, self._since.planned == 1)
-        with self._since.adding(loss.detach() * weight), self._origin.backward(), HERE.together("engine.backward()"):
+        with self._since.adding(loss.detach().double() * weight), self._origin.backward(), HERE.together("engine.backward()"):
             self._ds.backward(scaled, scale_wrt_gas=False)
         return loss.detach()
 

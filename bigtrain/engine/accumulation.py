@@ -54,6 +54,11 @@ class Accumulation:
             return (
                 "backward() without a forward through the engine since the last step: call loss = engine(**batch).loss first."
             )
+        if self.backwards >= self.forwards:  # losses of parts that share nothing: torch itself would not mind
+            return (
+                f"backward() number {self.backwards + 1} of a step in which the model ran {self.forwards} times: each call counts as one micro "
+                "batch, so that two losses of one forward would be averaged, and the step come early. Add them: backward(loss_a + loss_b)."
+            )
         if self.backwards >= self.planned:
             return f"backward() number {self.backwards + 1} of a step of {self.planned}: call engine.step() between."
         return ""
@@ -78,11 +83,11 @@ class Accumulation:
 
     @contextlib.contextmanager
     def adding(self, share: torch.Tensor) -> Iterator[None]:
-        """A backward of a loss whose share in the reported one is `share`."""
+        """A backward of a loss whose share in the reported one is `share`, in fp64: a bf16 loss would be rounded once more."""
         self.torn = True
         yield
         self.torn = False
-        self.sums[0].add_(share.double())
+        self.sums[0].add_(share)
         self.backwards += 1
 
     def plan(self, counts: Sequence[int], step: int) -> int:

@@ -18,11 +18,13 @@ from tests.ranks.tiny import TinyLM, config, rows, whole_weights
 
 
 def _shaped(stage):
-    """A loss of one element and one dimension, and micro batches that can be gone through once."""
+    """A loss of one element and one dimension, backward under no_grad, and micro batches that can be gone through once."""
     engine = _engine(stage)
     try:
         for k in range(MICRO):
-            engine.backward(engine(_x(engine.rank, 0, k)).reshape(1))
+            loss = engine(_x(engine.rank, 0, k)).reshape(1)
+            with torch.set_grad_enabled(k > 0):
+                engine.backward(loss)
         first = engine.step()
         second = engine.train_step({"x": _x(engine.rank, 1, k)} for k in range(MICRO))
         return first.step, second.step, _apart(engine, _plain(engine.world_size, _module(), range(2)))
@@ -34,6 +36,28 @@ def _shaped(stage):
 def test_a_loss_with_a_dimension_and_batches_from_a_generator(rank_pool, stage):
     for first, second, apart in rank_pool(2).run(_shaped, stage):
         assert (first, second) == (1, 2) and apart <= BOUND
+
+
+class _Bf16Loss(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).pow(2).mean().bfloat16()
+
+
+def _reported(stage):
+    """The mean of three losses, and the one that the step reports."""
+    torch.manual_seed(0)
+    engine = Engine(_Bf16Loss(12, 3), ds_config=config(stage, bf16=False, accumulation=3), learning_rate=1e-3, hang_s=None)
+    try:
+        losses = [engine.backward(engine(_x(0, 0, k))).item() for k in range(3)]
+        return sum(losses) / 3, engine.step().loss
+    finally:
+        engine.close()
+
+
+def test_a_bf16_loss_is_reported_without_a_rounding_of_its_shares(rank_pool):
+    """Each third of it was rounded to bf16 once more: the reported loss followed the number of micro batches."""
+    ((mean, reported),) = rank_pool(1).run(_reported, 2)
+    assert reported == pytest.approx(mean, rel=1e-12)  # fp64
 
 
 def _with_buffer(values):

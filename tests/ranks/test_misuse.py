@@ -25,6 +25,36 @@ def _engine(stage, bf16=False, module=None, **zero):
     return Engine(module, ds_config=cfg, learning_rate=1e-2)
 
 
+class _TwoHeads(nn.Module):
+    """Two losses whose graphs share nothing: torch goes through one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.policy, self.value = nn.Linear(12, 3), nn.Linear(12, 1)
+
+    def forward(self, x):
+        return self.policy(x).pow(2).mean(), self.value(x).pow(2).mean()
+
+
+def _one_forward_two_losses(stage):
+    engine = _engine(stage, module=_TwoHeads())
+    try:
+        policy, value = engine(_x(engine.rank, 0, 0))
+        engine.backward(policy)
+        engine.backward(value)
+        return f"a step of one of {MICRO} micro batches: {engine.step()}"
+    except BigtrainError as error:
+        return str(error)
+    finally:
+        engine.close()
+
+
+def test_losses_of_one_forward_are_not_taken_for_micro_batches(rank_pool):
+    """A step of two micro batches was made of the first one's two losses, each with half of its weight."""
+    for said in rank_pool(2).run(_one_forward_two_losses, 2):
+        assert "in which the model ran 1 times" in said and "backward(loss_a + loss_b)" in said
+
+
 def _begun(engine):
     loss = engine(_x(engine.rank, 1, 0))
     engine.backward(loss)
