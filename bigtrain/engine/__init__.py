@@ -356,11 +356,13 @@ class Engine(NotCopied):
         return deepspeed_format.save(self, directory, tag, state or {})
 
     def export(self, directory: str | Path, dtype: str = "bfloat16", tokenizer: Any = None) -> Path:
-        """Write the model as a Hugging Face folder, its weights in `dtype`; all ranks call it. Errors: `weights.export_model`."""
+        """Write the model as a Hugging Face folder, weights in `dtype`, what bf16 cannot hold from the masters; errors: `weights.export_model`."""
         meet(Point.EXPORT, self.global_step, 0, limit_s=meeting.MEET_S)
         self.checkpoints.refuse_torn()
         self._since.tell_left_out()
-        weights.export_model(self.module, directory := Path(directory), dtype=dtype, tokenizer=tokenizer)
+        module, writes, directory = self.module, self._parts.writes, Path(directory)
+        writes.take_over()  # masters that do not know yet what a script wrote
+        weights.export_model(module, directory, dtype=dtype, tokenizer=tokenizer, master_of=writes.master_of)
         return directory
 
     @contextlib.contextmanager

@@ -40,6 +40,7 @@ class ForeignWrites:
         emptied: gradients are put away during backward, and none may be there at the step.
 
     Attributes:
+        master_of: as given.
         before: called before a master is changed: a save may still be reading it.
     """
 
@@ -52,7 +53,7 @@ class ForeignWrites:
         anywhere: bool = False,
         emptied: bool = False,
     ):
-        self._names, self._params, self._master_of = names, params, master_of
+        self._names, self._params, self.master_of = names, params, master_of
         self._sampled, self._anywhere, self._emptied = sampled, anywhere, emptied
         self.before: Callable[[], None] = lambda: None
         self._places: list[_Place] = []
@@ -138,7 +139,7 @@ class ForeignWrites:
 
     def _take(self, param: Any, whole: bool) -> bool:
         """Whether the master of a written parameter differed; `whole`: the parameter itself was written, not this rank's slice."""
-        found = self._master_of(param)
+        found = self.master_of(param)
         if found is None:
             return False
         start, master = found

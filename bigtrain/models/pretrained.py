@@ -12,6 +12,7 @@ import torch
 
 from bigtrain import ranks
 from bigtrain.errors import ModelError
+from bigtrain.weights.companions import generation_config_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +55,8 @@ def staging_for(directory: Path, device: torch.device) -> contextlib.AbstractCon
 
 
 def _take_generation_config(model: torch.nn.Module, directory: Path) -> None:
-    if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):
-        from transformers import GenerationConfig
-
-        model.generation_config = GenerationConfig.from_pretrained(directory)  # type: ignore[assignment]
+    if hasattr(model, "generation_config") and (found := generation_config_of(directory)) is not None:
+        model.generation_config = found
 
 
 def initialise_missing(model: torch.nn.Module, missing: Sequence[torch.nn.Parameter]) -> None:

@@ -19,6 +19,7 @@ from bigtrain import ranks, shapes, standins
 from bigtrain.errors import ModelError
 from bigtrain.models import hub
 from bigtrain.models.attention import left_out
+from bigtrain.weights.companions import generation_config_of
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,9 @@ def _config_of(source: Any, trust_remote_code: bool) -> tuple[Any, Path | None, 
                 folder,
                 ", ".join(_WEIGHT_PATTERNS[::2]),
             )
-        return config_from(folder, trust_remote_code), folder if has_weights else None, str(source)
+        config = config_from(folder, trust_remote_code)
+        generation_config_of(folder)  # told now, not when all weights are read
+        return config, folder if has_weights else None, str(source)
     if hasattr(source, "model_type") and hasattr(source, "to_dict"):
         return copy.deepcopy(source), None, type(source).__name__
     raise ModelError(
@@ -127,8 +130,8 @@ def config_from(name: str | Path, trust_remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
-        if not is_about_files(error) and not isinstance(error, KeyError):
-            raise
+        if not is_about_files(error) and not isinstance(error, KeyError | AttributeError | TypeError):
+            raise  # those three: a value of another kind than the library computes with, which it does not look at
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"{name} brings its own Python code, which would run here. Read it, then pass trust_remote_code=True (--trust_remote_code)."
@@ -206,12 +209,21 @@ def _constructor(config: Any, attn_implementation: str | None, trust_remote_code
             except (AttributeError, TypeError, AssertionError, ArithmeticError, IndexError) as error:
                 # A setting that is missing, None where the class computes with it, or beyond the others (pad_token_id above vocab_size).
                 raise ModelError(f"{cls.__name__} cannot be built from this config: {error}; at {_last_line(error)}") from error
+            except RuntimeError as error:
+                if "negative dimension" not in str(error):
+                    raise
+                raise ModelError(f"{cls.__name__} cannot be built from this config: {error}") from error
             except (ValueError, ImportError) as error:
                 asked = isinstance(error, ImportError) and attention not in (None, "sdpa", "eager")
                 instead = f" Install it, or leave attn_implementation {attention} out." if asked else ""
                 raise ModelError(f"{cls.__name__} cannot be built from this config: {error}{instead}") from error
 
     return construct
+
+
+def _takes(cls: Any, config: Any) -> bool:
+    wanted = getattr(cls, "config_class", None)
+    return not isinstance(wanted, type) or isinstance(_part_for(cls, config), wanted)
 
 
 def _part_for(cls: Any, config: Any) -> Any:
@@ -239,13 +251,14 @@ def _attention(cls: Any, config: Any, wanted: str | None) -> str | None:
 
 
 def _class_for(config: Any, trust_remote_code: bool) -> Any:
-    """The class that `architectures` names, else the first Auto class that knows the config."""
+    """The class that `architectures` names, else the first Auto class that knows the config; as there, none of another model_type."""
     import transformers
 
     auto_map = getattr(config, "auto_map", None) or {}
-    for name in getattr(config, "architectures", None) or ():
-        cls = getattr(transformers, name, None)
-        if cls is not None:
+    named = getattr(config, "architectures", None) or ()
+    for name in [named] if isinstance(named, str) else named:
+        cls = getattr(transformers, str(name), None)
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and _takes(cls, config):
             return cls
     remote = [name for name in _AUTO_CLASSES if name in auto_map]
     if remote and trust_remote_code:

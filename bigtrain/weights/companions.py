@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from bigtrain import standins
 from bigtrain.errors import WeightsError
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,26 @@ def configs_with_cache(config: Any) -> list[Any]:
     """A config and that of the text model inside it, where they say whether to keep a cache."""
     nested = config.get_text_config() if hasattr(config, "get_text_config") else None
     return [c for c in (config, nested) if c is not None and getattr(c, "use_cache", None) is not None]
+
+
+def generation_config_of(folder: str | Path) -> Any:
+    """The generation config that a model folder holds; None if it has none.
+
+    Raises:
+        WeightsError: there is one, and it cannot be read.
+    """
+    file = os.path.join(folder, "generation_config.json")
+    if not os.path.lexists(file):
+        return None
+    from transformers import GenerationConfig
+
+    why = standins.instead(file)
+    try:
+        if not why:
+            return GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        why = f"not usable: {error}"
+    raise WeightsError(f"{file} is {why}. Copy it again, or remove it: only generation uses it.", file=file)
 
 
 def also_end_at(model: Any, token: int | None) -> None:

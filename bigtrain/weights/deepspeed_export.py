@@ -14,6 +14,7 @@ import torch
 from bigtrain import ranks, standins
 from bigtrain.errors import UsageError, WeightsError
 from bigtrain.weights import partial
+from bigtrain.weights.companions import generation_config_of
 from bigtrain.weights.deepspeed_folder import open_deepspeed
 from bigtrain.weights.dtypes import as_dtype
 from bigtrain.weights.export import ExportReport, finish, prepare, range_ops, wait_for_all
@@ -99,18 +100,23 @@ def _model_of(model_dir: str | Path | None) -> tuple[torch.nn.Module, Any]:
 
     try:
         config = transformers.AutoConfig.from_pretrained(model_dir)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         why = standins.instead(file := os.path.join(model_dir, "config.json")) if os.path.isdir(model_dir) else ""
         raise UsageError(f"{file} is {why}." if why else f"the config of {model_dir} cannot be read: {error}") from error
     names = getattr(config, "architectures", None) or [""]
-    cls = getattr(transformers, names[0], None) if names[0] else None
+    cls = getattr(transformers, str(names[0]), None) if names[0] else None
     from transformers.initialization import no_init_weights
 
-    with torch.device("meta"), no_init_weights():
-        model = cls(config) if cls is not None else transformers.AutoModelForCausalLM.from_config(config)
-    model.tie_weights()  # not done on the meta device
-    if (Path(model_dir) / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(model_dir)
+    try:
+        with torch.device("meta"), no_init_weights():
+            model = cls(config) if cls is not None else transformers.AutoModelForCausalLM.from_config(config)
+        model.tie_weights()  # not done on the meta device
+    except Exception as error:  # whatever a class runs into with values that it cannot compute with
+        raise UsageError(
+            f"no {names[0] or 'model'} can be built from the config of {model_dir}: {type(error).__name__}: {error}"
+        ) from error
+    if (generation := generation_config_of(model_dir)) is not None:
+        model.generation_config = generation
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
     except Exception as error:  # mostly there is none in the folder: the export then has none either

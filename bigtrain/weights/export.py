@@ -24,9 +24,11 @@ from bigtrain.weights.companions import exported_config, refuse_unloadable, writ
 from bigtrain.weights.dtypes import as_dtype
 from bigtrain.weights.layout import Layout, plan_layout
 from bigtrain.weights.mapping import Part
+from bigtrain.weights.masters import Masters, masters_for
 from bigtrain.weights.replace import refuse_foreign
 from bigtrain.weights.slots import Piece, Slot, owned_piece, slots_of
 from bigtrain.weights.write import WriteOp, Writer, create
+from bigtrain.zero.flat import MasterOf
 
 logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
@@ -64,6 +66,7 @@ def export_model(
     tokenizer: Any = None,
     max_shard_bytes: int = 5_000_000_000,
     ranges: bool | None = None,
+    master_of: MasterOf | None = None,
 ) -> ExportReport:
     """Write `model` as a folder that plain `from_pretrained` loads; all ranks call it.
 
@@ -79,6 +82,8 @@ def export_model(
         max_shard_bytes: most tensor bytes in one file.
         ranges: several ranks write into one file. Not safe on network file systems without coherent caches when the ranks
             are on several hosts, so by default only done on one host; otherwise each file is written by one rank.
+        master_of: from `zero.flat.master_of`: where the files hold another float type than the model (`dtype`, or what its class wants
+            in fp32), values come from the fp32 masters, as in an export of a checkpoint. None: from the weights.
 
     Raises:
         WeightsError: before anything is written if the export could not be loaded again or does not fit the disk.
@@ -96,12 +101,13 @@ def export_model(
         slots = slots_of(model)
         layout = plan_layout(model, slots, wanted, max_shard_bytes)
     ranks.agree([(s.name, s.size, len(s.parts)) for s in layout.shards], "what the export will write")
+    masters = masters_for(layout, master_of)
     temporary = ranks.main_decides(lambda: prepare(model, slots, layout, str(out_dir), wanted, tokenizer), "export")
     with partial.dropped_on_failure(temporary):
         # A folder on the disk of the first host alone is written by that host's ranks.
         writers = [r for r, sees in enumerate(ranks.all_gather_object(os.path.isdir(temporary))) if sees]
         together = len(writers) == ranks.world_size() and (_one_host() if ranges is None else ranges)
-        written = _write_weights(layout, temporary, together, writers)
+        written = _write_weights(layout, masters, temporary, together, writers)
         finish(layout, temporary, str(out_dir))
     report = ExportReport(
         str(out_dir), [shard.name for shard in layout.shards], len(layout.dtypes), layout.total_bytes, written,
@@ -144,15 +150,15 @@ def _refuse_full_disk(layout: Layout, temporary: str, out_dir: str) -> None:
         )
 
 
-def _write_weights(layout: Layout, temporary: str, ranges: bool, writers: Sequence[int]) -> int:
+def _write_weights(layout: Layout, masters: Masters, temporary: str, ranges: bool, writers: Sequence[int]) -> int:
     """The ranks `writers` write; returns the bytes of this rank. Writing goes on behind the gathering."""
     problem: Exception | None = None
     writer = Writer()
     with ThreadPoolExecutor(1, "write") as behind:
-        writes = [behind.submit(writer.run, range_ops(layout, temporary, own_pieces(layout)) if ranges else [])]
+        writes = [behind.submit(writer.run, range_ops(layout, temporary, own_pieces(layout, masters)) if ranges else [])]
         for job in _gathered_jobs(layout, ranges, writers):
             # collective: gathering goes on after a failure, because the other ranks take part
-            with _whole(job, layout) as sources:
+            with _whole(job, layout, masters) as sources:
                 mine = [place for place in job if place.writer == ranks.rank()]
                 if mine and problem is None:
                     try:
@@ -188,11 +194,13 @@ def finish(layout: Layout, temporary: str, out_dir: str) -> None:
     ranks.main_decides(lambda: _publish(layout, temporary, out_dir), "finishing the export")
 
 
-def own_pieces(layout: Layout) -> Callable[[str], list[Piece]]:
+def own_pieces(layout: Layout, masters: Masters) -> Callable[[str], list[Piece]]:
     """A function that gives what this rank owns of a tensor of the model, by name."""
 
     def pieces(name: str) -> list[Piece]:
-        piece = owned_piece(layout.slots[name], ranks.rank(), ranks.world_size())
+        slot = layout.slots[name]
+        held = name in masters.own
+        piece = masters.owned_piece(slot, name) if held else owned_piece(slot, ranks.rank(), ranks.world_size())
         return [] if piece is None else [piece]
 
     return pieces
@@ -251,10 +259,11 @@ def _gathered_jobs(layout: Layout, ranges: bool, writers: Sequence[int]) -> list
 
 
 @contextlib.contextmanager
-def _whole(job: list[_Place], layout: Layout) -> Iterator[dict[str, torch.Tensor]]:
+def _whole(job: list[_Place], layout: Layout, masters: Masters) -> Iterator[dict[str, torch.Tensor]]:
     slots = {name: layout.slots[name] for place in job for name in place.part.sources}
-    with zero.gathered([slot.tensor for slot in slots.values() if slot.partitioned]):  # type: ignore[misc]
-        yield {name: slot.tensor.detach() for name, slot in slots.items()}
+    made = {name: masters.gather(slot, name) for name, slot in slots.items() if name in masters.own}
+    with zero.gathered([slot.tensor for name, slot in slots.items() if slot.partitioned and name not in made]):  # type: ignore[misc]
+        yield {name: slot.tensor.detach() for name, slot in slots.items() if name not in made} | made
 
 
 def _gathered_ops(layout: Layout, job: list[_Place], sources: dict[str, torch.Tensor], folder: str) -> list[WriteOp]:

@@ -30,7 +30,7 @@ def read(file: str) -> dict[str, torch.Tensor]:
         if why := standins.instead(file):
             raise WeightsError(f"{file} is {why}.", file=file) from error
         raise WeightsError(
-            f"{file}: not readable as a pickle of tensors alone: {type(error).__name__}: {(str(error) or 'it ends too early').splitlines()[0]}. "
+            f"{file}: not readable as a pickle of tensors alone: {type(error).__name__}: {_said(error)}. "
             "Damaged, or it holds other objects, which are not loaded because unpickling them can run code.",
             file=file,
         ) from error
@@ -46,6 +46,13 @@ def read(file: str) -> dict[str, torch.Tensor]:
         what = "has no values (meta device)" if value.is_meta else f"is {str(value.layout).removeprefix('torch.')}"
         raise WeightsError(f"{file}: tensor {name} {what}: save it dense.", file=file, tensor=name)
     return dict(table)
+
+
+def _said(error: Exception) -> str:
+    """What torch says, without its advice to load the file in a way that runs the code in it."""
+    lines = [line.strip() for line in str(error).splitlines()] or ["it ends too early"]
+    reason = next((line for line in lines if "GLOBAL" in line or "WeightsUnpickler error" in line), lines[0])
+    return reason.split(" In PyTorch 2.6")[0].split(" Please use")[0].rstrip(". ")
 
 
 def describe(file: str, tensors: Mapping[str, Any]) -> list[TensorInfo]:

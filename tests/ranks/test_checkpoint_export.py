@@ -11,7 +11,10 @@ from safetensors.torch import load_file
 from bigtrain import cli
 from bigtrain.engine import Engine
 from bigtrain.models import build_model
+from bigtrain.weights import export_model
+from bigtrain.zero import flat
 from tests import torchrun
+from tests.ranks import families
 from tests.ranks.test_checkpoint_engine import _engine, _step
 from tests.ranks.tiny import VOCAB, config, rows
 
@@ -63,6 +66,44 @@ def test_export_of_a_checkpoint_equals_the_engines_own(rank_pool, tmp_path, stag
     onto_itself = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--overwrite", "--model", str(tmp_path / "out")]
     assert cli.main(onto_itself) == 2
     assert "is the model folder itself" in capsys.readouterr().err  # the base model's weights were replaced
+
+
+def _train(root, family, stage, optimizer):
+    """Two steps; the checkpoint, and exports by byte ranges and by gathering."""
+    cfg = config(stage, bf16=True, micro=1, accumulation=1)
+    source = families.make(family).config
+    for part in (source, source.get_text_config()):
+        part._experts_implementation = "eager"  # grouped products want rows of 16 bytes
+    engine = Engine(build_model(source, ds_config=cfg), ds_config=cfg, optimizer=optimizer, learning_rate=1e-2, hang_s=None)
+    for step in range(2):
+        engine.train_step(rows(step, 2 * engine.world_size)[engine.rank :: engine.world_size])
+    engine.save_checkpoint(root / "run")
+    for dtype in ("bfloat16", "float32", "float16"):
+        engine.export(root / f"direct.{dtype}", dtype)
+    master_of = flat.master_of(engine.deepspeed.optimizer)
+    export_model(engine.module, root / "gathered", dtype="float32", ranges=False, master_of=master_of)
+    engine.close()
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 0), (3, 1), (2, 2), (3, 3)])
+@pytest.mark.parametrize("family", ["llama", "ernie_vl_moe"])
+def test_both_exports_have_the_same_bytes(rank_pool, tmp_path, world, stage, family):
+    """What is written in fp32 (routers, and all of an fp32 export) came from the rounded weights in one and from the masters in the other."""
+    rank_pool(world).run(_train, tmp_path, family, stage, "adamw_torch")
+    for dtype in ("bfloat16", "float32", "float16"):
+        assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / dtype), "--dtype", dtype]) == 0
+        own, again = ((tmp_path / name / "model.safetensors").read_bytes() for name in (f"direct.{dtype}", dtype))
+        assert own == again, (dtype, differing(tmp_path / f"direct.{dtype}", tmp_path / dtype))
+    assert (tmp_path / "gathered" / "model.safetensors").read_bytes() == (
+        tmp_path / "float32" / "model.safetensors"
+    ).read_bytes()
+    values = load_file(tmp_path / "float32" / "model.safetensors").items()
+    assert all(not torch.equal(v, v.bfloat16().float()) for name, v in values if "proj.weight" in name)  # not rounded anywhere
+
+
+def differing(one, two):
+    a, b = (load_file(folder / "model.safetensors") for folder in (one, two))
+    return [name for name in a if not torch.equal(a[name], b[name])]
 
 
 def _custom(root):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigtrain.errors import ModelError
+from bigtrain.errors import ModelError, WeightsError
 from bigtrain.models import build_model
 from bigtrain.models.source import resolve
 
@@ -52,6 +52,33 @@ def test_a_config_that_its_class_cannot_compute_with_is_told():
         build_model({**LLAMA, "model_type": "nemotron", "num_key_value_heads": None})
     with pytest.raises(ModelError, match=r"LlamaForCausalLM cannot be built from this config: Padding_idx must be within"):
         build_model({**LLAMA, "pad_token_id": 10**6})
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM cannot be built from this config: .*negative dimension -1"):
+        build_model({**LLAMA, "vocab_size": -1, "pad_token_id": None})
+
+
+@pytest.mark.parametrize(("key", "value"), [("dtype", "float8"), ("quantization_config", "x")])
+def test_a_value_of_config_json_that_the_library_stumbles_over_is_told(tmp_path, key, value):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, key: value}))
+    with pytest.raises(ModelError, match=r"config of .* cannot be used"):
+        build_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "named", [["BertModel"], [7], ["AutoModel"], ["pipeline"], ["LlamaConfig"], "LlamaForCausalLM", ["Qwen2Model"]]
+)
+def test_architectures_that_are_no_class_for_the_model_type_are_passed_over_as_auto_classes_do(named):
+    model = build_model({**LLAMA, "architectures": named})
+    assert type(model).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"cache_implementation": "nope"}', None])
+def test_a_broken_generation_config_is_told_before_weights_are_read(tmp_path, text):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    file = tmp_path / "generation_config.json"
+    file.symlink_to("nowhere") if text is None else file.write_text(text)
+    (tmp_path / "model.safetensors").write_bytes(b"never read")
+    with pytest.raises(WeightsError, match=r"generation_config\.json is .*(empty|not usable|does not exist)"):
+        resolve(tmp_path)
 
 
 def test_attention_that_there_is_not_is_refused():

@@ -116,6 +116,17 @@ def test_bin_files_that_hold_no_plain_values_are_refused_before_a_read(tmp_path)
     refused(tmp_path, "pytorch_model.bin", "is empty")
     torch.save({**values(), 5: dense}, tmp_path / "pytorch_model.bin")
     refused(tmp_path, "pytorch_model.bin", "found 5")
+    torch.save({**values(), "x": Code(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+    error = refused(tmp_path, "pytorch_model.bin", "mkdir", "unpickling them can run code")
+    assert "weights_only" not in str(error) and not (tmp_path / "ran").exists()  # torch's advice would run it
+
+
+class Code:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
 
 
 def test_one_pattern_as_text_is_not_a_sequence_of_letters(tmp_path):
