@@ -25,6 +25,10 @@ def _engine(stage, bf16=False, module=None, **zero):
     return Engine(module, ds_config=cfg, learning_rate=1e-2)
 
 
+def _built(stage):
+    return build_model(_module, ds_config=config(stage, bf16=False, micro=4), dtype=torch.float32)
+
+
 def _begun(engine):
     loss = engine(_x(engine.rank, 1, 0))
     engine.backward(loss)
@@ -83,6 +87,9 @@ BELOW_3 = {
 AT_3 = {
     "penalty": (lambda e: _gradient_of(x := _x(0, 1, 0), e(x.requires_grad_()), create_graph=True), "Use stage 0, 1 or 2"),
     "state_dict": (lambda e: e.module.state_dict(), "engine.export(dir)"),
+    "copy of a part": (lambda e: copy.deepcopy(e.module.a), "frozen_module"),
+    "average": (lambda e: torch.optim.swa_utils.AveragedModel(e.module), "its copy would be empty"),
+    "copy of a model without an engine": (lambda e: copy.deepcopy(_built(e.stage)), "its copy would be empty"),
     "load_state_dict": (lambda e: e.module.load_state_dict(_module().state_dict()), "load_into"),
 }
 
