@@ -37,6 +37,7 @@ JOB = --model_name_or_path preset:llama-tiny --tokenizer_name_or_path $(DATA)/to
 
 train: $(VENV)/.installed $(DATA)/train.jsonl
 	@test ! -e $(OUT)/run.json || echo "$(OUT) holds a run: this one goes on from its last checkpoint. To start over: rm -r $(OUT)"
+	@echo "starting $(RANKS) processes: their first line comes when torch and DeepSpeed are loaded, a minute or more the first time"
 	deepspeed -q --num_accelerators $(RANKS) launch/train.py --ds_config ds_configs/zero3_offload.json $(JOB) \
 	    --max_steps $(STEPS) --lr_scheduler_type cosine --warmup_steps 10 \
 	    --eval_data $(DATA)/validation.jsonl --eval_steps 30 --save_steps 30 --save_total_limit 1 \

@@ -48,7 +48,8 @@ class Engine(NotCopied):
         optimizer: a key of `bigtrain.optim.OPTIMIZERS`; wins over the ds_config's section. "adamw" if neither says.
         learning_rate, betas, eps, weight_decay: for the optimizer; from the ds_config where None.
         lr_scheduler, warmup_steps, total_steps, lr_scheduler_kwargs: the schedule, a pure function of `global_step`; see
-            `bigtrain.optim.schedule`. "linear" if nothing says; without total_steps the rate stays constant after the warm-up.
+            `bigtrain.optim.schedule`. "linear" if nothing says; without total_steps the rate stays constant after the warm-up. Or a
+            function, the same on every rank, from the update's number, from 0, to the factor on `learning_rate` (as LambdaLR's).
         max_grad_norm: global norm to clip gradients at; 0: no clipping. None: from the ds_config, else 1.0.
         micro_batch, accumulation: samples per forward and rank, forwards per step; from the ds_config where None.
         offload_gradients: share of them, 0 to 1, that leaves the GPU in backward: one rank, stage 2, adamw_split on the host.
@@ -85,7 +86,7 @@ class Engine(NotCopied):
         betas: tuple[float, float] | None = None,
         eps: float | None = None,
         weight_decay: float | None = None,
-        lr_scheduler: str | None = None,
+        lr_scheduler: str | Callable[[int], float] | None = None,
         warmup_steps: int | None = None,
         total_steps: int | None = None,
         lr_scheduler_kwargs: Mapping[str, Any] | None = None,
@@ -106,10 +107,11 @@ class Engine(NotCopied):
         zero.init_distributed()
         with ranks.together("reading the engine's settings"):
             make_fit(model)
+            named, own_factor = settings.schedule_of(lr_scheduler, warmup_steps, lr_scheduler_kwargs)
             beta1, beta2 = settings.pair_of(betas)
             run = RunValues(
                 optim=optimizer, learning_rate=learning_rate, adam_beta1=beta1, adam_beta2=beta2, adam_epsilon=eps,
-                weight_decay=weight_decay, lr_scheduler_type=lr_scheduler, warmup_steps=warmup_steps, total_steps=total_steps,
+                weight_decay=weight_decay, lr_scheduler_type=named, warmup_steps=warmup_steps, total_steps=total_steps,
                 max_grad_norm=max_grad_norm, micro_batch=micro_batch, accumulation=accumulation,
             )  # fmt: skip
             settings.refuse_other_kinds(run, seed)
@@ -125,9 +127,9 @@ class Engine(NotCopied):
                 scheduler_kwargs=lr_scheduler_kwargs,
                 offload_gradients=offload_gradients,
             )
-            factor = self.settings.schedule()
+            factor = self.settings.schedule(own_factor)
             keep = kept_names(model, keep_in_fp32, self.settings.stage, self.settings.bf16)
-        ranks.agree(agreement.digest((self.settings, hang_s)), "the engine's settings")
+        ranks.agree(agreement.digest((self.settings, hang_s, factor(0))), "the engine's settings")
         launcher.watch()
         watch.begin(hang_s)
         for note in [*notes, *self.settings.notes] if ranks.is_main() else ():
@@ -191,6 +193,7 @@ class Engine(NotCopied):
         agreement.same_freezing(self._parts.frozen_map, self.global_step, None if self._since.backwards else self._ds.module)
         if why := self._since.no_backward() or self._origin.questionable(loss, self._since.planned):
             self._origin.refuse(why)
+        self._origin.tell_eval_mode()
         loss = loss.reshape(())
         scaled = loss.float() * (weight * self.world_size)  # DeepSpeed takes the mean over ranks; what is wanted is the sum
         if self._reduction.during_backward and not self._uniform:
@@ -307,6 +310,7 @@ class Engine(NotCopied):
             stop: asked before each batch.
 
         Raises:
+            DataError: on every rank, if there is no batch or no target on any.
             StoppedError: on every rank, as soon as `stop` is true on one.
             RanksDisagreeError: if not every rank calls it, one has no batch at all, or another rank's `batches` failed.
         """

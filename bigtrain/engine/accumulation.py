@@ -102,6 +102,11 @@ class Accumulation:
             numbers = {r: row[0] for r, row in enumerate(told)}
             raise RanksDisagreeError(f"train_step(): ranks were given different numbers of micro batches: {numbers}", numbers)
         total = sum(row[1] for row in told)
+        if not counts:
+            raise DataError(
+                f"step {step + 1}: train_step() got no micro batch: an empty list, or a generator that was used up. It takes the micro "
+                "batches of one step: train_step([batch, ...])."
+            )
         if total == 0:
             raise DataError(
                 f"step {step + 1}: no target token in the global batch ({len(told)} ranks x {len(counts)} "

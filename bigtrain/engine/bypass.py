@@ -12,6 +12,7 @@ reduction. Attributes of its engine that are substituted, on the instance: _back
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from bigtrain.errors import BypassError, UsageError
 from bigtrain.meeting import announce_failure
 from bigtrain.models.compiled import without_wrappers
 
+log = logging.getLogger(__name__)
 _OUTPUT = "bigtrain_output"  # in the metadata of autograd's nodes
 _taken: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules of engines that were not closed
 
@@ -84,6 +86,7 @@ class Origin:
         self._step = step
         self._traced = traced
         self._reached = False  # by the backward that runs
+        self._eval_told = self._released = False
         self.misuse = Misuse(ds, in_step, self.refuse)
         self._in_forward = False
         self._in_backward = False
@@ -103,6 +106,7 @@ class Origin:
 
     def release(self) -> None:
         """Mark no more: the engine is closed."""
+        self._released = True
         self.misuse.release()
         for name in ("_backward_prologue", "_backward_prologue_per_tensor"):
             self._ds.__dict__.pop(name, None)
@@ -114,9 +118,18 @@ class Origin:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """The engine's own forward."""
+        if self._released:
+            raise UsageError("this Engine is closed: nothing would be trained through it. Make another for the module.")
         self._in_forward = True
         try:
             yield
+        except IndexError as error:
+            if "index out of range in self" in str(error):  # of an embedding, on the CPU
+                error.add_note(
+                    "A token id (or a position) of this batch lies beyond an embedding's rows: the tokenizer is not this model's, or its embedding "
+                    "must be resized (build_model(..., resize_vocab_to=len(tokenizer))), or the rows are longer than the model's positions."
+                )
+            raise
         except RuntimeError as error:
             if "BFloat16" in str(
                 error
@@ -170,6 +183,20 @@ class Origin:
                     "itself, so that gradients would be that much too small. Call engine.backward(loss) without dividing."
                 )
         return ""
+
+    def tell_eval_mode(self) -> None:
+        """Say once that a loop trains a model in evaluation mode: as `from_pretrained` returns it, or since an evaluation of its own."""
+        module = self._module()
+        if module is None or module.training or self._eval_told:
+            return
+        self._eval_told = True
+        if ranks.is_main():
+            log.warning(
+                "step %d trains a model in evaluation mode: dropout is off, BatchNorm uses and keeps its running statistics, and transformers' "
+                "gradient checkpointing does nothing. Call engine.train() before the loop and after an evaluation of your own (from_pretrained "
+                "returns models in evaluation mode, build_model in training mode).",
+                self._step() + 1,
+            )
 
     def _mark(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled() or module is not self._module():  # a deep copy has the hook too

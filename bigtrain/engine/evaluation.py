@@ -12,7 +12,7 @@ import torch
 from bigtrain import ranks
 from bigtrain.engine import steps
 from bigtrain.engine.steps import Batch, EvalResult
-from bigtrain.errors import RanksDisagreeError, StoppedError
+from bigtrain.errors import DataError, RanksDisagreeError, StoppedError
 from bigtrain.meeting import Point, meet
 
 if TYPE_CHECKING:
@@ -26,8 +26,10 @@ def evaluate(engine: Engine, batches: Iterable[Batch], limit_s: float | None, st
     modes = {m: m.training for m in engine.module.modules()}
     engine.module.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    ran = False
     try:
         for batch, count in _in_step(engine, batches, stop):
+            ran = True
             loss = steps.loss_of(engine(**steps.move(batch, engine.device, engine.dtype)))
             if count:
                 sums[0] += loss.double() * count
@@ -37,7 +39,14 @@ def evaluate(engine: Engine, batches: Iterable[Batch], limit_s: float | None, st
             module.training = mode
     rows = ranks.all_gather_object(sums.tolist())
     total = int(sum(row[1] for row in rows))
-    return EvalResult(math.fsum(row[0] for row in rows) / total if total else math.nan, total)
+    if not ran:
+        raise DataError(
+            "evaluate() got no batch on any rank: an empty list, or a generator that an earlier evaluation has used up. Give it a list, or "
+            "something that begins anew each time, such as a DataLoader."
+        )
+    if total == 0:
+        raise DataError("evaluate(): no target token in any rank's batches: every label is -100, so that there is no loss.")
+    return EvalResult(math.fsum(row[0] for row in rows) / total, total)
 
 
 def _in_step(engine: Engine, batches: Iterable[Batch], stop: Callable[[], bool]) -> Iterator[tuple[Batch, int]]:

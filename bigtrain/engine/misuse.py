@@ -37,7 +37,7 @@ _live: weakref.WeakSet[Misuse] = weakref.WeakSet()
 
 
 def knows_its_arguments(init: Callable[P, None]) -> Callable[P, None]:
-    """An `__init__` that says of a keyword it does not take which one is meant.
+    """An `__init__` that says of an argument it does not take which one is meant, and of one that it needs what it is.
 
     Raises:
         UsageError: where Python has a TypeError.
@@ -46,11 +46,23 @@ def knows_its_arguments(init: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        if len(args) > 2:
+            raise UsageError(
+                f"Engine(model, {type(args[2]).__name__}): the model alone is given by its place, all else by name: Engine(model, ds_config=..., "
+                'learning_rate=...). The engine builds optimizer and schedule itself (optimizer="adamw", lr_scheduler="cosine").'
+            )
         for name in kwargs:
             if name not in known:
                 near = _ARGUMENTS.get(name) or next(iter(difflib.get_close_matches(name, known, n=1)), "")
                 hint = f"write {near}=..." if near else f"it takes {', '.join(known[2:])}"
                 raise UsageError(f"Engine({name}=...) is unknown: {hint}")
+        if len(args) < 2 and "model" not in kwargs:
+            raise UsageError("Engine(model, ds_config=...): no model was given: a torch.nn.Module, or what build_model makes.")
+        if "ds_config" not in kwargs:
+            raise UsageError(
+                "Engine(model, ds_config=...): no ds_config was given: DeepSpeed's JSON as a path or a mapping, or a preset's name, such as "
+                '"zero2" (bigtrain config generate writes one).'
+            )
         init(*args, **kwargs)
 
     return checked
@@ -148,6 +160,14 @@ class NotCopied:
             told = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(f"{told}: {instead}" if instead else told)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "lr":
+            raise UsageError(
+                f"engine.lr = {value!r}: the rate follows from learning_rate and the schedule, so that a run that goes on has the same. Give "
+                "Engine(lr_scheduler=f) a function from the update's number to the factor on learning_rate."
+            )
+        object.__setattr__(self, name, value)
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
             "an Engine cannot be copied or pickled: copy engine.module (below stage 3), or use engine.save_checkpoint(dir)."
@@ -180,6 +200,7 @@ class Misuse:
             self._on(target, zero_grad=self._inner("zero_grad", self._refuse_emptying))
         if any(zero.is_partitioned(p) for p in ds.module.parameters()):
             self._handles = [ds.module.register_state_dict_pre_hook(self._empty)]
+            zero.refuse_copies(ds.module)
         _watch_clipping()
         _watch_functional_calls()
         _live.add(self)

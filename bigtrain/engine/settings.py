@@ -56,12 +56,16 @@ class Settings:
     scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def schedule(self) -> Callable[[int], float]:
-        """The factor on the learning rate as a function of the step.
+    def schedule(self, own: Callable[[int], float] | None = None) -> Callable[[int], float]:
+        """The factor on the learning rate as a function of the step; `own`, of `schedule_of`, where there is one.
 
         Raises:
             UsageError: the values contradict each other, or `scheduler_kwargs` has a name that `optim.schedule` does not know.
         """
+        if own:
+            own(0)
+            self.scheduler = "a function"
+            return own
         optim.refuse_unknown(self.scheduler_kwargs)
         return optim.schedule(
             self.scheduler, warmup_steps=self.warmup_steps, total_steps=self.total_steps, **self.scheduler_kwargs
@@ -81,12 +85,35 @@ def pair_of(betas: Any) -> tuple[Any, Any]:
     return betas[0], betas[1]
 
 
+def schedule_of(given: Any, warmup_steps: Any, kwargs: Any) -> tuple[Any, Callable[[int], float] | None]:
+    """The name to settle the config with, and the factor of a function given in its place; UsageError if a warm-up stands beside that."""
+    if not callable(given) or isinstance(given, type):
+        return given, None
+    if warmup_steps or kwargs:
+        raise UsageError(
+            "lr_scheduler is a function: it gives the factor of every update, the warm-up's too. Leave out warmup_steps and "
+            "lr_scheduler_kwargs, or name a schedule (linear, cosine, constant, wsd)."
+        )
+    return "constant", optim.own(given)
+
+
 def refuse_other_kinds(run: RunValues, seed: Any) -> None:
     """Check that numbers are numbers: a value out of a file or the environment is text until somebody reads it.
 
     Raises:
         UsageError: naming each that is not.
     """
+    for name, value, instead in (
+        ("optimizer", run.optim, f"the engine builds it itself, on ZeRO's partitions: a name ({', '.join(optim.OPTIMIZERS)})"),
+        (
+            "lr_scheduler",
+            run.lr_scheduler_type,
+            "a name (linear, cosine, constant, wsd), or a function from the update's number to a factor",
+        ),
+    ):
+        if value is not None and not isinstance(value, str):
+            what = value.__name__ if isinstance(value, type) else type(value).__name__
+            raise UsageError(f"Engine({name}=...) is a {what}: {instead}.")
     texts = ("optim", "lr_scheduler_type")
     wrong = [f"{n} is {v!r}" for n, v in run.given().items() if n not in texts and isinstance(v, str | bytes | Sequence)]
     wrong += [] if isinstance(seed, numbers.Integral) else [f"seed is {seed!r}"]

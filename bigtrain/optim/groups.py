@@ -46,7 +46,11 @@ def param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
         (decay if _decays(name, param, module) else plain).append((name, param))
         param.is_hidden_matrix = _is_hidden_matrix(name, param, module_name, module)  # type: ignore[attr-defined]
     if not decay and not plain:
-        raise ModelError("no parameter of the model is trainable: everything is frozen. Unfreeze what should be trained.")
+        raise ModelError(
+            "no parameter of the model is trainable: everything is frozen. Unfreeze what should be trained. A model that is only asked (a "
+            "reference, a teacher, a reward model) needs no Engine: build_model(...) without a ds_config, whole on each rank, "
+            ".to(engine.device).eval(); one too large for that is a frozen part of the trained module (bigtrain.models.frozen_module)."
+        )
     pairs = [(decay, weight_decay), (plain, 0.0)]
     return [{"params": [p for _, p in part], "names": [n for n, _ in part], "weight_decay": wd} for part, wd in pairs if part]
 

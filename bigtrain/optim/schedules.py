@@ -69,6 +69,28 @@ def schedule(
     return _decaying(warmup_steps, warmup_steps, total_steps - warmup_steps, min_ratio, DECAYS[kind])
 
 
+def own(function: Callable[[int], Any]) -> Factor:
+    """A user's function from the 0-based update number to the factor on the peak rate, checked each time it is asked.
+
+    Raises:
+        UsageError: from the result, where the function gives no number of at least 0.
+    """
+
+    def factor(step: int) -> float:
+        value = function(step)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not 0.0 <= number < math.inf:
+            raise UsageError(
+                f"lr_scheduler's function gave {value!r} for update {step}: a number of at least 0 is needed, which learning_rate is multiplied by."
+            )
+        return number
+
+    return factor
+
+
 def refuse_unknown(kwargs: Iterable[str]) -> None:
     """Names that `schedule` does not take beside the run's own numbers.
 

@@ -93,6 +93,10 @@ def export_model(
     begin = time.monotonic()
     with ranks.together(f"planning the export to {out_dir}"):
         wanted = as_dtype(dtype)
+        if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+            raise UsageError(
+                f"tokenizer={tokenizer!r}: give the tokenizer (or processor) itself, such as transformers.AutoTokenizer.from_pretrained(...)."
+            )
         if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
             raise UsageError(
                 f"{type(model).__name__}: from_pretrained would find none of its weights under these names. Write its adapters with "

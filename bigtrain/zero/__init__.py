@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import warnings
 import weakref
@@ -39,7 +40,7 @@ import deepspeed
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from bigtrain import ranks
-from bigtrain.errors import ModelError
+from bigtrain.errors import ModelError, UsageError
 from bigtrain.hosts import meeting, network, rollcall
 from bigtrain.hosts.ports import free_port
 from bigtrain.zero import startup
@@ -134,6 +135,27 @@ def skip_shm_op() -> None:
 def is_partitioned(param: torch.nn.Parameter) -> bool:
     """True if ZeRO-3 owns this parameter (whether or not it is gathered at the moment)."""
     return hasattr(param, "ds_id")
+
+
+def refuse_copies(model: torch.nn.Module) -> None:
+    """Let `copy.deepcopy` of ZeRO-3's parameters, or of a module that has some, fail: it would be of empty tensors, without a word.
+
+    What is gathered is copied as before: peft copies a layer that way.
+    """
+    for param in model.parameters():
+        if is_partitioned(param):
+            param.__deepcopy__ = functools.partial(_copied, weakref.ref(param))  # type: ignore[method-assign]
+
+
+def _copied(ref: Any, memo: dict[int, Any]) -> Any:
+    param = ref()
+    if not is_available(param):
+        raise UsageError(
+            f"copy.deepcopy at stage 3: a weight of shape {list(full_shape(param))} is partitioned over the ranks, and its copy would be empty. "
+            "A frozen twin (reference, teacher) is made beside the model, in the callable given to build_model: "
+            "bigtrain.models.frozen_module(...). Or take stage 0, 1 or 2. Values alone are copied inside bigtrain.zero.gathered(params)."
+        )
+    return type(param).__deepcopy__(param, memo)
 
 
 def full_shape(param: Any) -> torch.Size:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from bigtrain.engine import Engine
 from bigtrain.errors import BigtrainError
 from bigtrain.models import build_model
-from tests.ranks.tiny import Branched, config, whole_weights
+from tests.ranks.tiny import Branched, TinyLM, config, whole_weights
 
 STAGES = [0, 1, 2, 3]
 STEPS, MICRO = 3, 2
@@ -369,3 +369,65 @@ def test_micro_batches_that_no_step_used_are_told(rank_pool, tmp_path):
     """A loop over a number of batches that accumulation does not divide; its last ones were left out of the model without a word."""
     first, second = rank_pool(2).run(_ended_early, str(tmp_path))
     assert len(first) == 1 and first[0].startswith("the last 1 of 2 micro batches of a step were not applied") and not second
+
+
+def _used_up():
+    """What a loop of one's own hands in by mistake, and what it is told."""
+    engine = Engine(
+        TinyLM(), ds_config=config(2, micro=2), learning_rate=0.5, lr_scheduler=lambda step: 0.1 / (step + 1), hang_s=None
+    )
+    rows = {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": torch.ones(2, 8, dtype=torch.long)}
+    generator, said = iter([rows]), {"first": engine.evaluate(batches := iter([rows])).tokens}
+    engine.train_step(generator)
+    for name, call in {
+        "evaluated twice": lambda: engine.evaluate(batches),
+        "no target": lambda: engine.evaluate([{**rows, "labels": torch.full((2, 8), -100)}]),
+        "step without a batch": lambda: engine.train_step(generator),
+        "rate": lambda: setattr(engine, "lr", 1e-3),
+        "ids": lambda: engine.train_step([{**rows, "input_ids": torch.full((2, 8), 1000)}]),
+        "tokenizer": lambda: engine.export("nowhere", tokenizer="a/folder"),
+    }.items():
+        try:
+            said[name] = f"nothing: {call()}"
+        except (BigtrainError, IndexError) as error:
+            said[name] = " ".join([str(error), *getattr(error, "__notes__", ())])
+    said["rates"] = [engine.lr, engine.train_step([rows]).lr, engine.summary()["scheduler"]]
+    engine.close()
+    try:
+        said["closed"] = f"nothing: {engine.train_step([rows])}"
+    except BigtrainError as error:
+        said["closed"] = str(error)
+    return said
+
+
+def test_what_a_loop_hands_in_by_mistake_is_told(rank_pool):
+    """An evaluation of a generator that was used up gave NaN, and a step without a batch spoke of labels and chat templates."""
+    for said in rank_pool(2).run(_used_up):
+        assert said["first"] == 28 and "a generator that an earlier evaluation has used up" in said["evaluated twice"]
+        assert "every label is -100" in said["no target"] and "got no micro batch" in said["step without a batch"]
+        assert "engine.lr = 0.001" in said["rate"] and "lr_scheduler=f" in said["rate"]
+        assert "resize_vocab_to" in said["ids"] and "AutoTokenizer.from_pretrained" in said["tokenizer"]
+        assert said["rates"] == [0.025, 0.025, "a function"] and "this Engine is closed" in said["closed"]
+
+
+def _without_dropout():
+    """Three steps of a model in evaluation mode, then of one whose frozen part alone is in it."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("bigtrain.engine.bypass").addHandler(handler)
+    for module in (Branched().eval(), Branched()):
+        module.b.eval()
+        engine = Engine(module, ds_config=config(2, bf16=False), learning_rate=1e-3, hang_s=None)
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 16)))
+            engine.step()
+        engine.close()
+    logging.getLogger("bigtrain.engine.bypass").removeHandler(handler)
+    return said
+
+
+def test_training_in_evaluation_mode_is_told_once(rank_pool):
+    """As `from_pretrained` returns a model: dropout was off, and recomputation of blocks, without a word."""
+    first, second = rank_pool(2).run(_without_dropout)
+    assert len(first) == 1 and first[0].startswith("step 1 trains a model in evaluation mode") and second == []

@@ -55,6 +55,10 @@ def test_losses_of_one_forward_are_not_taken_for_micro_batches(rank_pool):
         assert "in which the model ran 1 times" in said and "backward(loss_a + loss_b)" in said
 
 
+def _built(stage):
+    return build_model(_module, ds_config=config(stage, bf16=False, micro=4), dtype=torch.float32)
+
+
 def _begun(engine):
     loss = engine(_x(engine.rank, 1, 0))
     engine.backward(loss)
@@ -113,6 +117,9 @@ BELOW_3 = {
 AT_3 = {
     "penalty": (lambda e: _gradient_of(x := _x(0, 1, 0), e(x.requires_grad_()), create_graph=True), "Use stage 0, 1 or 2"),
     "state_dict": (lambda e: e.module.state_dict(), "engine.export(dir)"),
+    "copy of a part": (lambda e: copy.deepcopy(e.module.a), "frozen_module"),
+    "average": (lambda e: torch.optim.swa_utils.AveragedModel(e.module), "its copy would be empty"),
+    "copy of a model without an engine": (lambda e: copy.deepcopy(_built(e.stage)), "its copy would be empty"),
     "load_state_dict": (lambda e: e.module.load_state_dict(_module().state_dict()), "load_into"),
 }
 

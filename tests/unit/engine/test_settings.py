@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 
 from bigtrain.config import RunValues, resolve
 from bigtrain.engine import settings
@@ -246,3 +247,36 @@ def test_each_number_that_the_file_contradicts_is_said_with_its_place():
         begins = f"{name}: the Engine was given "
         assert any(note.startswith(begins) and f"{path} of the ds_config says" in note for note in s.notes), (name, s.notes)
     assert not any("params.lr" in note for note in s.notes)
+
+
+_WEIGHT = torch.zeros(2, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"optim": torch.optim.AdamW([_WEIGHT])}, r"Engine\(optimizer=...\) is a AdamW: the engine builds it itself"),
+        ({"optim": torch.optim.SGD}, r"Engine\(optimizer=...\) is a SGD"),
+        (
+            {"lr_scheduler_type": torch.optim.lr_scheduler.StepLR},
+            r"Engine\(lr_scheduler=...\) is a StepLR: a name .*, or a function",
+        ),
+        ({"lr_scheduler_type": torch.optim.lr_scheduler.StepLR(torch.optim.SGD([_WEIGHT]), 1)}, "is a StepLR"),
+    ],
+)
+def test_optimizers_and_schedules_as_objects_are_refused_by_what_they_are(given, said):
+    named, own = settings.schedule_of(given.get("lr_scheduler_type"), None, None)
+    assert own is None and named is given.get("lr_scheduler_type")
+    with pytest.raises(UsageError, match=said):
+        settings.refuse_other_kinds(RunValues(**given), seed=1)
+
+
+def test_a_function_is_the_whole_schedule():
+    named, own = settings.schedule_of(lambda step: 1 / (step + 1), None, None)
+    assert named == "constant" and [own(0), own(3)] == [1.0, 0.25]
+    for beside in ({"warmup_steps": 3, "kwargs": None}, {"warmup_steps": None, "kwargs": {"min_ratio": 0.1}}):
+        with pytest.raises(UsageError, match="the warm-up's too"):
+            settings.schedule_of(lambda step: 1.0, **beside)
+    for value in (-0.5, float("nan"), float("inf"), None, "a"):
+        with pytest.raises(UsageError, match=f"gave {value!r} for update 7"):
+            settings.schedule_of(lambda step, value=value: value, None, None)[1](7)
