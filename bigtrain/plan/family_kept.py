@@ -234,8 +234,9 @@ _ATTENTION: dict[str, tuple[str, float]] = {
 def activation(kind: str, c: Values) -> str:
     """The name of the feed-forward activation, as transformers calls it; "" where the family has its own."""
     if kind in T5:
-        name = str(c.get("feed_forward_proj", "relu")).removeprefix("gated-")
-        return "gelu_new" if str(c.get("feed_forward_proj")) == "gated-gelu" else name
+        name = str(c.get("feed_forward_proj", "relu"))
+        made = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
+        return str(c.get("dense_act_fn") or made)  # older files have that, too, and it stands
     if kind in _OWN_ACTIVATION:
         return ""
     return str(c.get(_ACTIVATION_KEYS.get(kind, "hidden_act")) or _ACTIVATION_BY_DEFAULT.get(kind, "silu"))

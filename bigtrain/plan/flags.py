@@ -159,8 +159,8 @@ def _refuse_what_would_not_count(args: argparse.Namespace) -> None:
         raise UsageError("--optimizers says what --auto may choose; --optim names the one to plan: give one of them")
     if args.auto and args.loss is not None:
         raise UsageError(
-            f"--loss {args.loss}: --auto ends in a command, and launch/train.py has no such flag: its loss goes with --use_liger_kernel. Leave "
-            "--loss out, or plan one configuration"
+            f"--loss {args.loss}: --auto ends in a command, and launch/train.py has no such flag: its loss goes with --use_liger_kernel. Give "
+            "--kernels hf for full, liger for fused, or plan one configuration"
         )
     for name in ("stage", "offload"):
         if getattr(args, name) is not None and (args.auto or args.ds_config is not None):

@@ -44,6 +44,23 @@ def test_exit_codes_say_whether_it_fits(capsys):
     assert [verbs._run(shlex.split(way)[1:]) for way in ways] == [3, 0]  # 4 GiB hold 1 B in no way
 
 
+@pytest.mark.parametrize(
+    ("words", "kept", "anew"),
+    [
+        (("--optim", "muon", "--micro_batch", 4, "--accumulation", 2, "--stage", 2), "--optim muon --global_batch 8", "--stage 2, --micro_batch 4, --accumulation 2"),
+        (("--gradient_checkpointing", "false", "--kernels", "hf", "--calibration", "none"), "--kernels hf --calibration none", "--gradient_checkpointing False"),
+        (("--seq_len", "max", "--gpus", 2, "--global_batch", 4), "--gpus 2 --seq_len 1024 --global_batch 4", None),
+    ],
+)  # fmt: skip
+def test_what_would_fit_keeps_what_was_said_or_tells_what_it_chooses_anew(capsys, words, kept, anew):
+    assert run("--model", "preset:llama-8b", "--gpu_memory", "8GiB", "--host_memory", "1TB", *words) == 3
+    out = capsys.readouterr().out
+    way, *told = out.split("what would fit: ")[1].splitlines()
+    assert all(word in shlex.split(way) for word in kept.split())
+    assert f"chooses anew what you said with {anew})" in told[0] if anew else "anew" not in out
+    assert verbs._run(shlex.split(way)[1:]) in (0, 3)  # nothing in it is refused
+
+
 def test_a_wrong_flag_is_told_in_two_lines(capsys):
     """All flags of `plan` and `config generate` as usage above an error were 20 lines."""
     for words in (
