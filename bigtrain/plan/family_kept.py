@@ -331,8 +331,8 @@ def _causal_masks(kind: str, c: Values) -> int:
 
 def _falcon(c: Values) -> Keeps:
     new, rotary = c.flag("new_decoder_architecture"), not c.flag("alibi")
-    norms = (c.get("num_ln_in_parallel_attn") or (2 if new else 1)) if c.flag("parallel_attn", True) else 2
-    shared = c.flag("parallel_attn", True)  # both parts read one input
+    shared, norms = c.flag("parallel_attn", True), c.get("num_ln_in_parallel_attn")  # shared: both parts read one input
+    norms = 2 if norms == 2 or (norms is None and new) or not shared else 1
     row = Keeps(hidden=2 + 2 * norms if shared else 8, mask=2 if rotary else 0, scores=0 if rotary else 2)
     if new:
         return row

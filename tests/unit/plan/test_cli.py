@@ -212,6 +212,8 @@ def test_what_training_would_refuse_is_not_planned_nor_is_another_precision(tmp_
         (("--checkpointing", "none", "--checkpoint_blocks", 3), "contradicts --checkpointing none"),
         (("--auto", "--stage", 2), "--stage 2: --auto decides that"),
         (("--ds_config", "zero2", "--offload", "all"), "--offload all: --ds_config decides that"),
+        (("--stage", 2, "--offload", "all"), "--offload all needs --stage 3, not 2"),
+        (("--stage", 0, "--offload", "optimizer"), "--offload optimizer needs --stage 1, 2 or 3, not 0"),
         (("--auto", "--global_batch", 8, "--micro_batch", 3), "leave --micro_batch and"),
         (("--auto", "--measure", 0), "--measure 0"),
         (("--global_batch", 0), "--global_batch is 0"),
