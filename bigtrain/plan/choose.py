@@ -406,8 +406,14 @@ def _advice(
         lines.append(f"{held} ({least.describe()})")
     nearest = rejected[0]
     lines.append(f"nearest: {nearest.describe()}: {nearest.why}")
-    lines += _more_ranks(base, gpu, host, optimizers) + _fewer_tokens(base, gpu, host, optimizers)
-    return lines
+    if found := _any_fits(
+        base, gpu, host, optimizers
+    ):  # what was fixed of micro batch, recomputing or leaf blocks is in the way
+        return [*lines, f"with micro batch and checkpointing left open: {found.describe()} would do"]
+    others = tuple(name for name in DEFAULT_OPTIMIZERS if name not in optimizers) if on_cards else ()
+    if found := _any_fits(base, gpu, host, others):
+        lines.append(f"another optimizer: {found.describe()} would do")
+    return lines + _more_ranks(base, gpu, host, optimizers) + _fewer_tokens(base, gpu, host, optimizers)
 
 
 def _more_ranks(base: PlanInput, gpu: int | None, host: int | None, optimizers: tuple[str, ...]) -> list[str]:

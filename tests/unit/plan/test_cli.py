@@ -61,6 +61,19 @@ def test_what_would_fit_keeps_what_was_said_or_tells_what_it_chooses_anew(capsys
     assert verbs._run(shlex.split(way)[1:]) in (0, 3)  # nothing in it is refused
 
 
+@pytest.mark.parametrize(
+    ("words", "said", "not_said"),
+    [
+        (("--optim", "adamw", "--host_memory", "12GiB"), "another optimizer: ZeRO-2, offload none, adamw_8bit", "left open"),
+        (("--micro_batch", 512, "--host_memory", "1TB"), "with micro batch and checkpointing left open: ZeRO-2, offload optimizer, adamw, checkpointing", "more ranks"),
+    ],
+)  # fmt: skip
+def test_what_would_help_names_first_what_was_fixed(capsys, words, said, not_said):
+    assert run("--model", "preset:llama-1b", "--auto", "--gpu_memory", "16GiB", *words) == 3
+    out = capsys.readouterr().out
+    assert said in out and not_said not in out
+
+
 def test_a_wrong_flag_is_told_in_two_lines(capsys):
     """All flags of `plan` and `config generate` as usage above an error were 20 lines."""
     for words in (
