@@ -24,7 +24,7 @@ from bigtrain.plan.settled import buffers_are_open, settled
 from bigtrain.plan.show import heading
 from bigtrain.plan.spilled import asked_share
 from bigtrain.plan.states import layout_name
-from bigtrain.run.auto import AUTO, pick
+from bigtrain.run.auto import AUTO, any_candidate, pick
 
 
 def attention(cell: Cell, machine: Machine) -> plan.Attention:
@@ -72,6 +72,25 @@ def resolved(cell: Cell, machine: Machine) -> Resolved:
         ConfigError: it cannot be used. DoesNotFitError: nothing fits.
     """
     return _resolved(cell, machine)[0]
+
+
+def resolved_before_search(cell: Cell, machine: Machine) -> Resolved:
+    """As `resolved`; of ds_config auto one of those that it will choose from, which costs no search.
+
+    Raises:
+        ConfigError, UsageError: it cannot be used.
+    """
+    if cell.ds_config != AUTO:
+        return resolved(cell, machine)
+    told = cell.told
+    config, run = any_candidate(
+        asked(cell, machine),
+        told.run_values(cell.steps),
+        share=asked_share(told.offload_gradients),
+        leaf_blocks=told.leaf_blocks,
+    )
+    shape = ModelShape.from_config(model_config(cell.model))
+    return ds.resolve(config, run=run, model=shape, world_size=cell.num_gpus, device=machine.device)
 
 
 def _resolved(cell: Cell, machine: Machine) -> tuple[Resolved, PlanInput | None]:

@@ -22,6 +22,7 @@ from bigtrain.plan.cli import model_config
 from bigtrain.plan.families import position_limit
 from bigtrain.run.argument_problems import too_long
 from bigtrain.run.arguments import TrainArguments
+from bigtrain.run.auto import AUTO
 
 
 def refuse_impossible(cells: Sequence[Cell], machine: Machine, *, run: bool = True) -> None:
@@ -50,10 +51,11 @@ def refuse_impossible(cells: Sequence[Cell], machine: Machine, *, run: bool = Tr
 def _refuse(cell: Cell, machine: Machine) -> None:
     config, args = model_config(cell.model), cell.told
     optim.canonical_name(args.optim or defaults.OPTIM)
-    done = None if cell.ds_config == "auto" else prediction.resolved(cell, machine)
-    if cell.runner == "bigtrain" and done is not None:
+    done = prediction.resolved_before_search(cell, machine)
+    if cell.runner == "bigtrain":
         optim.canonical_name(done.run.optim or defaults.OPTIM)
-        ds.refuse_undone(cell.ds_config, cell.ds_name)
+        if cell.ds_config != AUTO:
+            ds.refuse_undone(cell.ds_config, cell.ds_name)
         zero, bf16 = done.config.get("zero_optimization") or {}, (done.config.get("bf16") or {}).get("enabled")
         ds.refuse_kept(args.keep_in_fp32, int(zero.get("stage", 0)), bool(bf16))
     _refuse_schedule(args, done, cell.steps)
@@ -62,30 +64,28 @@ def _refuse(cell: Cell, machine: Machine) -> None:
     _refuse_contrary(cell, machine, done, config)
 
 
-def _refuse_schedule(args: TrainArguments, done: Resolved | None, steps: int) -> None:
-    run = done.run if done is not None else None
-    warmup = args.warmup(steps)
+def _refuse_schedule(args: TrainArguments, done: Resolved, steps: int) -> None:
+    run, warmup = done.run, args.warmup(steps)
     if warmup is None:
-        warmup = (run and run.warmup_steps) or 0
-    kind = args.lr_scheduler_type or (run and run.lr_scheduler_type) or "linear"
+        warmup = run.warmup_steps or 0
+    kind = args.lr_scheduler_type or run.lr_scheduler_type or "linear"
     optim.refuse_unknown(args.scheduler_kwargs)
     optim.schedule(kind, warmup_steps=int(warmup), total_steps=steps, **args.scheduler_kwargs)
 
 
-def _refuse_contrary(cell: Cell, machine: Machine, done: Resolved | None, config: dict[str, Any]) -> None:
+def _refuse_contrary(cell: Cell, machine: Machine, done: Resolved, config: dict[str, Any]) -> None:
     """Names of parameters and numbers of blocks that the model does not have, and what ds_config and optimizer do not go with.
 
     Of a model or ds_config that the planner does not count nothing is known here: the cell itself will tell.
     """
-    engine = done.engine_config() if done is not None else None
     try:
-        plan.plan_input(config, ds_config=engine)
+        plan.plan_input(config, ds_config=done.engine_config())
     except UsageError:
         return
     if cell.arguments.get("offload_gradients", prediction.AUTO) != prediction.AUTO:
         # What a share goes with is the same on a CPU, which has nothing to plan of it.
         machine = replace(machine, device="cuda")
-    prediction.asked(cell, machine, done)
+    prediction.asked(cell, machine, None if cell.ds_config == AUTO else done)
 
 
 def _refuse_missing_cards(cell: Cell, machine: Machine) -> None:

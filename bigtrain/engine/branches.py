@@ -18,7 +18,8 @@ from bigtrain.whereabouts import HERE
 
 REMEDY = (
     "At stage 3 every rank must run the same modules: run the branch on every rank and multiply its result by zero where it is "
-    "not wanted, or pass leaf_modules=(the class of the module that contains the branch,) to the Engine, or use stage 2. "
+    "not wanted, or pass leaf_modules=(the class of the module that contains the branch,) to the Engine, if that is given hidden states (a whole "
+    "model, which is given token ids, cannot be one), or use stage 2. "
     "A tower for images or sound runs only where a batch has some: give every rank one (a blank one, its tokens masked), or use stage 2."
 )
 

@@ -45,7 +45,7 @@ def _ask(
     if key is None and not any(_could(x) for x in args):
         key = next((k for k, x in kwargs.items() if _could(x)), None)
         if key is None:
-            raise ModelError(f"leaf module {_called(name, module)} was given no floating tensor by itself: {_REMEDY}", [name])
+            raise ModelError(f"leaf module {_called(name, module)} was given no floating tensor by itself: {_WITHIN}", [name])
     if key is not None:
         args, kwargs = _by_position(name, module, args, dict(kwargs), key)
     if not any(_carries(x) for x in args):
@@ -54,10 +54,12 @@ def _ask(
     return args, kwargs
 
 
-_REMEDY = (
+_OUT = (
     "DeepSpeed would reduce its gradients before they are there. Take it out of leaf_module (leaf_modules, "
-    "stage3_module_granularity_threshold), or hand it its hidden states by position"
+    "stage3_module_granularity_threshold), or "
 )
+_REMEDY = _OUT + "hand it its hidden states by position"
+_WITHIN = _OUT + "name modules within it, such as its blocks, that are given hidden states by position"
 
 
 def _called(name: str, module: torch.nn.Module) -> str:

@@ -202,16 +202,39 @@ def choose(
     """
     world, gpu, host = base.world_size, gpu_memory_bytes, host_memory_bytes
     batch = global_batch or world * base.micro_batch * base.accumulation
+    asked = candidates(
+        base, batch, micro_batch=micro_batch, accumulation=accumulation, recompute=recompute, share=share, leaf_blocks=leaf_blocks,
+        optimizers=optimizers,
+    )  # fmt: skip
+    open_blocks = recompute is None and base.checkpoint_blocks is None and base.blocks_are_all
+    opened = _Open(open_blocks, share is None, leaf_blocks == "auto")
+    fitting, rejected, slower = _search(asked, gpu, host, optimizers, rates, wanted, opened)
+    rejected.sort(key=lambda c: c.gpu_short_bytes * world + c.host_short_bytes)
+    advice = () if fitting else _advice(base, rejected, gpu, host, optimizers)
+    return Choice(fitting[0] if fitting else None, tuple(fitting), tuple(rejected), slower, tuple(advice), batch, gpu, host)
+
+
+def candidates(
+    base: PlanInput, batch: int, *, micro_batch: int | None, accumulation: int | None, recompute: bool | None, share: float | None,
+    leaf_blocks: LeafBlocks, optimizers: tuple[str, ...],
+) -> list[tuple[int, PlanInput]]:  # fmt: skip
+    """What `choose` looks at, before it is known what fits: families by number, at their micro batches.
+
+    Args:
+        batch: sequences of one step over all ranks. Others as `choose` has them.
+
+    Raises:
+        UsageError: as `choose` has it.
+    """
+    world = base.world_size
     if batch % world:
         raise UsageError(f"a global batch of {batch} sequences cannot be divided by {world} ranks")
     if batch // world > _MOST_SEQUENCES:
         raise UsageError(f"a global batch of {batch} sequences is more than {_MOST_SEQUENCES:,} for each of {world} ranks")
     pairs = [(m, batch // world // m) for m in _micro_batches(batch // world)]
     pairs = [(m, a) for m, a in pairs if micro_batch in (None, m) and accumulation in (None, a)]
-    families = list(_families(base, optimizers, recompute))
-    open_blocks = recompute is None and base.checkpoint_blocks is None and base.blocks_are_all
+    families = _families(base, optimizers, recompute)
     asked = [(at, _at(family, *pair)) for at, family in enumerate(families) for pair in pairs]
-
     if share:
         asked = _leaving(asked, share, optimizers)
     if leaf_blocks == "on":
@@ -220,11 +243,7 @@ def choose(
             raise UsageError(
                 f"--leaf_blocks on needs ZeRO stage 3, and --offload_gradients {share:g} stage 2: leave one of them out"
             )
-    opened = _Open(open_blocks, share is None, leaf_blocks == "auto")
-    fitting, rejected, slower = _search(asked, gpu, host, optimizers, rates, wanted, opened)
-    rejected.sort(key=lambda c: c.gpu_short_bytes * world + c.host_short_bytes)
-    advice = () if fitting else _advice(base, rejected, gpu, host, optimizers)
-    return Choice(fitting[0] if fitting else None, tuple(fitting), tuple(rejected), slower, tuple(advice), batch, gpu, host)
+    return asked
 
 
 def _leaving(asked: list[tuple[int, PlanInput]], share: float, optimizers: tuple[str, ...]) -> list[tuple[int, PlanInput]]:
@@ -387,8 +406,14 @@ def _advice(
         lines.append(f"{held} ({least.describe()})")
     nearest = rejected[0]
     lines.append(f"nearest: {nearest.describe()}: {nearest.why}")
-    lines += _more_ranks(base, gpu, host, optimizers) + _fewer_tokens(base, gpu, host, optimizers)
-    return lines
+    if found := _any_fits(
+        base, gpu, host, optimizers
+    ):  # what was fixed of micro batch, recomputing or leaf blocks is in the way
+        return [*lines, f"with micro batch and checkpointing left open: {found.describe()} would do"]
+    others = tuple(name for name in DEFAULT_OPTIMIZERS if name not in optimizers) if on_cards else ()
+    if found := _any_fits(base, gpu, host, others):
+        lines.append(f"another optimizer: {found.describe()} would do")
+    return lines + _more_ranks(base, gpu, host, optimizers) + _fewer_tokens(base, gpu, host, optimizers)
 
 
 def _more_ranks(base: PlanInput, gpu: int | None, host: int | None, optimizers: tuple[str, ...]) -> list[str]:

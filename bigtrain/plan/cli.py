@@ -16,7 +16,7 @@ from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cards import card_name, peak_bf16_flops
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
 from bigtrain.plan.command import auto_command, command_for
-from bigtrain.plan.families import contradicting_sizes, position_limit
+from bigtrain.plan.families import contradictions, position_limit
 from bigtrain.plan.family_kept import attention_of, liger_for
 from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.flags import MAX, add_flags, settle_words
@@ -254,7 +254,7 @@ def _fastest(choice: Choice, measured: list[dict[str, Any]]) -> Candidate | None
 
 
 def _warn(base: PlanInput, config: dict[str, Any]) -> None:
-    limit, warnings, world, host = position_limit(config), contradicting_sizes(config), base.world_size, base.ranks_per_node
+    limit, warnings, world, host = position_limit(config), contradictions(config), base.world_size, base.ranks_per_node
     if limit is not None and base.seq_len > limit:
         warnings.append(
             f"--seq_len {base.seq_len} is above the model's max_position_embeddings {limit}: launch/train.py refuses it"
@@ -293,6 +293,6 @@ def _print_plan(
         print(assumed_text(assumed, _taken(args, gpu, host)) + plan_text(plan, gpu, host, rates, args.formulas))
         _print_leafs(leafs)
         if not fits:
-            print(f"what would fit: {auto_command(args)}")
+            print(f"what would fit: {auto_command(args, plan.input, assumed)}")
         _warn_about_locks(plan)
     return 0 if fits else DOES_NOT_FIT

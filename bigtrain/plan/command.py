@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from bigtrain import defaults, shapes
@@ -38,16 +38,45 @@ def command_for(args: argparse.Namespace, best: PlanInput) -> str:
     return train_command(best, ["--ds_config", AUTO, *words, *(["--freeze", *args.freeze] if args.freeze else [])])
 
 
-def auto_command(args: argparse.Namespace) -> str:
-    """What looks for a configuration that fits: the same model and memory, and nothing that the plan was told of ZeRO and offload."""
-    kept = ("model", "shapes", "gpus", "gpus_per_node", "gpu_memory", "host_memory", "seq_len", "global_batch", "device")
+def auto_command(args: argparse.Namespace, now: PlanInput, nobody_said: Container[str]) -> str:
+    """What looks for a configuration that fits: the same model, memory, rows of a step and what else does not decide where bytes lie.
+
+    Below it, what the user said and the search decides anew.
+
+    Args:
+        now: the plan that does not fit. nobody_said: its values that are defaults, of "optimizer", "micro_batch", "accumulation".
+    """
+    kept = (
+        "model",
+        "shapes",
+        "gpus",
+        "gpus_per_node",
+        "gpu_memory",
+        "host_memory",
+        "seq_len",
+        "device",
+        "mlp_tile_tokens",
+        "kernels",
+        "calibration",
+    )
     values = {name: getattr(args, name) for name in kept}
-    told = {name: value for name, value in values.items() if value is not None and value != _UNSAID.get(name)}
-    words = [word for name, value in told.items() for word in (f"--{name}", str(value))]
-    return shlex.join(["bigtrain", "plan", "--auto", *words, *(["--freeze", *args.freeze] if args.freeze else [])])
+    values["seq_len"] = None if args.seq_len is None else now.seq_len
+    usual = "liger" if defaults.fused_kernels(None, args.device == "cuda") else "hf"
+    values["kernels"] = args.kernels if args.kernels != usual else None
+    values["optim"] = None if "optimizer" in nobody_said else now.optimizer
+    if "micro_batch" not in nobody_said or "accumulation" not in nobody_said:
+        values["global_batch"] = now.world_size * now.micro_batch * now.accumulation
+    words = [word for name, value in values.items() if value != _UNSAID.get(name) for word in (f"--{name}", str(value))]
+    command = shlex.join(["bigtrain", "plan", "--auto", *words, *(["--freeze", *args.freeze] if args.freeze else [])])
+    anew = [f"--{name} {value}" for name in _ANEW if (value := getattr(args, name)) not in (None, AUTO)]
+    return f"{command}\n  (it chooses anew what you said with {', '.join(anew)})" if anew else command
 
 
-_UNSAID = {"gpus": 1, "device": "cuda"}
+_UNSAID = {"gpus": 1, "device": "cuda", "mlp_tile_tokens": 0}
+_ANEW = (
+    "ds_config", "stage", "offload", "offload_gradients", "micro_batch", "accumulation", "checkpointing", "gradient_checkpointing",
+    "checkpointing_policy", "checkpoint_blocks", "leaf_blocks", "loss",
+)  # fmt: skip
 
 
 def train_command(plan: PlanInput, flags: Sequence[str]) -> str:

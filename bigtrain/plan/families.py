@@ -101,18 +101,25 @@ def is_tied(config: Mapping[str, Any]) -> bool:
     return Values(config, {}).flag("tie_word_embeddings", default) or (kind in VISION_LANGUAGE and text_is_tied(config))
 
 
-def contradicting_sizes(config: Mapping[str, Any]) -> list[str]:
-    """Sizes that a config has under two names with two values, each in a sentence; transformers takes the other name's."""
+def contradictions(config: Mapping[str, Any]) -> list[str]:
+    """What a config says under two names with two values, each in a sentence that tells which one transformers takes."""
     kind = str(config.get("model_type"))
     both = [
         (other, own) for other, own in OTHER_NAMES.get(kind, {}).items() if None not in (config.get(other), config.get(own))
     ]
-    return [
+    found = [
         f"the model config has {other} = {config[other]!r} and {own} = {config[own]!r}, two names of one size for '{kind}': {other} counts, as in "
         "transformers; remove the wrong one"
         for other, own in both
         if config[other] != config[own]
     ]
+    made, gated = config.get("feed_forward_proj"), config.get("is_gated_act")
+    if kind in T5 and None not in (made, gated) and str(made).startswith("gated") != gated:
+        found.append(
+            f"the model config has feed_forward_proj = {made!r} and is_gated_act = {gated!r}, which contradict "
+            "each other: is_gated_act counts, as in transformers; remove the wrong one"
+        )
+    return found
 
 
 def position_limit(config: Mapping[str, Any]) -> int | None:

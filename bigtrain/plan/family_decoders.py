@@ -133,7 +133,7 @@ def _qwen2_moe(c: Values, i: int) -> list[Parameter]:
 
 
 def _qwen3_moe(c: Values, i: int) -> list[Parameter]:
-    bias, experts = c.flag("attention_bias"), c["num_local_experts"]
+    bias, experts = c.flag("attention_bias"), c["num_experts"]
     mlp = _swiglu(c)
     if is_sparse(c, i):
         mlp = _experts(c, experts, c["moe_intermediate_size"]) + linear("gate", experts, c["hidden_size"])

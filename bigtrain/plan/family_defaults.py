@@ -51,7 +51,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         shared_expert_intermediate_size=5632, decoder_sparse_step=1, qkv_bias=True,
     ),
     "qwen3_moe": _decoder(
-        2048, 6144, 24, 32, 151936, kv=4, num_local_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+        2048, 6144, 24, 32, 151936, kv=4, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
         decoder_sparse_step=1,
     ),
     "olmoe": _decoder(2048, 2048, 16, 16, 50304, num_experts=64, num_experts_per_tok=8),
@@ -129,7 +129,9 @@ _T5_NAMES = {
 }
 OTHER_NAMES: dict[str, dict[str, str]] = {
     "mixtral": _SPARSE,
-    "qwen3_moe": _SPARSE,
+    "qwen3_moe": {
+        "num_local_experts": "num_experts"
+    },  # its attribute_map has them the other way round, which files notice only with both
     "gpt_oss": _SPARSE,
     "olmoe": {"num_local_experts": "num_experts"},
     "flex_olmo": {"num_local_experts": "num_experts"},

@@ -234,8 +234,9 @@ _ATTENTION: dict[str, tuple[str, float]] = {
 def activation(kind: str, c: Values) -> str:
     """The name of the feed-forward activation, as transformers calls it; "" where the family has its own."""
     if kind in T5:
-        name = str(c.get("feed_forward_proj", "relu")).removeprefix("gated-")
-        return "gelu_new" if str(c.get("feed_forward_proj")) == "gated-gelu" else name
+        name = str(c.get("feed_forward_proj", "relu"))
+        made = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
+        return str(c.get("dense_act_fn") or made)  # older files have that, too, and it stands
     if kind in _OWN_ACTIVATION:
         return ""
     return str(c.get(_ACTIVATION_KEYS.get(kind, "hidden_act")) or _ACTIVATION_BY_DEFAULT.get(kind, "silu"))
@@ -330,8 +331,8 @@ def _causal_masks(kind: str, c: Values) -> int:
 
 def _falcon(c: Values) -> Keeps:
     new, rotary = c.flag("new_decoder_architecture"), not c.flag("alibi")
-    norms = (c.get("num_ln_in_parallel_attn") or (2 if new else 1)) if c.flag("parallel_attn", True) else 2
-    shared = c.flag("parallel_attn", True)  # both parts read one input
+    shared, norms = c.flag("parallel_attn", True), c.get("num_ln_in_parallel_attn")  # shared: both parts read one input
+    norms = 2 if norms == 2 or (norms is None and new) or not shared else 1
     row = Keeps(hidden=2 + 2 * norms if shared else 8, mask=2 if rotary else 0, scores=0 if rotary else 2)
     if new:
         return row

@@ -21,6 +21,8 @@ def values(config: Mapping[str, Any], kind: str | None = None) -> Values:
     kind = kind or str(config.get("model_type"))
     names = OTHER_NAMES.get(kind, {})
     given = {names[k]: v for k, v in config.items() if k in names and v is not None}
+    if kind in T5 and config.get("num_decoder_layers") is None:  # the class takes num_layers, before another name changes that
+        given["num_decoder_layers"] = config.get("num_layers", DEFAULTS[kind]["num_layers"])
     return Values({**{k: v for k, v in config.items() if k not in names}, **given}, DEFAULTS.get(kind, {}))
 
 
@@ -100,7 +102,8 @@ def _falcon_block(c: Values) -> list[Parameter]:
     block += linear("mlp.dense_h_to_4h", f, d, bias) + linear("mlp.dense_4h_to_h", d, f, bias)
     if not c.flag("parallel_attn", True):
         return block + _ln("post_attention_layernorm", d) + _ln("input_layernorm", d)
-    if (c.get("num_ln_in_parallel_attn") or (2 if new else 1)) == 2:
+    norms = c.get("num_ln_in_parallel_attn")
+    if norms == 2 or (norms is None and new):
         return block + _ln("ln_attn", d) + _ln("ln_mlp", d)
     return block + _ln("input_layernorm", d)
 
@@ -158,6 +161,11 @@ def _roberta(c: Values, head_first: bool = False) -> list[Parameter]:
     return head + body if head_first else body + head
 
 
+def t5_is_gated(c: Values) -> bool:
+    """`is_gated_act`, which older files have, stands over what the class makes of `feed_forward_proj`."""
+    return c.flag("is_gated_act", str(c.get("feed_forward_proj", "relu")).startswith("gated"))
+
+
 def _t5_attention(c: Values, name: str, with_bias: bool) -> list[Parameter]:
     d, inner = c["d_model"], c["num_heads"] * c["d_kv"]
     items = [p for n in ("q", "k", "v") for p in linear(n, inner, d)] + linear("o", d, inner)
@@ -168,7 +176,7 @@ def _t5_attention(c: Values, name: str, with_bias: bool) -> list[Parameter]:
 
 def _t5_stack(c: Values, layers: int, decoder: bool, first_block: int, every: bool) -> list[Parameter]:
     d, f, items = c["d_model"], c["d_ff"], []
-    inputs = ("wi_0", "wi_1") if str(c.get("feed_forward_proj", "relu")).startswith("gated") else ("wi",)
+    inputs = ("wi_0", "wi_1") if t5_is_gated(c) else ("wi",)
     for i in range(layers):
         parts = [_t5_attention(c, "SelfAttention", with_bias=every or i == 0)]
         if decoder:
@@ -183,7 +191,7 @@ def _t5_stack(c: Values, layers: int, decoder: bool, first_block: int, every: bo
 def _t5(c: Values, every: bool = False) -> list[Parameter]:
     """`every`: each block has its own relative positions, not the first one for all."""
     layers = c["num_layers"]
-    decoders = c.get("num_decoder_layers") if c.get("num_decoder_layers") is not None else layers
+    decoders = c["num_decoder_layers"]
     items = linear("shared", c["vocab_size"], c["d_model"])
     items += under("encoder", _t5_stack(c, layers, False, 0, every)) + under(
         "decoder", _t5_stack(c, decoders, True, layers, every)

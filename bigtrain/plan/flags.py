@@ -159,13 +159,17 @@ def _refuse_what_would_not_count(args: argparse.Namespace) -> None:
         raise UsageError("--optimizers says what --auto may choose; --optim names the one to plan: give one of them")
     if args.auto and args.loss is not None:
         raise UsageError(
-            f"--loss {args.loss}: --auto ends in a command, and launch/train.py has no such flag: its loss goes with --use_liger_kernel. Leave "
-            "--loss out, or plan one configuration"
+            f"--loss {args.loss}: --auto ends in a command, and launch/train.py has no such flag: its loss goes with --use_liger_kernel. Give "
+            "--kernels hf for full, liger for fused, or plan one configuration"
         )
     for name in ("stage", "offload"):
         if getattr(args, name) is not None and (args.auto or args.ds_config is not None):
             decides = "--auto" if args.auto else "--ds_config"
             raise UsageError(f"--{name} {getattr(args, name)}: {decides} decides that; leave one of them out")
+    least = {"optimizer": 1, "all": 3}.get(args.offload or "", 0)
+    if args.stage is not None and args.stage < least:
+        able = "3" if least == 3 else "1, 2 or 3"
+        raise UsageError(f"--offload {args.offload} needs --stage {able}, not {args.stage}: change one of the two")
     if args.auto and args.global_batch and (args.micro_batch or args.accumulation):
         raise UsageError(
             "--auto --global_batch chooses micro batch and accumulation: leave --micro_batch and --accumulation out"

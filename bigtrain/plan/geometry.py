@@ -8,7 +8,7 @@ from typing import Any
 
 from bigtrain.plan.family_decoders import is_sparse
 from bigtrain.plan.family_kept import RMS, Attention, Keeps, are_counted, keeps, windows
-from bigtrain.plan.family_others import ROBERTA, T5, VISION_LANGUAGE, text_values, values
+from bigtrain.plan.family_others import ROBERTA, T5, VISION_LANGUAGE, t5_is_gated, text_values, values
 from bigtrain.plan.impossible import refuse_impossible
 from bigtrain.plan.parameters import Values
 
@@ -147,10 +147,10 @@ def geometry(config: Mapping[str, Any], attention: Attention = "sdpa") -> Geomet
     layers = _first(c, "num_hidden_layers", "n_layer", "num_layers")
     encoders = layers if kind in T5 else 0
     if kind in T5:
-        layers += _first(c, "num_decoder_layers", default=layers)
+        layers += c["num_decoder_layers"]
     ffn = _first(c, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size", default=4 * hidden)
     query, key, value = _attention_widths(c, heads, hidden)
-    gated = kind not in _PLAIN_MLP or str(c.get("feed_forward_proj", "")).startswith("gated")
+    gated = t5_is_gated(c) if kind in T5 else kind not in _PLAIN_MLP
     return Geometry(
         hidden=hidden, query=query, key=key, value=value, heads=heads, layers=layers,
         vocab=0 if kind == "vit" else c["vocab_size"],

@@ -11,7 +11,16 @@ from typing import Any
 
 from bigtrain.config import GenerateOptions, RunValues, generate
 from bigtrain.errors import DoesNotFitError
-from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
+from bigtrain.plan.choose import (
+    DEFAULT_OPTIMIZERS,
+    WANTED,
+    Candidate,
+    Choice,
+    candidates,
+    choose,
+    rows_per_rank,
+    search_settings,
+)
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.leaf_choice import LeafBlocks
 from bigtrain.plan.roofline import Rates
@@ -66,22 +75,11 @@ def pick(
         DoesNotFitError: nothing that the user's values allow fits; with the ladder and what would help.
         UsageError: no gradients can leave, though `share` says so.
     """
-    if run.optim:
-        optimizers: tuple[str, ...] = (base.optimizer,)
-    else:
-        optimizers = DEFAULT_OPTIMIZERS if base.device == "cuda" else DEFAULT_OPTIMIZERS[:1]
     choice = choose(
-        base.but(settings=search_settings(base.geometry.hidden)),
+        **_searched(base, run, blocks_are_open, share, leaf_blocks),
         gpu_memory_bytes=gpu_memory_bytes,
         host_memory_bytes=host_memory_bytes,
-        optimizers=optimizers,
         rates=rates,
-        global_batch=base.world_size * rows_per_rank(run.micro_batch, run.accumulation),
-        micro_batch=run.micro_batch,
-        accumulation=run.accumulation,
-        recompute=None if blocks_are_open else run.gradient_checkpointing,
-        share=share,
-        leaf_blocks=leaf_blocks,
         wanted=WANTED,
     )
     if choice.best is None:
@@ -90,11 +88,44 @@ def pick(
             "Nothing was built."
         )
     best = choice.best
-    filled = replace(
-        run, optim=run.optim or best.input.optimizer, gradient_checkpointing=best.input.checkpointing != "none",
-        micro_batch=best.input.micro_batch, accumulation=best.input.accumulation,
+    return Picked(config_of(best.input.settings), _filled(run, best.input), choice, best)
+
+
+def any_candidate(
+    base: PlanInput, run: RunValues, *, share: float | None = None, leaf_blocks: LeafBlocks = "auto"
+) -> tuple[dict[str, Any], RunValues]:
+    """(ds_config, run values) of one that `pick` would look at, without its search: what is wrong with it is wrong with all.
+
+    Raises:
+        UsageError: `pick` refuses what the user said, whatever fits.
+    """
+    searched = _searched(base, run, False, share, leaf_blocks)
+    _, found = candidates(searched.pop("base"), searched.pop("global_batch"), **searched)[0]
+    return config_of(found.settings), _filled(run, found)
+
+
+def _filled(run: RunValues, best: PlanInput) -> RunValues:
+    return replace(
+        run, optim=run.optim or best.optimizer, gradient_checkpointing=best.checkpointing != "none", micro_batch=best.micro_batch,
+        accumulation=best.accumulation,
     )  # fmt: skip
-    return Picked(config_of(best.input.settings), filled, choice, best)
+
+
+def _searched(
+    base: PlanInput, run: RunValues, blocks_are_open: bool, share: float | None, leaf_blocks: LeafBlocks
+) -> dict[str, Any]:
+    """What is searched over, for `choose` and its `candidates`."""
+    usual = DEFAULT_OPTIMIZERS if base.device == "cuda" else DEFAULT_OPTIMIZERS[:1]
+    return {
+        "base": base.but(settings=search_settings(base.geometry.hidden)),
+        "global_batch": base.world_size * rows_per_rank(run.micro_batch, run.accumulation),
+        "optimizers": (base.optimizer,) if run.optim else usual,
+        "micro_batch": run.micro_batch,
+        "accumulation": run.accumulation,
+        "recompute": None if blocks_are_open else run.gradient_checkpointing,
+        "share": share,
+        "leaf_blocks": leaf_blocks,
+    }
 
 
 def config_of(settings: ZeroSettings) -> dict[str, Any]:

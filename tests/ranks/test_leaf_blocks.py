@@ -217,6 +217,7 @@ def test_hidden_states_by_keyword(rank_pool, how, carried):
 def test_what_no_hook_can_see_is_refused_by_name(rank_pool, how, words):
     for _, leaf in rank_pool(2).run(_by_keyword, how, True):
         assert f"leaf module blocks.0 (Keyword) {words}" in leaf and "leaf_modules" in leaf
+        assert ("name modules within it, such as its blocks" in leaf) == (how == "packed")
 
 
 SMALL = {**shapes.config_dict("llama-tiny"), "num_hidden_layers": 3}

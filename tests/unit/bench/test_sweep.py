@@ -243,6 +243,12 @@ def test_the_machine_is_what_its_ranks_see(tmp_path, monkeypatch, variable, card
         ({"warmup_steps": 3}, "warmup_steps is 3, more than the run's 2 updates"),
         ({"ds_config.optimizer.type": "Lamb"}, "unknown optimizer 'lamb'"),
         ({"num_gpus": 10**6}, "world_size is 1000000"),
+        (
+            {"ds_config": "auto", "offload_gradients": 0.5, "optim": "adamw"},
+            "cell auto: offload_gradients 0.5 needs one rank on a GPU and an",
+        ),
+        ({"ds_config": "auto", "keep_in_fp32": ["norm"]}, r"cell auto: keep_in_fp32=\['norm'\] at ZeRO stage"),
+        ({"ds_config": "auto", "checkpoint_blocks": 7}, "checkpoint_blocks is 7, but the model has 6 blocks"),
     ],
 )
 def test_what_no_cell_can_run_with_is_told_before_the_first(wrong, words):

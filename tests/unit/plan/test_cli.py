@@ -44,6 +44,36 @@ def test_exit_codes_say_whether_it_fits(capsys):
     assert [verbs._run(shlex.split(way)[1:]) for way in ways] == [3, 0]  # 4 GiB hold 1 B in no way
 
 
+@pytest.mark.parametrize(
+    ("words", "kept", "anew"),
+    [
+        (("--optim", "muon", "--micro_batch", 4, "--accumulation", 2, "--stage", 2), "--optim muon --global_batch 8", "--stage 2, --micro_batch 4, --accumulation 2"),
+        (("--gradient_checkpointing", "false", "--kernels", "hf", "--calibration", "none"), "--kernels hf --calibration none", "--gradient_checkpointing False"),
+        (("--seq_len", "max", "--gpus", 2, "--global_batch", 4), "--gpus 2 --seq_len 1024 --global_batch 4", None),
+    ],
+)  # fmt: skip
+def test_what_would_fit_keeps_what_was_said_or_tells_what_it_chooses_anew(capsys, words, kept, anew):
+    assert run("--model", "preset:llama-8b", "--gpu_memory", "8GiB", "--host_memory", "1TB", *words) == 3
+    out = capsys.readouterr().out
+    way, *told = out.split("what would fit: ")[1].splitlines()
+    assert all(word in shlex.split(way) for word in kept.split())
+    assert f"chooses anew what you said with {anew})" in told[0] if anew else "anew" not in out
+    assert verbs._run(shlex.split(way)[1:]) in (0, 3)  # nothing in it is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "not_said"),
+    [
+        (("--optim", "adamw", "--host_memory", "12GiB"), "another optimizer: ZeRO-2, offload none, adamw_8bit", "left open"),
+        (("--micro_batch", 512, "--host_memory", "1TB"), "with micro batch and checkpointing left open: ZeRO-2, offload optimizer, adamw, checkpointing", "more ranks"),
+    ],
+)  # fmt: skip
+def test_what_would_help_names_first_what_was_fixed(capsys, words, said, not_said):
+    assert run("--model", "preset:llama-1b", "--auto", "--gpu_memory", "16GiB", *words) == 3
+    out = capsys.readouterr().out
+    assert said in out and not_said not in out
+
+
 def test_a_wrong_flag_is_told_in_two_lines(capsys):
     """All flags of `plan` and `config generate` as usage above an error were 20 lines."""
     for words in (
@@ -195,6 +225,8 @@ def test_what_training_would_refuse_is_not_planned_nor_is_another_precision(tmp_
         (("--checkpointing", "none", "--checkpoint_blocks", 3), "contradicts --checkpointing none"),
         (("--auto", "--stage", 2), "--stage 2: --auto decides that"),
         (("--ds_config", "zero2", "--offload", "all"), "--offload all: --ds_config decides that"),
+        (("--stage", 2, "--offload", "all"), "--offload all needs --stage 3, not 2"),
+        (("--stage", 0, "--offload", "optimizer"), "--offload optimizer needs --stage 1, 2 or 3, not 0"),
         (("--auto", "--global_batch", 8, "--micro_batch", 3), "leave --micro_batch and"),
         (("--auto", "--measure", 0), "--measure 0"),
         (("--global_batch", 0), "--global_batch is 0"),

@@ -11,7 +11,7 @@ import transformers
 
 from bigtrain import shapes
 from bigtrain.errors import UsageError
-from bigtrain.plan.families import contradicting_sizes, model_parameters, parameters_from_shapes, supported
+from bigtrain.plan.families import contradictions, model_parameters, parameters_from_shapes, supported
 from bigtrain.plan.family_others import ROBERTA, T5
 from tests.unit.plan.family_configs import CAUSAL, OTHER
 
@@ -107,11 +107,16 @@ LLAVA, QWEN_VL = (CASES[name][1] for name in ("llava", "qwen2_vl"))
         {**CAUSAL["gpt2"], "hidden_size": 96},
         {**CAUSAL["bloom"], "n_embed": 96},
         {**CAUSAL["falcon"], "n_embed": 96},
+        {**CAUSAL["falcon-40b-like"], "num_ln_in_parallel_attn": 0},
         {**CAUSAL["mixtral"], "num_experts": 3},
         {**CAUSAL["gpt_oss"], "num_experts": 3},
+        {**CAUSAL["qwen3_moe"], "num_local_experts": 3},
         {**CAUSAL["olmoe"], "num_local_experts": 3},
         {**CAUSAL["deepseek_v3"], "num_local_experts": 8},
         {**CASES["t5"][1], "hidden_size": 96},
+        {**CASES["t5-gated"][1], "num_hidden_layers": 3},
+        {**CASES["t5-gated"][1], "is_gated_act": False},
+        {**CASES["mt5"][1], "feed_forward_proj": "relu", "is_gated_act": True},
         {**CAUSAL["olmoe"], "head_dim": 10},
         {**CAUSAL["stablelm"], "head_dim": 10},
         {**CAUSAL["cohere2"], "use_qk_norm": True},
@@ -171,11 +176,17 @@ def test_missing_and_wrong_sizes_are_named():
 
 def test_one_size_under_two_names_is_told():
     config = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100}
-    assert contradicting_sizes(config) == contradicting_sizes({**config, "hidden_size": 64}) == []
-    said = contradicting_sizes({**config, "hidden_size": 128})
+    assert contradictions(config) == contradictions({**config, "hidden_size": 64}) == []
+    said = contradictions({**config, "hidden_size": 128})
     assert (
         len(said) == 1 and "hidden_size = 128 and n_embd = 64, two names of one size for 'gpt2': hidden_size counts" in said[0]
     )
+
+
+def test_a_gate_that_contradicts_its_activation_is_told():
+    assert contradictions({"model_type": "t5", "feed_forward_proj": "gated-gelu", "is_gated_act": True}) == []
+    said = contradictions({"model_type": "umt5", "feed_forward_proj": "relu", "is_gated_act": True})
+    assert len(said) == 1 and "is_gated_act = True, which contradict each other: is_gated_act counts" in said[0]
 
 
 @pytest.mark.parametrize("nested", [False, True])
