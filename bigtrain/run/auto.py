@@ -11,10 +11,10 @@ from typing import Any
 
 from bigtrain.config import GenerateOptions, RunValues, generate
 from bigtrain.errors import DoesNotFitError
-from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
+from bigtrain.plan.choose import WANTED, Candidate, Choice, choose, rows_per_rank, search_settings, usual_optimizers
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.leaf_choice import LeafBlocks
-from bigtrain.plan.roofline import Rates
 from bigtrain.plan.show import choice_text
 from bigtrain.plan.zero_settings import ZeroSettings
 
@@ -43,10 +43,8 @@ class Picked:
 def pick(
     base: PlanInput,
     run: RunValues,
+    hardware: Hardware,
     *,
-    gpu_memory_bytes: int | None,
-    host_memory_bytes: int | None,
-    rates: Rates | None = None,
     blocks_are_open: bool = False,
     share: float | None = None,
     leaf_blocks: LeafBlocks = "auto",
@@ -56,8 +54,6 @@ def pick(
     Args:
         base: the model and what else stands: ranks, sequence length, policy and number of recomputed blocks, tiles, kernels.
         run: what the user said; None stands for "choose".
-        gpu_memory_bytes, host_memory_bytes: of one card and of one host; None: no limit.
-        rates: the machine's, for the ranking; None: the planner's defaults.
         blocks_are_open: choose how many blocks are recomputed, too.
         share: of the gradients that leaves the GPU in backward, as the user said; None: the least that fits.
         leaf_blocks: as the user said.
@@ -66,16 +62,10 @@ def pick(
         DoesNotFitError: nothing that the user's values allow fits; with the ladder and what would help.
         UsageError: no gradients can leave, though `share` says so.
     """
-    if run.optim:
-        optimizers: tuple[str, ...] = (base.optimizer,)
-    else:
-        optimizers = DEFAULT_OPTIMIZERS if base.device == "cuda" else DEFAULT_OPTIMIZERS[:1]
     choice = choose(
         base.but(settings=search_settings(base.geometry.hidden)),
-        gpu_memory_bytes=gpu_memory_bytes,
-        host_memory_bytes=host_memory_bytes,
-        optimizers=optimizers,
-        rates=rates,
+        hardware,
+        optimizers=(base.optimizer,) if run.optim else usual_optimizers(base.device),
         global_batch=base.world_size * rows_per_rank(run.micro_batch, run.accumulation),
         micro_batch=run.micro_batch,
         accumulation=run.accumulation,
