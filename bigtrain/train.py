@@ -84,14 +84,14 @@ def train(args: Any, stop: StopSignal) -> dict[str, Any]:
     asked = args
     if asked.ds_config == jobs.AUTO:
         args, config = search.choose(args)
-    limits = capacity.memory_limits(args.gpu_memory_cap)
-    job = left_open.settle(jobs.prepare(args, config, resume), *limits, resume)
-    layout = capacity.plan_of(job, limits[0])
-    planned = None if args.no_plan else capacity.check_fit(layout, *limits)  # before the data is tokenised, for hours maybe
+    hardware = capacity.hardware(args.gpu_memory_cap)
+    job = left_open.settle(jobs.prepare(args, config, resume), hardware, resume)
+    layout = capacity.plan_of(job, hardware)
+    planned = None if args.no_plan else capacity.check_fit(layout, hardware)  # before the data is tokenised, for hours maybe
     job = search.named_auto(jobs.with_data(job, config, reached), asked)
     jobs.check_engine(job)
     ranks.main_decides(lambda: disk.check(job, folder, reached[0]), "looking at the disk")
-    with folder.replacing(), Explained(layout, *limits, folder) as explained:
+    with folder.replacing(), Explained(layout, hardware, folder) as explained:
         ranks.main_decides(lambda: folder.open(resume=args.resume_from_checkpoint), "opening output_dir")
         sameness.refuse_split_output(folder.root, saves=args.saves)
         ranks.main_decides(lambda: announce(job, folder, places, planned), "writing run.json")

@@ -30,6 +30,7 @@ from bigtrain import data, ranks, train, zero
 from bigtrain.config import ModelShape
 from bigtrain.diagnostics.metrics import flops_formula
 from bigtrain.engine import Engine
+from bigtrain.models.source import config_from
 from bigtrain.run import attention, capacity, failure, left_open, model_files, search
 from bigtrain.run import job as jobs
 from bigtrain.run.arguments import TrainArguments, parse
@@ -86,7 +87,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, TrainArguments]:
 
 def make_job(args: TrainArguments, config: dict[str, Any]) -> jobs.Job:
     """What launch/train.py prepares from files, here without data."""
-    model_config = model_files.load_model_config(args)
+    model_config = config_from(args.model_name_or_path, args.trust_remote_code)
     seq_len = model_files.choose_seq_len(args, model_config)
     resolved = jobs.resolve(args, config, ModelShape.from_config(model_config), args.max_steps)
     run = resolved.run
@@ -167,8 +168,7 @@ def main(argv: list[str]) -> None:
     capacity.cap_gpu_memory(args.gpu_memory_cap)
     if args.ds_config == jobs.AUTO:
         args, config = search.choose(args)
-    limits = capacity.memory_limits(args.gpu_memory_cap)
-    job = left_open.settle(make_job(args, config), *limits)
+    job = left_open.settle(make_job(args, config), capacity.hardware(args.gpu_memory_cap))
     jobs.check_engine(job)
     model, _ = jobs.build(job)
     flops = flops_formula(model, job.seq_len)

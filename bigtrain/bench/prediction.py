@@ -14,12 +14,13 @@ from bigtrain.diagnostics.metrics import FlopsFormula
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cards import H100_FLOPS, peak_bf16_flops
 from bigtrain.plan.cli import model_config
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.judge import time_on
 from bigtrain.plan.leaf_choice import as_said, with_leafs
 from bigtrain.plan.machine import expandable_segments
 from bigtrain.plan.predict import Plan
-from bigtrain.plan.roofline import stored_rates
+from bigtrain.plan.roofline import Rates, stored_rates
 from bigtrain.plan.settled import buffers_are_open, settled
 from bigtrain.plan.show import heading
 from bigtrain.plan.spilled import asked_share
@@ -54,6 +55,7 @@ def _plan_input(cell: Cell, machine: Machine, run: RunValues, **more: Any) -> Pl
         gpus_per_node=cell.num_gpus,
         seq_len=cell.seq_len,
         optimizer=layout_name(run.optim or defaults.OPTIM),
+        checkpoint_blocks=cell.told.recomputed_blocks,
         mlp_tile_tokens=cell.told.mlp_tile_tokens or 0,
         **kernels(cell, machine),
         device=machine.device,
@@ -98,13 +100,10 @@ def _resolved(cell: Cell, machine: Machine) -> tuple[Resolved, PlanInput | None]
     values, run, config, told = model_config(cell.model), cell.told.run_values(cell.steps), cell.ds_config, cell.told
     chosen = None
     if config == AUTO:
-        gpu, host = limits(cell, machine)
         picked = pick(
-            _plan_input(cell, machine, run, checkpointing=told.checkpointing_policy, checkpoint_blocks=told.recomputed_blocks),
+            asked(cell, machine),
             run,
-            gpu_memory_bytes=gpu,
-            host_memory_bytes=host,
-            rates=stored_rates(machine.device),
+            hardware(cell, machine),
             blocks_are_open=told.checkpoint_blocks == AUTO,
             share=asked_share(told.offload_gradients),
             leaf_blocks=told.leaf_blocks,
@@ -114,10 +113,11 @@ def _resolved(cell: Cell, machine: Machine) -> tuple[Resolved, PlanInput | None]
     return ds.resolve(config, run=run, model=shape, world_size=cell.num_gpus, device=machine.device), chosen
 
 
-def limits(cell: Cell, machine: Machine) -> tuple[int | None, int | None]:
-    """(bytes of a card that the cell may take, bytes of the host); None: unknown, or no GPU."""
+def hardware(cell: Cell, machine: Machine) -> Hardware:
+    """What the cell may take of a card, the host, and this machine's rates."""
     cap, gpu = cell.told.gpu_memory_cap, machine.gpu_bytes
-    return (min(gpu, int(cap * 2**30)) if gpu is not None and cap else gpu), machine.host_bytes
+    gpu = min(gpu, int(cap * 2**30)) if gpu is not None and cap else gpu
+    return Hardware(gpu, machine.host_bytes, stored_rates(machine.device) or Rates())
 
 
 def asked(cell: Cell, machine: Machine, done: Resolved | None = None) -> PlanInput:
@@ -128,10 +128,7 @@ def asked(cell: Cell, machine: Machine, done: Resolved | None = None) -> PlanInp
     """
     told = cell.told
     if done is None:
-        run = told.run_values(cell.steps)
-        return _plan_input(
-            cell, machine, run, checkpointing=told.checkpointing_policy, checkpoint_blocks=told.recomputed_blocks
-        )
+        return _plan_input(cell, machine, told.run_values(cell.steps), checkpointing=told.checkpointing_policy)
     run = done.run
     assert run.micro_batch and run.accumulation
     found = _plan_input(
@@ -142,7 +139,6 @@ def asked(cell: Cell, machine: Machine, done: Resolved | None = None) -> PlanInp
         micro_batch=run.micro_batch,
         accumulation=run.accumulation,
         checkpointing=told.checkpointing_policy if run.gradient_checkpointing else "none",
-        checkpoint_blocks=told.recomputed_blocks,
     )
     return as_said(found.but(offload_gradients=asked_share(told.offload_gradients) or 0.0), told.leaf_blocks)
 
@@ -165,12 +161,10 @@ def planned(cell: Cell, machine: Machine) -> Plan:
             checkpointing=policy if done.run.gradient_checkpointing else "none",
             checkpoint_blocks=chosen.checkpoint_blocks,
         )
-    gpu, host = limits(cell, machine)
-    buffers = not told.no_plan and buffers_are_open(done.config)
-    rates = stored_rates(machine.device)
-    found = settled(found, gpu, host, rates, share=share is None, buffers=buffers, blocks=blocks_are_open)
-    found = with_leafs(found, gpu, host) if told.leaf_blocks == AUTO else found
-    return plan.predict(found, gpu_memory_bytes=gpu)
+    here, buffers = hardware(cell, machine), not told.no_plan and buffers_are_open(done.config)
+    found = settled(found, here, share=share is None, buffers=buffers, blocks=blocks_are_open)
+    found = with_leafs(found, here) if told.leaf_blocks == AUTO else found
+    return plan.predict(found, gpu_memory_bytes=here.gpu_bytes)
 
 
 def prediction(cell: Cell, machine: Machine) -> dict[str, Any]:
@@ -183,8 +177,8 @@ def prediction(cell: Cell, machine: Machine) -> dict[str, Any]:
         return {"none": str(error).splitlines()[-1], "fits": False}
     except Exception as error:  # values of a type that the program will refuse: the cell says so
         return {"none": f"no plan: {error!r}"}
-    gpu, host = limits(cell, machine)
-    time, allocated = time_on(found, gpu, stored_rates(machine.device)), found.gpu.steps_bytes
+    here = hardware(cell, machine)
+    time, allocated = time_on(found, here), found.gpu.steps_bytes
     return {
         "config": spelled(found.input),
         "blocks": found.input.recomputed_blocks,
@@ -196,9 +190,9 @@ def prediction(cell: Cell, machine: Machine) -> dict[str, Any]:
         "host_node_bytes": found.host.steps_bytes * found.ranks_per_node,
         "gpu_need_bytes": found.gpu_need_bytes(),
         "host_need_bytes": found.host_need_bytes(),
-        "gpu_limit_bytes": gpu,
-        "host_limit_bytes": host,
-        "fits": found.fits(gpu, host),
+        "gpu_limit_bytes": here.gpu_bytes,
+        "host_limit_bytes": here.host_bytes,
+        "fits": here.holds(found),
         "step_time_s": time.total_s if machine.device == "cuda" else None,
         "tokens_per_s_per_gpu": time.tokens_per_s / cell.num_gpus if machine.device == "cuda" else None,
     }

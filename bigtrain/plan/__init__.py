@@ -13,7 +13,7 @@ The GPU          device (a run, phase by phase; losses: its head and loss) write
                  (0, and 1 with fp32 sums), groups (the optimizer's), gathered (whole weights at stage 3), streamed (state that passes
                  through); shared (the same peaks without writing each tape), allocator (what is reserved for it)
 The host         host (its tape), resident (CPU ranks: one memory), disk (what checkpoints take)
-Answers          predict (bytes), rows (formulas of its rows), roofline (seconds), judge (does one configuration fit)
+Answers          predict (bytes), rows (formulas of its rows), roofline (seconds), hardware (what both are held against), judge (does one configuration fit)
 Choices          settled (what a run leaves open), spilled (gradients that leave), leaf_choice, longest (sequence), choose (all of it)
 The machine      machine (what it has), room (what is in use now), cards (by their names)
 The command      cli, show

@@ -9,11 +9,12 @@ from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from bigtrain.errors import UsageError
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge
 from bigtrain.plan.leaf_choice import LeafBlocks, either, leafed, with_leafs
 from bigtrain.plan.machine import show_bytes
-from bigtrain.plan.roofline import Rates, speed_numbers, step_time
+from bigtrain.plan.roofline import speed_numbers, step_time
 from bigtrain.plan.settled import WITHOUT_ATTENTION, filled, least_s, policies, with_all_buffers, with_fewest_blocks
 from bigtrain.plan.spilled import least_share
 from bigtrain.plan.states import LAYOUTS
@@ -54,8 +55,7 @@ class Choice:
     slower: int
     advice: tuple[str, ...]
     global_batch: int
-    gpu_memory_bytes: int | None
-    host_memory_bytes: int | None
+    hardware: Hardware
 
     @property
     def options(self) -> dict[str, Any] | None:
@@ -72,8 +72,8 @@ class Choice:
         return {
             "chosen": self.options,
             "global_batch": self.global_batch,
-            "gpu_memory_bytes": self.gpu_memory_bytes,
-            "host_memory_bytes": self.host_memory_bytes,
+            "gpu_memory_bytes": self.hardware.gpu_bytes,
+            "host_memory_bytes": self.hardware.host_bytes,
             "fitting": [one(c) for c in self.fitting],
             "rejected": [one(c) for c in self.rejected],
             "slower": self.slower,
@@ -102,6 +102,11 @@ def _micro_batches(per_rank: int) -> list[int]:
     """Divisors of the sequences a rank has in a step, smallest first."""
     low = [m for m in range(1, math.isqrt(per_rank) + 1) if per_rank % m == 0]
     return sorted({*low, *(per_rank // m for m in low)})
+
+
+def usual_optimizers(device: str) -> tuple[str, ...]:
+    """What is chosen from where the user said none."""
+    return DEFAULT_OPTIMIZERS if device == "cuda" else DEFAULT_OPTIMIZERS[:1]
 
 
 def rows_per_rank(micro_batch: int | None, accumulation: int | None) -> int:
@@ -145,29 +150,29 @@ def _at(family: PlanInput, micro: int, accumulation: int) -> PlanInput:
     return family.but(micro_batch=micro, accumulation=accumulation, grad_bytes=2 if alike else family.settings.grad_bytes)
 
 
-def _first_fitting(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None, open_share: bool) -> Candidate:
+def _first_fitting(plan: PlanInput, hardware: Hardware, open_share: bool) -> Candidate:
     """The plan as it is, with smaller buckets, gradients in bf16, or (where open) some of these leaving: the first that fits, else as it is."""
-    asked = judge(plan, gpu, host, rates)
+    asked = judge(plan, hardware)
     if asked.fits or asked.plan is None:  # weights and states alone are too large: these do not help
         return asked
+    gpu = hardware.gpu_bytes
     if gpu is not None and asked.plan.gpu_least_bytes(_SPARED) > gpu:  # at its peak, what these leave alone is
         return asked
     buckets = [plan, plan.but(reduce_bucket_elems=min(SMALL_BUCKET_ELEMS, plan.settings.reduce_bucket_elems))]
     sums = [x.but(grad_bytes=2) for x in buckets] if plan.settings.grad_bytes == 4 else []
     for other in (*buckets[1:], *sums):
-        candidate = judge(other, gpu, host, rates)
+        candidate = judge(other, hardware)
         if candidate.fits:
             return candidate
-    share = least_share(plan.but(grad_bytes=2), gpu, host) if open_share else 0.0
-    candidate = judge(plan.but(grad_bytes=2, offload_gradients=share), gpu, host, rates) if share else asked
+    share = least_share(plan.but(grad_bytes=2), hardware) if open_share else 0.0
+    candidate = judge(plan.but(grad_bytes=2, offload_gradients=share), hardware) if share else asked
     return candidate if candidate.fits else asked
 
 
 def choose(
     base: PlanInput,
+    hardware: Hardware,
     *,
-    gpu_memory_bytes: int | None,
-    host_memory_bytes: int | None,
     global_batch: int | None = None,
     micro_batch: int | None = None,
     accumulation: int | None = None,
@@ -175,7 +180,6 @@ def choose(
     share: float | None = None,
     leaf_blocks: LeafBlocks = "auto",
     optimizers: tuple[str, ...] = DEFAULT_OPTIMIZERS,
-    rates: Rates | None = None,
     wanted: int | None = None,
 ) -> Choice:
     """Search stage, offload, optimizer states, checkpointing and micro batch at a fixed global batch.
@@ -184,14 +188,12 @@ def choose(
 
     Args:
         base: model, ranks, sequence length, kernels, policy of checkpointing; its other values are what the search replaces.
-        gpu_memory_bytes, host_memory_bytes: of one card and of one host; None: no limit.
         global_batch: sequences of one step over all ranks; None: what `base` has.
         micro_batch, accumulation: as the user said; None: to be chosen.
         recompute: False: no block; True: those that `base` says; None: either, or as few as fit, unless `base` says a number.
         share: of the gradients that leave the GPU in backward, as the user said; None: the least that fits.
         leaf_blocks: at stage 3; "on": that stage alone is looked at. "auto": as `leaf_choice` has it.
         optimizers: which ones may be chosen, best liked first (ties in speed go to the earlier one).
-        rates: the machine's, for the times; None: the planner's defaults.
         wanted: how many of the fastest; what cannot be one of them is not planned. None: all.
 
     Returns:
@@ -200,7 +202,7 @@ def choose(
     Raises:
         UsageError: the global batch cannot be divided by the ranks, or is beyond any run; no gradients can leave, though `share` says so.
     """
-    world, gpu, host = base.world_size, gpu_memory_bytes, host_memory_bytes
+    world = base.world_size
     batch = global_batch or world * base.micro_batch * base.accumulation
     asked = candidates(
         base, batch, micro_batch=micro_batch, accumulation=accumulation, recompute=recompute, share=share, leaf_blocks=leaf_blocks,
@@ -208,10 +210,10 @@ def choose(
     )  # fmt: skip
     open_blocks = recompute is None and base.checkpoint_blocks is None and base.blocks_are_all
     opened = _Open(open_blocks, share is None, leaf_blocks == "auto")
-    fitting, rejected, slower = _search(asked, gpu, host, optimizers, rates, wanted, opened)
+    fitting, rejected, slower = _search(asked, hardware, optimizers, wanted, opened)
     rejected.sort(key=lambda c: c.gpu_short_bytes * world + c.host_short_bytes)
-    advice = () if fitting else _advice(base, rejected, gpu, host, optimizers)
-    return Choice(fitting[0] if fitting else None, tuple(fitting), tuple(rejected), slower, tuple(advice), batch, gpu, host)
+    advice = () if fitting else _advice(base, rejected, hardware, optimizers)
+    return Choice(fitting[0] if fitting else None, tuple(fitting), tuple(rejected), slower, tuple(advice), batch, hardware)
 
 
 def candidates(
@@ -315,14 +317,13 @@ class _Open(NamedTuple):
 
 
 def _search(
-    asked: list[tuple[int, PlanInput]], gpu: int | None, host: int | None, optimizers: tuple[str, ...], rates: Rates | None,
-    wanted: int | None, opened: _Open,
-) -> tuple[list[Candidate], list[Candidate], int]:  # fmt: skip
+    asked: list[tuple[int, PlanInput]], hardware: Hardware, optimizers: tuple[str, ...], wanted: int | None, opened: _Open
+) -> tuple[list[Candidate], list[Candidate], int]:
     """(the fastest that fit, those that do not fit, how many are slower), by bounds on seconds, the least first.
 
     `asked`: families by number, at their micro batches.
     """
-    blocks = opened.blocks
+    blocks, rates = opened.blocks, hardware.rates
 
     def rank(plan: PlanInput, total_s: float) -> Rank:
         """As fast by the plan: the one that leaves the host alone."""
@@ -339,9 +340,9 @@ def _search(
 
     def settle(candidate: Candidate) -> Candidate:
         fewer = blocks and candidate.input.checkpointing != "none"
-        best = filled(candidate.input, gpu, host, rates, share=False, buffers=True, blocks=fewer)
-        best = with_leafs(best, gpu, host) if opened.leafs else best
-        return candidate if best == candidate.input else judge(best, gpu, host, rates)
+        best = filled(candidate.input, hardware, share=False, buffers=True, blocks=fewer)
+        best = with_leafs(best, hardware) if opened.leafs else best
+        return candidate if best == candidate.input else judge(best, hardware)
 
     fitting = _Fitting(wanted, rank, settle)
     rejected: list[Candidate] = []
@@ -353,18 +354,18 @@ def _search(
             continue
         if plan.micro_batch >= too_large.get(at, _MOST_SEQUENCES + 1):  # a larger micro batch holds more
             continue
-        candidate = _first_fitting(plan, gpu, host, rates, opened.share)
+        candidate = _first_fitting(plan, hardware, opened.share)
         if not candidate.fits:
             rejected.append(candidate)
             if candidate.gpu_short_bytes:
                 too_large[at] = plan.micro_batch
             continue
-        fewest = with_fewest_blocks(candidate.input, gpu, host) if blocks else candidate.input
+        fewest = with_fewest_blocks(candidate.input, hardware) if blocks else candidate.input
         if fitting.faster_than(rank(plan, least_total_s(fewest))):
             slower += 1
             continue
         able = zip(either(candidate.input), either(fewest)) if opened.leafs else [(candidate.input, fewest)]
-        fitting.add(candidate, min(least_s(one, few, gpu, rates) for one, few in able))
+        fitting.add(candidate, min(least_s(one, few, hardware) for one, few in able))
     return fitting.best(), rejected, slower
 
 
@@ -382,20 +383,15 @@ def _smallest(base: PlanInput, optimizers: tuple[str, ...]) -> list[PlanInput]:
     return [f for f in found if f.settings.stage >= 2 and not f.of_attention]
 
 
-def _any_fits(base: PlanInput, gpu: int | None, host: int | None, optimizers: tuple[str, ...]) -> Candidate | None:
-    for option in _smallest(base, optimizers):
-        candidate = judge(option, gpu, host)
-        if candidate.fits:
-            return candidate
-    return None
+def _any_fits(base: PlanInput, hardware: Hardware, optimizers: tuple[str, ...]) -> Candidate | None:
+    judged = (judge(option, hardware) for option in _smallest(base, optimizers))
+    return next((candidate for candidate in judged if candidate.fits), None)
 
 
-def _advice(
-    base: PlanInput, rejected: list[Candidate], gpu: int | None, host: int | None, optimizers: tuple[str, ...]
-) -> list[str]:
+def _advice(base: PlanInput, rejected: list[Candidate], hardware: Hardware, optimizers: tuple[str, ...]) -> list[str]:
     """What would make it fit: more memory, more ranks, shorter sequences."""
     lines = []
-    smallest = [judge(option, None, None) for option in _smallest(base, optimizers)]
+    smallest = [judge(option, Hardware()) for option in _smallest(base, optimizers)]
     on_cards = base.device == "cuda"
     least = min(smallest, key=lambda c: (c.plan.gpu_least_bytes() if on_cards else c.plan.host_need_bytes()) if c.plan else 0)
     if least.plan:
@@ -406,32 +402,31 @@ def _advice(
         lines.append(f"{held} ({least.describe()})")
     nearest = rejected[0]
     lines.append(f"nearest: {nearest.describe()}: {nearest.why}")
-    if found := _any_fits(
-        base, gpu, host, optimizers
-    ):  # what was fixed of micro batch, recomputing or leaf blocks is in the way
+    # What was fixed of micro batch, recomputing or leaf blocks may be in the way.
+    if found := _any_fits(base, hardware, optimizers):
         return [*lines, f"with micro batch and checkpointing left open: {found.describe()} would do"]
     others = tuple(name for name in DEFAULT_OPTIMIZERS if name not in optimizers) if on_cards else ()
-    if found := _any_fits(base, gpu, host, others):
+    if found := _any_fits(base, hardware, others):
         lines.append(f"another optimizer: {found.describe()} would do")
-    return lines + _more_ranks(base, gpu, host, optimizers) + _fewer_tokens(base, gpu, host, optimizers)
+    return lines + _more_ranks(base, hardware, optimizers) + _fewer_tokens(base, hardware, optimizers)
 
 
-def _more_ranks(base: PlanInput, gpu: int | None, host: int | None, optimizers: tuple[str, ...]) -> list[str]:
+def _more_ranks(base: PlanInput, hardware: Hardware, optimizers: tuple[str, ...]) -> list[str]:
     per_node, world = base.ranks_per_node, base.world_size
     what = "cards" if base.device == "cuda" else f"ranks, {max(8, per_node)} on a host,"
     while world < _MOST_RANKS:
         world *= 2
-        found = _any_fits(base.but(world_size=world, gpus_per_node=min(world, max(8, per_node))), gpu, host, optimizers)
+        found = _any_fits(base.but(world_size=world, gpus_per_node=min(world, max(8, per_node))), hardware, optimizers)
         if found:
             return [f"more ranks: {world} {what} would do ({found.describe()})"]
     return [f"more ranks: even {_MOST_RANKS} {what} of this size would not do"]
 
 
-def _fewer_tokens(base: PlanInput, gpu: int | None, host: int | None, optimizers: tuple[str, ...]) -> list[str]:
+def _fewer_tokens(base: PlanInput, hardware: Hardware, optimizers: tuple[str, ...]) -> list[str]:
     tokens = base.seq_len
     while tokens > 256:
         tokens //= 2
-        found = _any_fits(base.but(seq_len=tokens), gpu, host, optimizers)
+        found = _any_fits(base.but(seq_len=tokens), hardware, optimizers)
         if found:
             return [f"fewer tokens: sequences of {tokens} would do ({found.describe()})"]
     return ["fewer tokens: shorter sequences alone do not help, weights and states are too large"]

@@ -14,12 +14,13 @@ from typing import Any
 from bigtrain import defaults, shapes
 from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.plan.cards import card_name, peak_bf16_flops
-from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, WANTED, Candidate, Choice, choose, rows_per_rank, search_settings
+from bigtrain.plan.choose import WANTED, Candidate, Choice, choose, rows_per_rank, search_settings, usual_optimizers
 from bigtrain.plan.command import auto_command, command_for
 from bigtrain.plan.families import contradictions, position_limit
 from bigtrain.plan.family_kept import attention_of, liger_for
 from bigtrain.plan.family_others import VISION_LANGUAGE
 from bigtrain.plan.flags import MAX, add_flags, settle_words
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.impossible import refuse_wrong_types
 from bigtrain.plan.inputs import PlanInput, plan_input
 from bigtrain.plan.judge import time_on
@@ -150,18 +151,18 @@ def _with_global_batch(base: PlanInput, args: argparse.Namespace) -> PlanInput:
     return base.but(accumulation=args.global_batch // per_micro)
 
 
-def _memories(args: argparse.Namespace) -> tuple[int | None, int | None]:
+def _hardware(args: argparse.Namespace) -> Hardware:
     said = args.gpu_memory is not None
     gpu = parse_bytes(args.gpu_memory, "--gpu_memory") if said else min(gpu_memory(), default=None)
     if args.host_memory is not None:
-        return gpu, parse_bytes(args.host_memory, "--host_memory")
+        return Hardware(gpu, parse_bytes(args.host_memory, "--host_memory"), _rates(args))
     found = host_memory()
-    return gpu, found.usable_bytes if found else None
+    return Hardware(gpu, found.usable_bytes if found else None, _rates(args))
 
 
-def _taken(args: argparse.Namespace, gpu: int | None, host: int | None) -> dict[str, int]:
+def _taken(args: argparse.Namespace, hardware: Hardware) -> dict[str, int]:
     """Bytes that are this machine's, by the flag that nobody gave: whoever plans for another machine must see them."""
-    found = {"--gpu_memory": gpu if args.device == "cuda" else None, "--host_memory": host}
+    found = {"--gpu_memory": hardware.gpu_bytes if args.device == "cuda" else None, "--host_memory": hardware.host_bytes}
     return {flag: size for flag, size in found.items() if size is not None and getattr(args, flag[2:]) is None}
 
 
@@ -176,16 +177,14 @@ def _rates(args: argparse.Namespace) -> Rates:
     return rates_from(values)
 
 
-def _choice(args: argparse.Namespace, base: PlanInput, gpu: int | None, host: int | None, rates: Rates) -> Choice:
-    usual = DEFAULT_OPTIMIZERS if args.device == "cuda" else DEFAULT_OPTIMIZERS[:1]
-    wanted = args.optimizers.split(",") if args.optimizers else [args.optim] if args.optim else usual
+def _choice(args: argparse.Namespace, base: PlanInput, hardware: Hardware) -> Choice:
+    wanted = args.optimizers.split(",") if args.optimizers else [args.optim] if args.optim else usual_optimizers(args.device)
     names = tuple(layout_name(name) for name in wanted)
     base = base.but(settings=search_settings(base.geometry.hidden))
     micro, accumulation = args.micro_batch, args.accumulation
     return choose(
-        base, gpu_memory_bytes=gpu, host_memory_bytes=host, optimizers=names, rates=rates, micro_batch=micro,
-        accumulation=accumulation, recompute=None if args.blocks == AUTO else args.recompute, share=asked_share(args.offload_gradients),
-        leaf_blocks=args.leaf_blocks, global_batch=args.global_batch or base.world_size * rows_per_rank(micro, accumulation),
+        base, hardware, optimizers=names, micro_batch=micro, accumulation=accumulation, recompute=None if args.blocks == AUTO else args.recompute,
+        share=asked_share(args.offload_gradients), leaf_blocks=args.leaf_blocks, global_batch=args.global_batch or base.world_size * rows_per_rank(micro, accumulation),
         wanted=max(WANTED, args.measure or 0),
     )  # fmt: skip
 
@@ -197,40 +196,39 @@ def run(args: argparse.Namespace) -> int:
     config = model_config(args.model) if args.model else None
     resolved = args.reader(args, config) if args.ds_config is not None else None
     ds_config = _plain_config(args) if resolved is None else resolved.engine_config()
-    base, rates = _input(args, config, ds_config, resolved and resolved.run), _rates(args)
-    gpu, host = _memories(args)
+    base, hardware = _input(args, config, ds_config, resolved and resolved.run), _hardware(args)
     assumed = _assumed(args, base, resolved)
     _warn(base, config or {})
     if not args.auto:
         base, buffers = base.but(offload_gradients=share or 0.0), buffers_are_open(ds_config)
         base = as_said(base, args.leaf_blocks)
-        settle = partial(settled, gpu=gpu, host=host, rates=rates, share=share is None, blocks=args.blocks == AUTO)
+        settle = partial(settled, hardware=hardware, share=share is None, blocks=args.blocks == AUTO)
         if args.seq_len == MAX:  # buffers take what is left
-            base = longest(base, gpu, host, position_limit(config) if config else None, partial(settle, buffers=False))
+            base = longest(base, hardware, position_limit(config) if config else None, partial(settle, buffers=False))
             print(f"--seq_len {MAX}: {length_text(base.seq_len, position_limit(config) if config else None)}", file=sys.stderr)
         base = settle(base, buffers=buffers)
-        leafs = choose_leafs(base, gpu, host) if args.leaf_blocks == AUTO else None
+        leafs = choose_leafs(base, hardware) if args.leaf_blocks == AUTO else None
         if leafs is not None:
             base = leafed(base) if leafs.on else base
-        return _print_plan(args, predict(base, gpu_memory_bytes=gpu), gpu, host, rates, assumed, leafs)
-    return _print_choice(args, _choice(args, base, gpu, host, rates), rates, assumed)
+        return _print_plan(args, predict(base, gpu_memory_bytes=hardware.gpu_bytes), hardware, assumed, leafs)
+    return _print_choice(args, _choice(args, base, hardware), assumed)
 
 
-def _print_choice(args: argparse.Namespace, choice: Choice, rates: Rates, assumed: Assumed) -> int:
+def _print_choice(args: argparse.Namespace, choice: Choice, assumed: Assumed) -> int:
     """The ladder, and the plan of the chosen one as launch/train.py runs it."""
-    gpu, host, measured = choice.gpu_memory_bytes, choice.host_memory_bytes, _measured(args, choice)
+    hardware, measured = choice.hardware, _measured(args, choice)
     best = _fastest(choice, measured)
-    plan = predict(best.input, gpu_memory_bytes=gpu) if best is not None else None
+    plan = predict(best.input, gpu_memory_bytes=hardware.gpu_bytes) if best is not None else None
     if args.json:
         said = {**choice.to_json(), **_values(assumed), "plan": plan.to_json() if plan else None}
         print(json.dumps({**said, **({"measured": measured} if measured else {})}, indent=2))
     else:
-        print(assumed_text(assumed, _taken(args, gpu, host)) + choice_text(choice))
+        print(assumed_text(assumed, _taken(args, hardware)) + choice_text(choice))
         if best is not None and plan is not None:
             print(f"\n{measured_text(measured)}chosen: {best.describe()}\n")
-            print(plan_text(plan, gpu, host, rates, args.formulas))
+            print(plan_text(plan, hardware, args.formulas))
             if args.leaf_blocks == AUTO:
-                _print_leafs(choose_leafs(best.input.but(leaf_classes=()), gpu, host))
+                _print_leafs(choose_leafs(best.input.but(leaf_classes=()), hardware))
             _warn_about_locks(plan)
             if args.model and not measured:
                 print(f"to train so (the words in capitals are yours to fill in):\n{command_for(args, best.input)}")
@@ -279,18 +277,15 @@ def _print_leafs(leafs: LeafChoice | None) -> None:
     print("" if leafs is None else f"--leaf_blocks auto: {leafs.text()}\n", end="")
 
 
-def _print_plan(
-    args: argparse.Namespace, plan: Plan, gpu: int | None, host: int | None, rates: Rates, assumed: Assumed, leafs: LeafChoice | None
-) -> int:  # fmt: skip
-    fits = plan.fits(gpu, host)
+def _print_plan(args: argparse.Namespace, plan: Plan, hardware: Hardware, assumed: Assumed, leafs: LeafChoice | None) -> int:
+    fits = hardware.holds(plan)
     if args.json:
-        speed = speed_numbers(plan.input.device, time_on(plan, gpu, rates))
-        said = {"gpu_memory_bytes": gpu, "host_memory_bytes": host, "fits": fits} | (
-            {"leaf_blocks": leafs._asdict()} if leafs else {}
-        )
+        speed = speed_numbers(plan.input.device, time_on(plan, hardware))
+        said: dict[str, Any] = {"gpu_memory_bytes": hardware.gpu_bytes, "host_memory_bytes": hardware.host_bytes, "fits": fits}
+        said |= {"leaf_blocks": leafs._asdict()} if leafs else {}
         print(json.dumps({**plan.to_json(), **_values(assumed), **speed, **said}, indent=2))
     else:
-        print(assumed_text(assumed, _taken(args, gpu, host)) + plan_text(plan, gpu, host, rates, args.formulas))
+        print(assumed_text(assumed, _taken(args, hardware)) + plan_text(plan, hardware, args.formulas))
         _print_leafs(leafs)
         if not fits:
             print(f"what would fit: {auto_command(args, plan.input, assumed)}")

@@ -92,7 +92,7 @@ class Gathered:
             missing = [i for i in call if i not in self.here]
             found += [missing] if missing and missing[0] in self.leafs else [[i] for i in missing]
             self._take(missing)
-            self._forget_queued(step, {i for i in call if self.recent.get(i, -1) < step})
+            self._forget_queued({i for i in call if self.recent.get(i, -1) < step})
             ahead = self._ahead()
             self._take(ahead)
             found += [ahead] if ahead else []
@@ -103,7 +103,7 @@ class Gathered:
         self.here.update(params)
         self.count += sum(self.items[i].elems for i in params)
 
-    def _forget_queued(self, step: int, wanted: set[int]) -> None:
+    def _forget_queued(self, wanted: set[int]) -> None:
         seen: set[int] = set()
         while self.at < len(self.queue) and len(seen) < len(wanted):
             used, i = self.queue[self.at]

@@ -341,13 +341,8 @@ def plan_input(
 
 
 def _run_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, name in (
-        ("train_micro_batch_size_per_gpu", "micro_batch"),
-        ("gradient_accumulation_steps", "accumulation"),
-    ):
-        if isinstance(config.get(key), int):
-            found[name] = config[key]
+    names = {"train_micro_batch_size_per_gpu": "micro_batch", "gradient_accumulation_steps": "accumulation"}
+    found: dict[str, Any] = {name: config[key] for key, name in names.items() if isinstance(config.get(key), int)}
     kind = section(config, "optimizer").get("type")
     return {**found, "optimizer": kind} if isinstance(kind, str) else found
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.partition import partition_size
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.predict import Plan, quick
-from bigtrain.plan.roofline import Rates, StepTime, step_time
+from bigtrain.plan.roofline import StepTime, step_time
 from bigtrain.plan.states import LAYOUTS
 from bigtrain.plan.zero_settings import ZeroSettings
 
@@ -121,19 +122,15 @@ def _reason(gpu_short: int, host_short: int, plan: Plan | None) -> str:
     return "; ".join(parts)
 
 
-def time_on(found: Plan, gpu: int | None, rates: Rates | None = None) -> StepTime:
-    """Seconds of one step on a card of so many bytes, which holds the plan; None: no limit."""
-    time = step_time(found.input, rates)
-    return time.later(RETURN_S * found.returns(gpu)) if found.input.world_size > 1 else time
+def time_on(found: Plan, hardware: Hardware) -> StepTime:
+    """Seconds of one step where the plan fits."""
+    time = step_time(found.input, hardware.rates)
+    return time.later(RETURN_S * found.returns(hardware.gpu_bytes)) if found.input.world_size > 1 else time
 
 
-def judge(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None = None) -> Candidate:
-    """Does one configuration fit, and how fast would it be?
-
-    Args:
-        plan: the configuration. gpu: bytes of one card; host: bytes of one host; None: no limit.
-    """
-    time, ranks = step_time(plan, rates), plan.ranks_per_node
+def judge(plan: PlanInput, hardware: Hardware) -> Candidate:
+    """Does one configuration fit, and how fast would it be?"""
+    gpu, host, time, ranks = hardware.gpu_bytes, hardware.host_bytes, step_time(plan, hardware.rates), plan.ranks_per_node
     least_gpu, least_host = state_bytes(plan)
     gpu_short, host_short = _short(least_gpu, gpu), _short(least_host * ranks, host)
     if gpu_short or host_short:
@@ -141,8 +138,8 @@ def judge(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | Non
     found = quick(plan)
     gpu_short, host_short = _short(found.gpu_least_bytes(), gpu), _short(found.host_need_bytes(), host)
     why = _reason(gpu_short, host_short, found)
-    if not why and not found.fits(gpu, host):
+    if not why and not hardware.holds(found):
         why = "GPU memory would fragment: what is allocated fits, but not with what would lie unused between it"
     if not why:
-        time = time_on(found, gpu, rates)
+        time = time_on(found, hardware)
     return Candidate(plan, not why, why, gpu_short, host_short, found, time)

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 from bigtrain.errors import UsageError
 from bigtrain.plan.cards import H100_FLOPS
 from bigtrain.plan.family_others import T5
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.leafs import block_class
 from bigtrain.plan.predict import quick
@@ -105,12 +106,12 @@ def either(plan: PlanInput) -> tuple[PlanInput, ...]:
     return (plan, leafed(plan)) if able else (plan,)
 
 
-def choose_leafs(plan: PlanInput, gpu: int | None, host: int | None) -> LeafChoice | None:
+def choose_leafs(plan: PlanInput, hardware: Hardware) -> LeafChoice | None:
     """For a plan that is settled otherwise; None: there is nothing to choose, at other stages or where the settings say leafs themselves.
 
     Args:
         plan: with a hook on each layer.
-        gpu, host: bytes of one card and of one host; None: no limit.
+        hardware: its memory; see above for its rates.
     """
     if plan.settings.stage != 3 or says_itself(plan.settings):
         return None
@@ -123,14 +124,14 @@ def choose_leafs(plan: PlanInput, gpu: int | None, host: int | None) -> LeafChoi
         return LeafChoice(False, f"{took}: less than {_LEAST_GAIN:.0%} shorter")
     if plan.ranks_per_node < plan.world_size and hooked.communication_s > plan.accumulation * host_s(plan, here):
         return LeafChoice(False, "what a step waits for is the network between the hosts")
-    if not quick(leafs).fits(gpu, host):
+    if not hardware.holds(quick(leafs)):
         return LeafChoice(False, f"{took}, but with whole blocks it does not fit")
     return LeafChoice(True, took)
 
 
-def with_leafs(plan: PlanInput, gpu: int | None, host: int | None) -> PlanInput:
+def with_leafs(plan: PlanInput, hardware: Hardware) -> PlanInput:
     """The plan as `choose_leafs` has it."""
-    found = choose_leafs(plan, gpu, host)
+    found = choose_leafs(plan, hardware)
     return leafed(plan) if found is not None and found.on else plan
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.predict import quick
 
@@ -12,20 +13,17 @@ STEP_TOKENS = 1024
 MOST_TOKENS = 2**24
 
 
-def longest(
-    plan: PlanInput, gpu: int | None, host: int | None, limit: int | None, settle: Callable[[PlanInput], PlanInput]
-) -> PlanInput:
+def longest(plan: PlanInput, hardware: Hardware, limit: int | None, settle: Callable[[PlanInput], PlanInput]) -> PlanInput:
     """The plan with the longest sequence with which it fits; with the shortest one if not even that does.
 
     Args:
         plan: whose sequence length is open.
-        gpu, host: bytes of one card and of one host; None: no limit.
         limit: positions that the model has; None: not known.
         settle: fills in what else is left open, for each length, so that it fits if it can.
     """
 
     def fits(tokens: int) -> bool:
-        return quick(settle(plan.but(seq_len=tokens))).fits(gpu, host)
+        return hardware.holds(quick(settle(plan.but(seq_len=tokens))))
 
     most = min(limit or MOST_TOKENS, MOST_TOKENS)
     if most <= STEP_TOKENS or fits(most):

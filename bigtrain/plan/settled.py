@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from bigtrain.plan.activations import BlockBytes, block_bytes
 from bigtrain.plan.constants import GPU_MARGIN
 from bigtrain.plan.device import MICRO_STEP
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import Checkpointing, PlanInput
 from bigtrain.plan.judge import Candidate, judge, time_on
 from bigtrain.plan.predict import beside_the_tape, quick
@@ -41,15 +43,10 @@ def policies(plan: PlanInput) -> tuple[Checkpointing, ...]:
     return (able,) if said == "attention" else (without, able)
 
 
-def settled(
-    plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None, *, share: bool, buffers: bool, blocks: bool
-) -> PlanInput:
-    """The plan with what it leaves open filled in, the policy among it: "offload" is the faster one of what fits, with attention or without.
-
-    Args:
-        gpu, host, share, buffers, blocks: see `filled`. rates: the machine's; None: the planner's defaults.
-    """
-    fill = partial(filled, gpu=gpu, host=host, rates=rates, share=share, buffers=buffers, blocks=blocks)
+def settled(plan: PlanInput, hardware: Hardware, *, share: bool, buffers: bool, blocks: bool) -> PlanInput:
+    """The plan with what it leaves open (see `filled`) filled in, the policy among it: "offload" is the faster one of what fits, with
+    attention or without."""
+    fill = partial(filled, hardware=hardware, share=share, buffers=buffers, blocks=blocks)
     without = WITHOUT_ATTENTION.get(plan.checkpointing)
     if without is None:
         return fill(plan)
@@ -59,18 +56,14 @@ def settled(
     if plan.checkpointing == "attention":
         return found
     other = fill(plan.but(checkpointing=without))
-    fits = quick(found).fits(gpu, host)
+    if not hardware.holds(quick(found)):
+        return other
     # Where the bus is what a step waits for, both take about as long: then it is not worth the host's memory.
-    return (
-        found
-        if fits and time_on(quick(found), gpu, rates).total_s < 0.99 * time_on(quick(other), gpu, rates).total_s
-        else other
-    )
+    faster = time_on(quick(found), hardware).total_s < 0.99 * time_on(quick(other), hardware).total_s
+    return found if faster else other
 
 
-def filled(
-    plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None, *, share: bool, buffers: bool, blocks: bool
-) -> PlanInput:
+def filled(plan: PlanInput, hardware: Hardware, *, share: bool, buffers: bool, blocks: bool) -> PlanInput:
     """The plan with what it leaves open filled in, but for its policy.
 
     Where buffers and blocks compete for a card, what is faster goes first: a GiB of buffers hides traffic once a step, a GiB of
@@ -78,42 +71,42 @@ def filled(
 
     Args:
         plan: for now with no gradients leaving, the least buffers, all blocks recomputed, where these are open.
-        gpu, host: bytes of one card and of one host; None: no limit.
         share: of the gradients that leave the GPU in backward: the least that fits.
         buffers: for streamed state: as many as hide its traffic and as the card holds.
         blocks: to recompute: as few as fit; all where not even that does, or where the plan does not know them.
     """
     if share:
-        plan = plan.but(offload_gradients=least_share(plan, gpu, host))
+        plan = plan.but(offload_gradients=least_share(plan, hardware))
     blocks = blocks and plan.blocks_are_all
-    most = _spare_buffers(plan, gpu, host, rates) if buffers else plan
-    return _with_fewer_returns(_filled(plan, most, gpu, host, rates), gpu, host, rates) if blocks else most
+    most = _spare_buffers(plan, hardware) if buffers else plan
+    return _with_fewer_returns(_filled(plan, most, hardware), hardware) if blocks else most
 
 
-def _with_fewer_returns(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> PlanInput:
+def _with_fewer_returns(plan: PlanInput, hardware: Hardware) -> PlanInput:
     """A block more recomputed, or some, where the allocator would else meet its limit in each step and that takes longer."""
-    if plan.world_size == 1 or not quick(plan).returns(gpu):
+    if plan.world_size == 1 or not quick(plan).returns(hardware.gpu_bytes):
         return plan
-    best, least_s = plan, time_on(quick(plan), gpu, rates).total_s
+    best, least_s = plan, time_on(quick(plan), hardware).total_s
     for blocks in range(plan.recomputed_blocks + 1, plan.block_count + 1):
         more = plan.but(checkpointing=_policy(plan), checkpoint_blocks=blocks)
-        if step_time(more, rates).total_s >= least_s:
+        if step_time(more, hardware.rates).total_s >= least_s:
             break
         found = quick(more)
-        if found.fits(gpu, host) and (total_s := time_on(found, gpu, rates).total_s) < least_s:
+        if hardware.holds(found) and (total_s := time_on(found, hardware).total_s) < least_s:
             best, least_s = more, total_s
     return best
 
 
-def _filled(plan: PlanInput, most: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> PlanInput:
+def _filled(plan: PlanInput, most: PlanInput, hardware: Hardware) -> PlanInput:
     """Blocks, and buffers in their place where that is faster. `most`: with as many buffers as the card holds."""
-    found = _fewest_blocks(most, gpu, host)
+    found = _fewest_blocks(most, hardware)
     if most == plan or not found.recomputed_blocks:
         return found
-    fewest = _fewest_blocks(plan, gpu, host)
-    if step_time(found, rates).total_s <= step_time(with_most_buffers(fewest, gpu, rates), rates).total_s:
+    fewest = _fewest_blocks(plan, hardware)
+    rates = hardware.rates
+    if step_time(found, rates).total_s <= step_time(with_most_buffers(fewest, hardware), rates).total_s:
         return found
-    other = _spare_buffers(fewest, gpu, host, rates)
+    other = _spare_buffers(fewest, hardware)
     return min(found, other, key=lambda p: step_time(p, rates).total_s)
 
 
@@ -123,21 +116,21 @@ def buffers_are_open(config: Mapping[str, Any]) -> bool:
     return bool(block) and block.get("buffer_count") is None
 
 
-def buffers_wanted(plan: PlanInput, rates: Rates | None) -> int:
+def buffers_wanted(plan: PlanInput, rates: Rates) -> int:
     """So many that the traffic of streamed state costs no time."""
-    rates = rates or Rates()
     return buffers_that_help(plan, rates.h2d_bytes_s, rates.d2h_bytes_s, forward_s(plan, rates))
 
 
-def _fewest_blocks(plan: PlanInput, gpu: int | None, host: int | None) -> PlanInput:
-    found = least_blocks(plan, gpu, host)
+def _fewest_blocks(plan: PlanInput, hardware: Hardware) -> PlanInput:
+    found = least_blocks(plan, hardware)
     return found.input if found is not None else plan
 
 
-def _spare_buffers(plan: PlanInput, gpu: int | None, host: int | None, rates: Rates | None) -> PlanInput:
+def _spare_buffers(plan: PlanInput, hardware: Hardware) -> PlanInput:
+    gpu, host = hardware.gpu_bytes, hardware.host_bytes
     if gpu is None or not plan.streams:
         return plan
-    most = with_most_buffers(plan, gpu, rates).settings.buffers
+    most = with_most_buffers(plan, hardware).settings.buffers
     low, high, room, step = plan.settings.buffers, most + 1, int(SPARE_SHARE * gpu), 1
     while high - low > 1:  # mostly the first one, or one of the next, unless the peak is in no micro step
         guess = max(high - step, low + 1)
@@ -148,56 +141,52 @@ def _spare_buffers(plan: PlanInput, gpu: int | None, host: int | None, rates: Ra
     return plan.but(buffers=low)
 
 
-def with_fewest_blocks(plan: PlanInput, gpu: int | None, host: int | None) -> PlanInput:
+def with_fewest_blocks(plan: PlanInput, hardware: Hardware) -> PlanInput:
     """The plan, which fits, with no more blocks recomputed than `settled` would say: quicker to tell."""
     if plan.checkpointing == "none":
         return plan
-    none = judge(plan.but(checkpointing="none"), gpu, host)
+    none = judge(plan.but(checkpointing="none"), hardware)
     return none.input if none.fits else plan.but(checkpoint_blocks=blocks_needed(none, plan.checkpointing))
 
 
-def with_all_buffers(plan: PlanInput, rates: Rates | None) -> PlanInput:
+def with_all_buffers(plan: PlanInput, rates: Rates) -> PlanInput:
     """The plan with all buffers that help, whether the card holds them or not: no other number is faster."""
     return plan.but(buffers=max(plan.settings.buffers, buffers_wanted(plan, rates))) if plan.streams else plan
 
 
-def with_most_buffers(plan: PlanInput, gpu: int | None, rates: Rates | None) -> PlanInput:
+def with_most_buffers(plan: PlanInput, hardware: Hardware) -> PlanInput:
     """The plan with no fewer buffers than the card holds, and mostly no more.
 
     A buffer lies on the card from the first update on, so what any moment of a later micro step holds leaves room for so many.
     """
-    most = with_all_buffers(plan, rates)
+    gpu, most = hardware.gpu_bytes, with_all_buffers(plan, hardware.rates)
     if gpu is None or most == plan:
         return most
     spare = -_short_bytes(plan, int(SPARE_SHARE * gpu) + 1) // _buffer_bytes(plan)
     return plan.but(buffers=min(most.settings.buffers, plan.settings.buffers + max(0, int(spare))))
 
 
-def least_s(plan: PlanInput, fewest: PlanInput, gpu: int | None, rates: Rates | None) -> float:
+def least_s(plan: PlanInput, fewest: PlanInput, hardware: Hardware) -> float:
     """Seconds of a step, no more than with what `settled` would say for this plan, which fits: quicker to tell.
 
     Buffers and results compete for the card. With more than so many buffers, any moment of a micro step without recomputed blocks is short
     by so much, and so many blocks have to be recomputed: a bound for all numbers of buffers up to the next. `fewest`: as
     `with_fewest_blocks` has it; the plan itself where blocks are not open.
     """
-    low, most = plan.settings.buffers, with_most_buffers(plan, gpu, rates).settings.buffers
+    gpu, low, most = hardware.gpu_bytes, plan.settings.buffers, with_most_buffers(plan, hardware).settings.buffers
     if most == low or gpu is None or fewest == plan:
-        return step_time(fewest.but(buffers=most), rates).total_s
-    none = judge(plan.but(checkpointing="none"), None, None)
+        return step_time(fewest.but(buffers=most), hardware.rates).total_s
+    none = judge(plan.but(checkpointing="none"), Hardware())
     lacking, each = _short_bytes(none.input, gpu + 1), _buffer_bytes(plan)
 
     def bound(buffers: int, up_to: int) -> float:
-        needed = (
-            blocks_needed(none, plan.checkpointing, lacking + (buffers - low) * each)
-            if lacking + (buffers - low) * each > 0
-            else 0
-        )
+        short = lacking + (buffers - low) * each
+        needed = blocks_needed(none, plan.checkpointing, short) if short > 0 else 0
         blocks = plan.but(buffers=up_to, checkpoint_blocks=max(needed, fewest.recomputed_blocks))
-        return step_time(blocks, rates).total_s
+        return step_time(blocks, hardware.rates).total_s
 
-    return min(
-        itertools.starmap(bound, itertools.pairwise(sorted({low + (most - low) * at // _SPANS for at in range(_SPANS + 1)})))
-    )
+    spans = itertools.pairwise(sorted({low + (most - low) * at // _SPANS for at in range(_SPANS + 1)}))
+    return min(itertools.starmap(bound, spans))
 
 
 def _short_bytes(plan: PlanInput, gpu: int) -> float:
@@ -214,21 +203,19 @@ def _buffer_bytes(plan: PlanInput) -> int:
 # ---------------------------------------------------------------- how many blocks to recompute: as few as fit
 
 
-def least_blocks(plan: PlanInput, gpu: int | None, host: int | None) -> Candidate | None:
+def least_blocks(plan: PlanInput, hardware: Hardware) -> Candidate | None:
     """The plan with the fewest recomputed blocks that fits, 0 included; None if not even all of them suffice.
 
     Args:
         plan: the configuration; its policy is kept ("full" where it has none), its number of blocks is what is looked for.
-        gpu, host: bytes of one card and of one host; None: no limit.
     """
     # More blocks never hold more, except on the host of inputs that are kept there: that is looked at in the end.
-    limit = None if plan.offloads_inputs else host
-    none = judge(plan.but(checkpointing="none"), gpu, limit)
+    limits = replace(hardware, host_bytes=None) if plan.offloads_inputs else hardware
+    none = judge(plan.but(checkpointing="none"), limits)
     if none.fits:
-        return none if limit == host else judge(none.input, gpu, host)
-    found = _search(none, plan, gpu, limit)
-    if found is not None and limit != host:
-        found = judge(found.input, gpu, host)
+        return judge(none.input, hardware)
+    found = _search(none, plan, limits)
+    found = judge(found.input, hardware) if found is not None else None
     return found if found is not None and found.fits else None
 
 
@@ -236,9 +223,9 @@ def _policy(plan: PlanInput) -> str:
     return "full" if plan.checkpointing == "none" else plan.checkpointing
 
 
-def _search(none: Candidate, plan: PlanInput, gpu: int | None, host: int | None) -> Candidate | None:
+def _search(none: Candidate, plan: PlanInput, hardware: Hardware) -> Candidate | None:
     def tried(blocks: int) -> Candidate:
-        return judge(plan.but(checkpointing=_policy(plan), checkpoint_blocks=blocks), gpu, host)
+        return judge(plan.but(checkpointing=_policy(plan), checkpoint_blocks=blocks), hardware)
 
     high = plan.block_count
     best = tried(high)

@@ -7,6 +7,7 @@ from typing import Any
 
 from bigtrain.plan.choose import Choice
 from bigtrain.plan.constants import GPU_MARGIN, HOST_MARGIN
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.judge import Candidate, time_on
 from bigtrain.plan.machine import show_bytes
@@ -62,10 +63,9 @@ def _verdict(name: str, need: int, have: int | None, margin: float, fits: bool) 
     return f"{name}: needs {show_bytes(need)} of {show_bytes(have)} with a margin of {100 * margin:g}%: {word}"
 
 
-def plan_text(
-    plan: Plan, gpu_memory: int | None, host_memory: int | None, rates: Rates | None = None, formulas: bool = False
-) -> str:
+def plan_text(plan: Plan, hardware: Hardware, formulas: bool = False) -> str:
     """The whole plan: heading, trees, what the driver will show, verdicts, speed."""
+    gpu, host = hardware.gpu_bytes, hardware.host_bytes
     lines = [heading(plan.input), ""]
     if plan.input.device == "cuda":
         lines += [
@@ -81,19 +81,19 @@ def plan_text(
     ]
     lines += [f"note: {note}" for note in plan.notes]
     if plan.input.device == "cuda":
-        lines.append(_verdict("GPU", plan.gpu_need_bytes(), gpu_memory, GPU_MARGIN, plan.fits(gpu_memory, None)))
-    lines.append(_verdict("host", plan.host_need_bytes(), host_memory, HOST_MARGIN, plan.fits(None, host_memory)))
-    lines.append(_speed(plan, gpu_memory, rates))
+        lines.append(_verdict("GPU", plan.gpu_need_bytes(), gpu, GPU_MARGIN, plan.fits(gpu, None)))
+    lines.append(_verdict("host", plan.host_need_bytes(), host, HOST_MARGIN, plan.fits(None, host)))
+    lines.append(_speed(plan, hardware))
     return "\n".join(lines)
 
 
-def _speed(plan: Plan, gpu_memory: int | None, rates: Rates | None) -> str:
+def _speed(plan: Plan, hardware: Hardware) -> str:
     if plan.input.device != "cuda":
         return "speed: not planned for CPUs; `bigtrain bench` measures it"
-    time, returns = time_on(plan, gpu_memory, rates), plan.returns(gpu_memory) if plan.input.world_size > 1 else 0
+    time, returns = time_on(plan, hardware), plan.returns(hardware.gpu_bytes) if plan.input.world_size > 1 else 0
     card = (
         "with rates measured (bigtrain doctor, or --calibration)"
-        if rates not in (None, Rates())
+        if hardware.rates != Rates()
         else "on an H100 or H200, which the rates are of"
     )
     return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 
 from bigtrain.errors import UsageError
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.predict import Plan, quick
 
@@ -34,16 +35,17 @@ def asked_share(text: str) -> float | None:
     return None if text == AUTO else float(text)
 
 
-def least_share(plan: PlanInput, gpu_memory_bytes: int | None, host_memory_bytes: int | None) -> float:
+def least_share(plan: PlanInput, hardware: Hardware) -> float:
     """The least share, in hundredths, with which card and host hold the run; 0.0 if it fits without, or with none.
 
     The card is filled to `ROOM_SHARE` where that can be reached; else wholly.
     """
-    if gpu_memory_bytes is None or not plan.alone or _plan(plan, 0).fits(gpu_memory_bytes, host_memory_bytes):
+    gpu, host = hardware.gpu_bytes, hardware.host_bytes
+    if gpu is None or not plan.alone or hardware.holds(_plan(plan, 0)):
         return 0.0
-    for room in (int(ROOM_SHARE * gpu_memory_bytes), gpu_memory_bytes):
+    for room in (int(ROOM_SHARE * gpu), gpu):
         least = 1 + bisect.bisect_left(range(1, STEPS + 1), True, key=lambda n: _plan(plan, n).gpu_least_bytes() <= room)
-        found = next((n for n in range(least, STEPS + 1) if _plan(plan, n).fits(room, host_memory_bytes)), None)
+        found = next((n for n in range(least, STEPS + 1) if _plan(plan, n).fits(room, host)), None)
         if found is not None:
             return found / STEPS
     return 0.0

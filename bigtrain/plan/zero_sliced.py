@@ -140,7 +140,7 @@ class SlicedSharding:
             return
         self.steady = steady
         if steady:
-            return self._fetch_by_trace(key, members)
+            return self._fetch_by_trace(members)
         whole = [i for i in members if self.items[i].elems > self.zero.persistence_elems]
         if whole:
             together = Counter[str | int]()  # elements of each module
@@ -155,7 +155,7 @@ class SlicedSharding:
     def _row(self) -> str:
         return "weights, gathered" if self.world > 1 else "weights, copied to the GPU"
 
-    def _fetch_by_trace(self, key: str, members: list[int]) -> None:
+    def _fetch_by_trace(self, members: list[int]) -> None:
         row = self._row()
         for group in self.trace.micro_step(self.steps)[self.visit].gathered:
             for i in group:

@@ -11,19 +11,10 @@ from typing import Any
 
 from bigtrain.config import GenerateOptions, RunValues, generate
 from bigtrain.errors import DoesNotFitError
-from bigtrain.plan.choose import (
-    DEFAULT_OPTIMIZERS,
-    WANTED,
-    Candidate,
-    Choice,
-    candidates,
-    choose,
-    rows_per_rank,
-    search_settings,
-)
+from bigtrain.plan.choose import WANTED, Candidate, Choice, candidates, choose, rows_per_rank, search_settings, usual_optimizers
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.leaf_choice import LeafBlocks
-from bigtrain.plan.roofline import Rates
 from bigtrain.plan.show import choice_text
 from bigtrain.plan.zero_settings import ZeroSettings
 
@@ -52,10 +43,8 @@ class Picked:
 def pick(
     base: PlanInput,
     run: RunValues,
+    hardware: Hardware,
     *,
-    gpu_memory_bytes: int | None,
-    host_memory_bytes: int | None,
-    rates: Rates | None = None,
     blocks_are_open: bool = False,
     share: float | None = None,
     leaf_blocks: LeafBlocks = "auto",
@@ -65,8 +54,6 @@ def pick(
     Args:
         base: the model and what else stands: ranks, sequence length, policy and number of recomputed blocks, tiles, kernels.
         run: what the user said; None stands for "choose".
-        gpu_memory_bytes, host_memory_bytes: of one card and of one host; None: no limit.
-        rates: the machine's, for the ranking; None: the planner's defaults.
         blocks_are_open: choose how many blocks are recomputed, too.
         share: of the gradients that leaves the GPU in backward, as the user said; None: the least that fits.
         leaf_blocks: as the user said.
@@ -77,9 +64,7 @@ def pick(
     """
     choice = choose(
         **_searched(base, run, blocks_are_open, share, leaf_blocks),
-        gpu_memory_bytes=gpu_memory_bytes,
-        host_memory_bytes=host_memory_bytes,
-        rates=rates,
+        hardware=hardware,
         wanted=WANTED,
     )
     if choice.best is None:
@@ -115,11 +100,10 @@ def _searched(
     base: PlanInput, run: RunValues, blocks_are_open: bool, share: float | None, leaf_blocks: LeafBlocks
 ) -> dict[str, Any]:
     """What is searched over, for `choose` and its `candidates`."""
-    usual = DEFAULT_OPTIMIZERS if base.device == "cuda" else DEFAULT_OPTIMIZERS[:1]
     return {
         "base": base.but(settings=search_settings(base.geometry.hidden)),
         "global_batch": base.world_size * rows_per_rank(run.micro_batch, run.accumulation),
-        "optimizers": (base.optimizer,) if run.optim else usual,
+        "optimizers": (base.optimizer,) if run.optim else usual_optimizers(base.device),
         "micro_batch": run.micro_batch,
         "accumulation": run.accumulation,
         "recompute": None if blocks_are_open else run.gradient_checkpointing,

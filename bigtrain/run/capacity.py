@@ -13,6 +13,7 @@ from bigtrain.errors import DoesNotFitError, UsageError
 from bigtrain.kernels.attach import why_no_liger
 from bigtrain.plan.cards import H100_FLOPS, peak_bf16_flops
 from bigtrain.plan.constants import CUDA_CONTEXT_BYTES, nccl_bytes
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.machine import expandable_segments, host_memory
 from bigtrain.plan.roofline import Rates, stored_rates
 from bigtrain.plan.show import plan_text
@@ -62,8 +63,8 @@ def _card_flops() -> float:
     return min(ranks.all_gather_object(peak_bf16_flops(card) or H100_FLOPS, "which card each rank has"))
 
 
-def plan_of(job: Job, gpu: int | None) -> plan.Plan | None:
-    """The bytes of the run on a card of `gpu` bytes, the same on every rank; None for a model that has no formulas."""
+def plan_of(job: Job, hardware: Hardware) -> plan.Plan | None:
+    """The bytes of the run, the same on every rank; None for a model that has no formulas."""
     run, args = job.resolved.run, job.args
     try:
         base = plan_input(
@@ -76,7 +77,7 @@ def plan_of(job: Job, gpu: int | None) -> plan.Plan | None:
             accumulation=run.accumulation,
             checkpointing=args.checkpointing_policy if run.gradient_checkpointing else "none",
         )
-        return plan.predict(base.but(offload_gradients=job.offload_gradients), gpu_memory_bytes=gpu)
+        return plan.predict(base.but(offload_gradients=job.offload_gradients), gpu_memory_bytes=hardware.gpu_bytes)
     except UsageError as error:
         logger.info("no memory plan: %s", error)
     except Exception as error:
@@ -86,12 +87,7 @@ def plan_of(job: Job, gpu: int | None) -> plan.Plan | None:
     return None
 
 
-def rates() -> Rates | None:
-    """What bigtrain doctor measured on the main rank's machine; None: nothing. Collective."""
-    return ranks.main_decides(lambda: stored_rates(device_type()), "reading the rates that bigtrain doctor stored")
-
-
-def check_fit(layout: plan.Plan | None, gpu: int | None, host: int | None) -> dict[str, Any] | None:
+def check_fit(layout: plan.Plan | None, hardware: Hardware) -> dict[str, Any] | None:
     """Refuse what cannot fit the smallest card and host of all; returns the plan's numbers, None without a plan. Collective.
 
     Raises:
@@ -99,15 +95,15 @@ def check_fit(layout: plan.Plan | None, gpu: int | None, host: int | None) -> di
     """
     if layout is None:
         return None
-    ranks.main_decides(lambda: _refuse(layout, gpu, host), "looking whether the run fits")
+    ranks.main_decides(lambda: _refuse(layout, hardware), "looking whether the run fits")
     return {k: v for k, v in layout.to_json().items() if k != "trees"}
 
 
-def _refuse(layout: plan.Plan, gpu: int | None, host: int | None) -> None:
-    if not layout.fits(gpu, host):
-        others = "\n".join(shortage.what_fits(layout.input, gpu, host))
+def _refuse(layout: plan.Plan, hardware: Hardware) -> None:
+    if not hardware.holds(layout):
+        others = "\n".join(shortage.what_fits(layout.input, hardware))
         raise DoesNotFitError(
-            f"{plan_text(layout, gpu, host)}\n\nNothing was built, no data was read. {others[0].upper()}{others[1:]}\n"
+            f"{plan_text(layout, hardware)}\n\nNothing was built, no data was read. {others[0].upper()}{others[1:]}\n"
             "--ds_config auto takes the fastest of all that fit; `bigtrain plan --auto` lists them; --no_plan starts the run all the same."
         )
 
@@ -126,12 +122,13 @@ def cap_gpu_memory(cap_gib: float | None) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, cap_gib * 2**30 - outside) / total), index)
 
 
-def memory_limits(cap_gib: float | None) -> tuple[int | None, int | None]:
-    """(bytes of the smallest card, or the cap if lower; bytes of the smallest host) over all ranks; None where unknown."""
+def hardware(cap_gib: float | None) -> Hardware:
+    """The smallest card, or the cap if lower, and the smallest host of all ranks, with the rates of the main rank's machine. Collective."""
     found = host_memory()
     card = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if torch.cuda.is_available() else 0
     if card and cap_gib is not None:
         card = min(card, int(cap_gib * 2**30))
     mine = (card, found.usable_bytes if found else 0)
-    everyone = ranks.all_gather_object(mine)
-    return min(row[0] for row in everyone) or None, min(row[1] for row in everyone) or None
+    cards, hosts = zip(*ranks.all_gather_object(mine))
+    rates = ranks.main_decides(lambda: stored_rates(device_type()), "reading the rates that bigtrain doctor stored")
+    return Hardware(min(cards) or None, min(hosts) or None, rates or Rates())

@@ -21,6 +21,7 @@ from bigtrain.config import ModelShape, Resolved, RunValues
 from bigtrain.engine import settings
 from bigtrain.errors import CheckpointError
 from bigtrain.kernels.attach import use_liger
+from bigtrain.models.source import config_from
 from bigtrain.plan.spilled import asked_share
 from bigtrain.run import attention
 from bigtrain.run.argument_problems import all_of
@@ -29,7 +30,6 @@ from bigtrain.run.auto import AUTO
 from bigtrain.run.model_files import (
     about_files,
     choose_seq_len,
-    load_model_config,
     load_tokenizer,
     refuse_too_many_blocks,
     tell_foreign_tokenizer,
@@ -145,7 +145,7 @@ def prepare(args: TrainArguments, config: dict[str, Any], resume: Path | None = 
     name = args.tokenizer_name_or_path or args.model_name_or_path
     # First: the tokenizer's library reads it too, and would be blamed for it.
     with ranks.together("reading the model's config"):
-        model_config = load_model_config(args)
+        model_config = config_from(args.model_name_or_path, args.trust_remote_code)
     with ranks.main_first("reading the tokenizer"), about_files(f"tokenizer of {name}", name):
         tokenizer = load_tokenizer(args)
     with ranks.together("comparing the tokenizer with the model's config"):

@@ -15,6 +15,7 @@ from typing import Any
 
 from bigtrain import ranks
 from bigtrain.config import Decision
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.leaf_choice import LeafChoice, choose_leafs, leafed, refuse_contrary
 from bigtrain.plan.leafs import block_class
@@ -40,12 +41,11 @@ def as_said(job: Job) -> Job:
     return _with(job, () if _says(zero) else own, LeafChoice(True, "--leaf_blocks"), "flag")
 
 
-def decided(job: Job, found: PlanInput | None, gpu: int | None, host: int | None, resume: Path | None = None) -> Job:
+def decided(job: Job, found: PlanInput | None, hardware: Hardware, resume: Path | None = None) -> Job:
     """The job with what was left open, the same on every rank. Collective.
 
     Args:
         found: its plan, settled otherwise; None: there is none.
-        gpu, host: bytes of the smallest card and host; None: no limit.
         resume: the checkpoint that the run goes on from.
     """
     if _zero(job).get("stage", 0) != 3 or _says(_zero(job)):
@@ -53,7 +53,7 @@ def decided(job: Job, found: PlanInput | None, gpu: int | None, host: int | None
     if job.args.leaf_blocks == "off":
         return _with(job, (), LeafChoice(False, "--leaf_blocks"), "flag")
     kept = ranks.main_decides(lambda: _kept(resume), "reading what the run before kept")
-    choice = _choice(job, found, gpu, host, kept)
+    choice = _choice(job, found, hardware, kept)
     if choice.on or found is None or found.device == "cuda":  # on a CPU there is nothing to choose
         logger.info("--leaf_blocks auto: %s", choice.text())
     return _with(job, (job.block_classes or ()) if choice.on else (), choice, "plan")
@@ -65,7 +65,7 @@ def _kept(resume: Path | None) -> bool | None:
     return found.get("leaf_blocks", False) if found else None
 
 
-def _choice(job: Job, found: PlanInput | None, gpu: int | None, host: int | None, kept: bool | None) -> LeafChoice:
+def _choice(job: Job, found: PlanInput | None, hardware: Hardware, kept: bool | None) -> LeafChoice:
     as_before = "as in the run that it goes on from"
     if kept is False:
         return LeafChoice(False, as_before)
@@ -76,9 +76,9 @@ def _choice(job: Job, found: PlanInput | None, gpu: int | None, host: int | None
     if block_class(found.parameters.kind) not in (job.block_classes or ()):
         return LeafChoice(False, "which modules are this model's blocks is not known")
     if kept:
-        fits = quick(leafed(found)).fits(gpu, host)
+        fits = hardware.holds(quick(leafed(found)))
         return LeafChoice(fits, as_before if fits else f"not {as_before}: with whole blocks it does not fit")
-    choice = choose_leafs(found, gpu, host)
+    choice = choose_leafs(found, hardware)
     assert choice is not None
     return choice
 

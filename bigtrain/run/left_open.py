@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bigtrain import plan
 from bigtrain.config import Decision
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.settled import buffers_are_open, buffers_wanted, settled
 from bigtrain.plan.spilled import asked_share
@@ -19,7 +20,7 @@ from bigtrain.run.job import Job
 logger = logging.getLogger(__name__)
 
 
-def settle(job: Job, gpu: int | None, host: int | None, resume: Path | None = None) -> Job:
+def settle(job: Job, hardware: Hardware, resume: Path | None = None) -> Job:
     """What the run leaves open, as `plan.settled` has it for the smallest card and host of all; the job with it.
 
     Without a plan no more gradients leave than were asked for, all blocks are recomputed, with a note, and none are leafs. The same on
@@ -33,29 +34,28 @@ def settle(job: Job, gpu: int | None, host: int | None, resume: Path | None = No
     """
     job = leaf_blocks.as_said(job)
     asked, blocks = asked_share(job.args.offload_gradients), job.args.checkpoint_blocks == "auto"
-    layout, rates = capacity.plan_of(job, gpu), capacity.rates()
+    layout = capacity.plan_of(job, hardware)
     found: plan.PlanInput | None = None
     if layout is not None:
         now, buffers = layout.input, not job.args.no_plan and buffers_are_open(job.resolved.config)
-        found = settled(now, gpu, host, rates, share=asked is None, buffers=buffers, blocks=blocks)
+        found = settled(now, hardware, share=asked is None, buffers=buffers, blocks=blocks)
         job = _with_policy(replace(job, offload_gradients=found.settings.offload_gradients), now, found)
         if found.settings.buffers != now.settings.buffers:
-            job = _with_buffers(job, found.settings.buffers, buffers_wanted(found, rates))
+            job = _with_buffers(job, found.settings.buffers, buffers_wanted(found, hardware.rates))
     elif job.args.checkpointing_policy == "offload":
         job = _policy_decided(job, "offload_inputs", "this model has no plan that would say whether there is room for more")
     if job.offload_gradients:
         why = "the least with which the run fits the card" if asked is None else "--offload_gradients"
         job = _decided(job, Decision("offload_gradients", job.offload_gradients, "plan" if asked is None else "flag", why))
-    job = leaf_blocks.decided(job, found, gpu, host, resume)
+    job = leaf_blocks.decided(job, found, hardware, resume)
     if not blocks:
         return job
     if found is None or not found.blocks_are_all:
         logger.warning("--checkpoint_blocks auto: there is no plan of this model's blocks, so all of them are recomputed")
         return _with_blocks(job, None, "all: this model's blocks are not in the plan")
     few, total = found.recomputed_blocks, found.block_count
-    return _with_blocks(
-        job, few if few < total else None, f"as few of {total} as fit {_limits(gpu, host)} with the plan's margin"
-    )
+    why = f"as few of {total} as fit {_limits(hardware)} with the plan's margin"
+    return _with_blocks(job, few if few < total else None, why)
 
 
 def _decided(job: Job, decision: Decision) -> Job:
@@ -89,10 +89,10 @@ def _policy_decided(job: Job, policy: Policy, why: str) -> Job:
     return replace(job, args=replace(job.args, checkpointing_policy=policy))
 
 
-def _limits(gpu: int | None, host: int | None) -> str:
-    return (
-        f"{show_bytes(gpu)} of GPU memory" if gpu is not None else f"{show_bytes(host)} of host memory" if host else "no limit"
-    )
+def _limits(hardware: Hardware) -> str:
+    if hardware.gpu_bytes is not None:
+        return f"{show_bytes(hardware.gpu_bytes)} of GPU memory"
+    return f"{show_bytes(hardware.host_bytes)} of host memory" if hardware.host_bytes else "no limit"
 
 
 def _with_blocks(job: Job, blocks: int | None, reason: str) -> Job:

@@ -11,7 +11,7 @@ from typing import Any
 from bigtrain import defaults, plan, ranks, shapes, standins
 from bigtrain.data.tokens import model_limits
 from bigtrain.errors import ModelError, UsageError
-from bigtrain.models.source import config_from, is_about_files
+from bigtrain.models.source import is_about_files
 from bigtrain.run.argument_problems import too_long, too_many_tokens
 from bigtrain.run.arguments import TrainArguments
 
@@ -35,11 +35,6 @@ def load_tokenizer(args: TrainArguments) -> Any:
 
     name = args.tokenizer_name_or_path or args.model_name_or_path
     return AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
-
-
-def load_model_config(args: TrainArguments) -> Any:
-    """The Hugging Face config of a preset, a folder or a hub id."""
-    return config_from(args.model_name_or_path, args.trust_remote_code)
 
 
 def vocabulary(args: TrainArguments, model_config: Any, tokenizer: Any) -> tuple[dict[str, Any], int | None]:

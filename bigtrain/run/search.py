@@ -8,12 +8,13 @@ from typing import Any
 
 from bigtrain import ranks
 from bigtrain.config import Decision
+from bigtrain.models.source import config_from
 from bigtrain.plan.spilled import asked_share
 from bigtrain.run import capacity
 from bigtrain.run.arguments import TrainArguments
 from bigtrain.run.auto import AUTO, flags, pick
 from bigtrain.run.job import Job
-from bigtrain.run.model_files import choose_seq_len, load_model_config
+from bigtrain.run.model_files import choose_seq_len
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,8 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
         DoesNotFitError: nothing fits. UsageError: the model has no formulas.
     """
     with ranks.together("reading the model's config"):
-        model_config = load_model_config(args)
-    gpu, host = capacity.memory_limits(args.gpu_memory_cap)
+        model_config = config_from(args.model_name_or_path, args.trust_remote_code)
+    hardware = capacity.hardware(args.gpu_memory_cap)
     run = args.run_values()
     base = capacity.plan_input(
         args, model_config, choose_seq_len(args, model_config), run, checkpointing=args.checkpointing_policy
@@ -34,9 +35,7 @@ def choose(args: TrainArguments) -> tuple[TrainArguments, dict[str, Any]]:
     picked = pick(
         base,
         run,
-        gpu_memory_bytes=gpu,
-        host_memory_bytes=host,
-        rates=capacity.rates(),
+        hardware,
         blocks_are_open=args.checkpoint_blocks == "auto",
         share=asked_share(args.offload_gradients),
         leaf_blocks=args.leaf_blocks,

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from bigtrain.diagnostics.hostwatch import HostWatch
 from bigtrain.diagnostics.metrics import ProcessMemory
 from bigtrain.errors import BigtrainError, DoesNotFitError
 from bigtrain.plan.choose import DEFAULT_OPTIMIZERS, Candidate, choose
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import PlanInput
 from bigtrain.plan.machine import show_bytes
 from bigtrain.plan.predict import Plan, Tree
@@ -44,14 +46,14 @@ class Explained:
 
     Attributes:
         planned: the plan of the run, None for a model without formulas.
-        gpu_memory_bytes, host_memory_bytes: what the plan was held against.
+        hardware: what the plan was held against.
         folder: the run's, for its record; None: there is none.
         model, engine: set as soon as they exist. phase: what is being done, for people.
     """
 
-    def __init__(self, planned: Plan | None, gpu_memory_bytes: int | None, host_memory_bytes: int | None, folder: Any = None):
+    def __init__(self, planned: Plan | None, hardware: Hardware, folder: Any = None):
         self.planned = planned
-        self.limits = gpu_memory_bytes, host_memory_bytes
+        self.hardware = hardware
         self.folder = folder
         self.model: Any = None
         self.engine: Any = None
@@ -79,9 +81,9 @@ class Explained:
         lines += table(held, None if self.planned is None else planned_bytes(self.planned.gpu))
         if self.planned is not None:
             lines.append(f"planned: its peak, in phase '{self.planned.gpu.phase}'; held: when the allocation failed")
-            gpu, host = self.limits
+            gpu = self.hardware.gpu_bytes
             beyond = max(0, sum(held.values()) - self.planned.gpu.bytes)  # the plan was too low by this much, as is any other
-            lines += self._what_fits(None if gpu is None else gpu - beyond, host)
+            lines += what_fits(self.planned.input, replace(self.hardware, gpu_bytes=None if gpu is None else gpu - beyond))
         return "\n".join(lines)
 
     def host_text(self, use: Room) -> str:
@@ -105,7 +107,7 @@ class Explained:
     def _fits_on_host(self, use: Room) -> list[str]:
         assert self.planned is not None
         beyond = max(0, use.used_bytes - self.planned.host_node_bytes)  # held by others, or more than was planned
-        return self._what_fits(self.limits[0], use.limit_bytes - beyond)
+        return what_fits(self.planned.input, replace(self.hardware, host_bytes=use.limit_bytes - beyond))
 
     def _host_fills(self, use: Room) -> None:
         """Look for what would fit while there is room, beside the watch: it takes seconds."""
@@ -128,15 +130,11 @@ class Explained:
         time.sleep(max(0.0, until - time.monotonic()))
         os._exit(DoesNotFitError.exit_code)
 
-    def _what_fits(self, gpu: int | None, host: int | None) -> list[str]:
-        assert self.planned is not None
-        return what_fits(self.planned.input, gpu, host)
 
-
-def what_fits(now: PlanInput, gpu_memory_bytes: int | None, host_memory_bytes: int | None) -> list[str]:
+def what_fits(now: PlanInput, hardware: Hardware) -> list[str]:
     """Lines about the nearest configurations that fit; takes seconds."""
     try:
-        found = nearest(now, gpu_memory_bytes, host_memory_bytes)
+        found = nearest(now, hardware)
     except BigtrainError as error:
         return [f"no other configuration was looked for: {error}"]
     if not found:
@@ -190,14 +188,10 @@ def table(held: dict[str, int], planned: dict[str, int] | None) -> list[str]:
     return [f"  {name:<{width}}  {a:>11}  {b:>11}" for name, a, b in rows]
 
 
-def nearest(now: PlanInput, gpu_memory_bytes: int | None, host_memory_bytes: int | None) -> list[Candidate]:
+def nearest(now: PlanInput, hardware: Hardware) -> list[Candidate]:
     """The fitting configurations that differ least from `now`, the faster first; the global batch stays."""
-    choice = choose(
-        now.but(checkpoint_blocks=None),
-        gpu_memory_bytes=gpu_memory_bytes,
-        host_memory_bytes=host_memory_bytes,
-        optimizers=tuple(dict.fromkeys((now.optimizer, *DEFAULT_OPTIMIZERS))),
-    )
+    optimizers = tuple(dict.fromkeys((now.optimizer, *DEFAULT_OPTIMIZERS)))
+    choice = choose(now.but(checkpoint_blocks=None), hardware, optimizers=optimizers)
     mine = Candidate(now, False, "", 0, 0, plan.predict(now, reserve=False), step_time(now)).options
 
     def differences(candidate: Candidate) -> int:

@@ -9,16 +9,16 @@ from bigtrain import config as ds
 from bigtrain import shapes
 from bigtrain.bench.grid import expand
 from bigtrain.bench.machine import Machine
-from bigtrain.bench.prediction import flops_formula, planned, prediction
+from bigtrain.bench.prediction import flops_formula, hardware, planned, prediction
 from bigtrain.cli import main
 from bigtrain.config import ModelShape
-from bigtrain.plan.roofline import model_flops_per_token, stored_rates
+from bigtrain.models.source import config_from
+from bigtrain.plan.roofline import model_flops_per_token
 from bigtrain.plan.show import plan_text
 from bigtrain.plan.spilled import asked_share
 from bigtrain.run import capacity, left_open, search
 from bigtrain.run.arguments import TrainArguments
 from bigtrain.run.job import Job
-from bigtrain.run.model_files import load_model_config
 
 H100 = Machine(device="cuda", card="NVIDIA H100 80GB HBM3", gpu_bytes=80 * 2**30, host_bytes=126 * 2**30)
 BASE = {"seq_len": 4096, "micro_batch": 2, "gradient_checkpointing": True}
@@ -103,15 +103,16 @@ def test_auto_plans_and_predicts_one_plan(card, capsys, monkeypatch):
         (24, "llama-3b", {"micro_batch": 2}),
     ):
         machine = replace(H100, gpu_bytes=int(gpu_gib * 2**30))
-        name, limits = f"preset:{model}", (machine.gpu_bytes, machine.host_bytes)
-        found = planned(expand({"model": name, "ds_config": "auto", "seq_len": 4096, **more})[0], machine)
+        name = f"preset:{model}"
+        cell = expand({"model": name, "ds_config": "auto", "seq_len": 4096, **more})[0]
+        found, here = planned(cell, machine), hardware(cell, machine)
         words = ["--model", name, "--gpu_memory", str(machine.gpu_bytes), "--host_memory", str(machine.host_bytes)]
         words += [word for key, value in more.items() for word in (f"--{key}", str(value))]
         assert main(["plan", *words, "--seq_len", "4096", "--auto", "--kernels", "liger"]) == 0
         said = capsys.readouterr().out
-        assert "\n" + plan_text(found, *limits, stored_rates("cuda")) + "\n" in said
+        assert "\n" + plan_text(found, here) + "\n" in said
 
-        monkeypatch.setattr(capacity, "memory_limits", lambda cap, limits=limits: limits)
+        monkeypatch.setattr(capacity, "hardware", lambda cap, here=here: here)
         args = TrainArguments(
             model_name_or_path=name, ds_config="auto", train_data="x", output_dir="y", seq_len=4096, use_liger_kernel=True,
             per_device_train_batch_size=more.get("micro_batch"),
@@ -121,10 +122,10 @@ def test_auto_plans_and_predicts_one_plan(card, capsys, monkeypatch):
         shape = ModelShape.from_config(shapes.config_dict(model))
         resolved = ds.resolve(config, run=run, model=shape, world_size=1, device="cuda")
         steps = SimpleNamespace(micro_batch=run.micro_batch, accumulation=run.accumulation)
-        job = Job(args=args, resolved=resolved, tokenizer=None, seq_len=4096, steps=steps, model_config=load_model_config(args),
+        job = Job(args=args, resolved=resolved, tokenizer=None, seq_len=4096, steps=steps, model_config=config_from(args.model_name_or_path, args.trust_remote_code),
                   config_overrides={}, resize_vocab_to=None, offload_gradients=asked_share(args.offload_gradients) or 0.0)  # fmt: skip
-        job = left_open.settle(job, *limits)
-        assert plan_text(capacity.plan_of(job, limits[0]), *limits) == plan_text(found, *limits)
+        job = left_open.settle(job, here)
+        assert plan_text(capacity.plan_of(job, here), here) == plan_text(found, here)
 
 
 @pytest.mark.parametrize("gpu_gib", [79.1, 47.4])

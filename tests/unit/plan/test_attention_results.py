@@ -10,6 +10,7 @@ from bigtrain.cli import main
 from bigtrain.plan import attention_of, choose, plan_input, predict, step_time
 from bigtrain.plan.choose import search_settings
 from bigtrain.plan.constants import pieces, pinned_bytes
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.settled import LONG_TOKENS, policies, settled
 from bigtrain.plan.zero_settings import ZeroSettings
 from bigtrain.run.auto import flags
@@ -28,7 +29,7 @@ def long_row(policy, tokens=131_072, attention="sdpa", **values):
 
 
 def decided(plan, gpu=79.1, host=126):
-    return settled(plan, int(gpu * GIB), int(host * GIB), None, share=True, buffers=True, blocks=False)
+    return settled(plan, Hardware(int(gpu * GIB), int(host * GIB)), share=True, buffers=True, blocks=False)
 
 
 @pytest.mark.parametrize("tokens", [131_072, 100_001])
@@ -102,7 +103,7 @@ def test_a_search_takes_it_for_long_rows_and_nobody_has_to_ask():
     def best(gpu, policy, host=126):
         start = long_row(policy, 32_768)
         start = start.but(settings=search_settings(start.geometry.hidden))
-        return choose(start, gpu_memory_bytes=gpu * GIB, host_memory_bytes=host * GIB, global_batch=1, wanted=1, recompute=True,
+        return choose(start, Hardware(gpu * GIB, host * GIB), global_batch=1, wanted=1, recompute=True,
                       optimizers=("adamw_split_8bit",)).best  # fmt: skip
 
     assert [best(gpu, "none").options["checkpointing_policy"] for gpu in (36, 44)] == ["full", "attention"]

@@ -14,6 +14,7 @@ from bigtrain.cli import main
 from bigtrain.config import RunValues
 from bigtrain.errors import UsageError
 from bigtrain.plan import block_count, choose, least_blocks, plan_input, predict, step_time
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import Checkpointing
 from bigtrain.plan.judge import judge
 from bigtrain.plan.zero_settings import ZeroSettings
@@ -97,28 +98,28 @@ def test_how_many_blocks_a_config_has():
 @pytest.mark.parametrize("gpu", [30, 48, 62, 80])
 def test_least_blocks_is_the_least_that_fits(policy, gpu):
     plan = base(checkpointing=policy)
-    found = least_blocks(plan, gpu * GIB, 64 * GIB)
+    found = least_blocks(plan, Hardware(gpu * GIB, 64 * GIB))
     policy = "full" if policy == "none" else policy
-    fits = [judge(plan.but(checkpointing=policy, checkpoint_blocks=n), gpu * GIB, 64 * GIB).fits for n in range(29)]
+    fits = [judge(plan.but(checkpointing=policy, checkpoint_blocks=n), Hardware(gpu * GIB, 64 * GIB)).fits for n in range(29)]
     assert fits == sorted(fits)  # more blocks never hold more
     assert (found.input.recomputed_blocks if found else None) == (fits.index(True) if any(fits) else None)
 
 
 def test_nothing_helps_where_states_are_too_large_or_the_host_too_small():
-    assert least_blocks(base(), 8 * GIB, None) is None
-    assert least_blocks(base(checkpointing="offload"), 32 * GIB, 5 * GIB) is None
+    assert least_blocks(base(), Hardware(8 * GIB)) is None
+    assert least_blocks(base(checkpointing="offload"), Hardware(32 * GIB, 5 * GIB)) is None
 
 
 def test_the_search_recomputes_no_more_than_it_must():
-    choice = choose(base("llama-1b"), gpu_memory_bytes=24 * GIB, host_memory_bytes=100 * GIB, global_batch=4)
+    choice = choose(base("llama-1b"), Hardware(24 * GIB, 100 * GIB), global_batch=4)
     some = [c for c in choice.fitting if c.input.checkpoint_blocks is not None]
     assert some and choice.best is choice.fitting[0]
     for c in some:
         assert f"checkpointing of {c.input.checkpoint_blocks} of 16 blocks" in c.describe()
         less = c.input.but(checkpoint_blocks=c.input.checkpoint_blocks - 1)
-        fewer = judge(less, 24 * GIB, 100 * GIB)
+        fewer = judge(less, Hardware(24 * GIB, 100 * GIB))
         assert not fewer.fits or fewer.time.total_s >= c.time.total_s  # its allocator would meet the limit in each step
-    fixed = choose(base("llama-1b", checkpoint_blocks=3), gpu_memory_bytes=80 * GIB, host_memory_bytes=None, global_batch=4)
+    fixed = choose(base("llama-1b", checkpoint_blocks=3), Hardware(80 * GIB), global_batch=4)
     assert {c.input.recomputed_blocks for c in (*fixed.fitting, *fixed.rejected)} == {0, 3}
 
 
@@ -126,7 +127,7 @@ def test_what_the_user_said_of_blocks_stands():
     @functools.cache
     def blocks(run, few=None, **values):
         base = plan_input(shapes.config_dict("llama-1b"), seq_len=4096, kernels="liger", checkpoint_blocks=few)
-        found = pick(base, run, gpu_memory_bytes=24 * GIB, host_memory_bytes=100 * GIB, **values)
+        found = pick(base, run, Hardware(24 * GIB, 100 * GIB), **values)
         return found.candidate.input, found.run.gradient_checkpointing
 
     run = RunValues(micro_batch=4, accumulation=1)

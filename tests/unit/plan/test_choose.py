@@ -10,6 +10,7 @@ from bigtrain import shapes
 from bigtrain.errors import UsageError
 from bigtrain.plan import Rates, ZeroSettings, choose, plan_input, predict, rates_from, step_time
 from bigtrain.plan.choose import _SPARED, _families
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.judge import judge, state_bytes
 from bigtrain.plan.launched import launched
 from bigtrain.plan.moved import moved_bytes
@@ -27,7 +28,7 @@ def base(name="llama-8.36b", world=1, **values):
 
 @functools.cache
 def pick(name="llama-8.36b", world=1, gpu=47.4, host=256, batch=None, wanted=3, **values):
-    return choose(base(name, world), gpu_memory_bytes=int(gpu * GIB), host_memory_bytes=int(host * GIB),
+    return choose(base(name, world), Hardware(int(gpu * GIB), int(host * GIB)),
                   global_batch=batch or 4 * world, wanted=wanted, **values)  # fmt: skip
 
 
@@ -36,7 +37,7 @@ def test_the_public_case_gets_a_ladder_for_one_two_and_eight_cards():
     one, two, eight = (pick(world=w, host=h) for w, h in ((1, 128), (2, 256), (8, 1024)))
     for choice in (one, two, eight):
         assert choice.best and choice.best.fits
-        assert choice.best.plan.fits(int(47.4 * GIB), choice.host_memory_bytes)
+        assert choice.best.plan.fits(int(47.4 * GIB), choice.hardware.host_bytes)
         assert all(c.why for c in choice.rejected)
     assert one.options["offload"] != "none"
     assert eight.options["offload"] == "none"
@@ -78,7 +79,7 @@ def test_what_has_to_sum_gradients_in_bf16_is_planned_although_it_would_be_slow_
     """Stage 1 in fp32 does not fit and would be slower than three others; in bf16 it is the fastest that fits."""
     start = base("llama-1b", 4, seq_len=2048)
     start = start.but(settings=search.search_settings(start.geometry.hidden))
-    limits = {"gpu_memory_bytes": 24 * GIB, "host_memory_bytes": 500 * GIB, "global_batch": 32, "recompute": False}
+    limits = {"hardware": Hardware(24 * GIB, 500 * GIB), "global_batch": 32, "recompute": False}
     every, found = choose(start, **limits), choose(start, **limits, wanted=3)
     assert every.best.input.settings.stage == 1 and every.best.input.settings.grad_bytes == 2
     assert [c.input for c in found.fitting] == [c.input for c in every.fitting[:3]]
@@ -88,7 +89,7 @@ def test_what_a_run_leaves_open_is_settled_for_few(monkeypatch):
     """It takes plans and replays each time: only where it decides which are the fastest."""
     seen = []
     monkeypatch.setattr(search, "filled", lambda plan, *args, **how: seen.append(plan) or filled(plan, *args, **how))
-    found = choose(base(world=2), gpu_memory_bytes=int(47.4 * GIB), host_memory_bytes=256 * GIB, global_batch=16, wanted=3)
+    found = choose(base(world=2), Hardware(int(47.4 * GIB), 256 * GIB), global_batch=16, wanted=3)
     assert len(found.fitting) == 3 and len(seen) <= 6
 
 
@@ -121,17 +122,16 @@ def test_nothing_fits_says_what_would():
 
 
 def test_fewer_tokens_help_where_activations_are_what_is_short():
-    choice = choose(base("llama-1b", seq_len=131072), gpu_memory_bytes=40 * GIB, host_memory_bytes=128 * GIB)
+    choice = choose(base("llama-1b", seq_len=131072), Hardware(40 * GIB, 128 * GIB))
     assert choice.best is None
     assert any(line.startswith("fewer tokens: sequences of") for line in choice.advice)
 
 
 def test_gradients_are_summed_in_bf16_only_where_fp32_does_not_fit():
     asked = base(world=1, settings=ZeroSettings(grad_bytes=4))
-    limits = {"gpu_memory_bytes": int(47.4 * GIB), "global_batch": 4}
-    tight = choose(asked, host_memory_bytes=128 * GIB, **limits)
+    tight = choose(asked, Hardware(int(47.4 * GIB), 128 * GIB), global_batch=4)
     assert tight.best.options["grad_accum_dtype"] == "bf16"
-    roomy = {"gpu_memory_bytes": 80 * GIB, "host_memory_bytes": 2000 * GIB, "global_batch": 16, "wanted": 1}
+    roomy = {"hardware": Hardware(80 * GIB, 2000 * GIB), "global_batch": 16, "wanted": 1}
     for accumulation, dtype in ((2, "fp32"), (1, "bf16")):  # one micro step sums nothing
         best = choose(base("llama-3b", 8, settings=ZeroSettings(grad_bytes=4)), accumulation=accumulation, **roomy).best
         assert best.options["grad_accum_dtype"] == dtype
@@ -168,7 +168,7 @@ def test_state_bytes_are_a_lower_bound(name, stage, offload, param):
 
 
 def test_no_limit_means_everything_fits():
-    assert judge(base("llama-405b"), None, None).fits
+    assert judge(base("llama-405b"), Hardware()).fits
 
 
 def test_choice_can_be_written_as_json():

@@ -10,7 +10,9 @@ from bigtrain import config as ds
 from bigtrain.config import ModelShape
 from bigtrain.config.run import DEFAULTS
 from bigtrain.errors import UsageError
+from bigtrain.models.source import config_from
 from bigtrain.plan.families import position_limit
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.spilled import asked_share
 from bigtrain.run import capacity, left_open, model_files
 from bigtrain.run import job as jobs
@@ -25,14 +27,15 @@ def planned_by_training(words, folder, gpu, host):
     file.write_text("some text")
     needed = ["--train_data", file, "--output_dir", folder / "out", "--tokenizer_name_or_path", folder]
     args = parse(list(map(str, [*words, *needed])))
-    model_config = model_files.load_model_config(args)
+    model_config = config_from(args.model_name_or_path, args.trust_remote_code)
     resolved = jobs.resolve(args, ds.load(args.ds_config), ModelShape.from_config(model_config), None)
     steps = SimpleNamespace(micro_batch=resolved.run.micro_batch, accumulation=resolved.run.accumulation)
     share = asked_share(args.offload_gradients) or 0.0
     job = jobs.Job(args=args, resolved=resolved, tokenizer=None, seq_len=model_files.choose_seq_len(args, model_config), steps=steps,
                    model_config=model_config, config_overrides={}, resize_vocab_to=None, offload_gradients=share,
                    block_classes=("LlamaDecoderLayer",))  # fmt: skip
-    return capacity.plan_of(left_open.settle(job, gpu, host), gpu)
+    hardware = Hardware(gpu, host)
+    return capacity.plan_of(left_open.settle(job, hardware), hardware)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -78,7 +81,7 @@ def test_without_liger_kernel_its_memory_is_not_planned(card, tmp_path):
 @pytest.mark.parametrize("name", [f"preset:{name}" for name in shapes.names()])
 def test_the_length_of_a_row_without_a_word(name, monkeypatch):
     args = SimpleNamespace(model_name_or_path=name, seq_len=None, trust_remote_code=False)
-    there = model_files.choose_seq_len(args, model_files.load_model_config(args))
+    there = model_files.choose_seq_len(args, config_from(args.model_name_or_path, args.trust_remote_code))
     assert defaults.seq_len(None, position_limit(shapes.config_dict(name))) == there <= defaults.SEQ_LEN == 1024
 
 

@@ -9,6 +9,7 @@ from bigtrain.errors import UsageError
 from bigtrain.plan import cards, choose, machine, plan_input, predict
 from bigtrain.plan.cards import peak_bf16_flops
 from bigtrain.plan.choose import search_settings
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.leaf_choice import as_said, choose_leafs, either, leafed, with_leafs
 from bigtrain.run.auto import config_of, flags
 from tests.unit.plan.family_configs import CAUSAL, OTHER
@@ -32,24 +33,24 @@ def plan(config=LLAMA_8B, zero=None, **values):
     ],
 )
 def test_what_was_measured_is_chosen(values, on):
-    found = choose_leafs(plan(**values), 139 * GIB, 500 * GIB)
+    found = choose_leafs(plan(**values), Hardware(139 * GIB, 500 * GIB))
     assert found.on is on and ("less than 10% shorter" in found.text()) is not on
 
 
 def test_a_slower_card_is_what_a_step_waits_for():
     a100 = peak_bf16_flops("NVIDIA A100-SXM4-80GB")
-    assert choose_leafs(plan(checkpointing="full"), None, None).on
-    assert not choose_leafs(plan(checkpointing="full", card_flops=a100), None, None).on
+    assert choose_leafs(plan(checkpointing="full"), Hardware()).on
+    assert not choose_leafs(plan(checkpointing="full", card_flops=a100), Hardware()).on
     b200 = peak_bf16_flops("NVIDIA B200")
-    assert not choose_leafs(plan(checkpointing="full", micro_batch=3), None, None).on
-    assert choose_leafs(plan(checkpointing="full", micro_batch=3, card_flops=b200), None, None).on
+    assert not choose_leafs(plan(checkpointing="full", micro_batch=3), Hardware()).on
+    assert choose_leafs(plan(checkpointing="full", micro_batch=3, card_flops=b200), Hardware()).on
 
 
 def test_between_hosts_it_is_the_network():
     qwen = shapes.config_dict("qwen2.5-7b")  # of its twelve weights and biases a block
-    found = choose_leafs(plan(qwen, world_size=16, gpus_per_node=8), None, None)
+    found = choose_leafs(plan(qwen, world_size=16, gpus_per_node=8), Hardware())
     assert found == (False, "what a step waits for is the network between the hosts")
-    assert choose_leafs(plan(qwen, world_size=16), None, None).on
+    assert choose_leafs(plan(qwen, world_size=16), Hardware()).on
 
 
 def test_whole_blocks_must_fit():
@@ -59,8 +60,8 @@ def test_whole_blocks_must_fit():
     )  # its peak is in a block, not in the head
     whole, hooked = (predict(p).gpu_need_bytes() for p in (leafed(one), one))
     assert hooked + GIB // 8 < whole
-    assert choose_leafs(one, whole, None).on
-    found = choose_leafs(one, (whole + hooked) // 2, None)
+    assert choose_leafs(one, Hardware(whole)).on
+    found = choose_leafs(one, Hardware((whole + hooked) // 2))
     assert not found.on and found.why.endswith("but with whole blocks it does not fit")
 
 
@@ -76,22 +77,22 @@ def test_whole_blocks_must_fit():
 )
 def test_where_it_is_never_chosen(config, values, why):
     one = plan(config, seq_len=32, optimizer="adamw", **values)
-    assert choose_leafs(one, None, None) == (False, why) and either(one) == (one,) and with_leafs(one, None, None) == one
+    assert choose_leafs(one, Hardware()) == (False, why) and either(one) == (one,) and with_leafs(one, Hardware()) == one
 
 
 @pytest.mark.parametrize(
     "zero", [{"stage": 2}, {"leaf_module": {"classes": ["Other"]}}, {"stage3_module_granularity_threshold": 10}]
 )
 def test_what_the_file_says_stands(zero):
-    assert choose_leafs(plan(zero=zero), None, None) is None and with_leafs(plan(zero=zero), None, None) == plan(zero=zero)
+    assert choose_leafs(plan(zero=zero), Hardware()) is None and with_leafs(plan(zero=zero), Hardware()) == plan(zero=zero)
 
 
 def test_the_choice_is_the_same_for_a_plan_with_and_without_measured_rates(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = choose_leafs(plan(), None, None)
+    before = choose_leafs(plan(), Hardware())
     (tmp_path / "bigtrain").mkdir()
     (tmp_path / "bigtrain" / "machine.json").write_text(json.dumps({"matmul_flops": 1e12}))
-    assert choose_leafs(plan(), None, None) == before
+    assert choose_leafs(plan(), Hardware()) == before
 
 
 def test_on_needs_stage_3_and_blocks_that_are_known():
@@ -134,7 +135,7 @@ def test_off_and_on_beside_a_file_that_says_the_same():
 
 def ladder(said, gpu=None, world=2):
     base = plan(world_size=world)
-    return choose(base.but(settings=search_settings(4096)), gpu_memory_bytes=gpu, host_memory_bytes=None, global_batch=4 * world,
+    return choose(base.but(settings=search_settings(4096)), Hardware(gpu), global_batch=4 * world,
                   leaf_blocks=said, optimizers=("adamw",))  # fmt: skip
 
 
@@ -144,7 +145,7 @@ def test_the_search_has_them_where_a_run_would():
     assert not any(c.input.settings.leaf_classes for c in third["off"])
     for c in third["auto"]:
         alone = c.input.but(leaf_classes=())
-        assert c.input == with_leafs(alone, None, None)
+        assert c.input == with_leafs(alone, Hardware())
         assert ("leaf blocks" in c.describe()) == c.options["leaf_blocks"] == (flags(c.input)["leaf_blocks"] == "on")
         assert ("leaf_module" in config_of(c.input.settings)["zero_optimization"]) == c.options["leaf_blocks"]
     assert {c.options["leaf_blocks"] for c in third["auto"]} == {True, False}
@@ -154,7 +155,7 @@ def test_on_leaves_stage_3_alone_to_the_search():
     found = ladder("on")
     assert found.fitting and all(c.input.settings.leaf_classes == ("LlamaDecoderLayer",) for c in found.fitting)
     with pytest.raises(UsageError, match=r"leaf_blocks on needs ZeRO stage 3, and --offload_gradients 0\.5 stage 2"):
-        choose(plan(world_size=1), gpu_memory_bytes=None, host_memory_bytes=None, leaf_blocks="on", share=0.5)
+        choose(plan(world_size=1), Hardware(), leaf_blocks="on", share=0.5)
 
 
 def test_plan_says_it_in_a_line(capsys):

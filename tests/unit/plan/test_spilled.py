@@ -6,6 +6,7 @@ from bigtrain import shapes
 from bigtrain.errors import UsageError
 from bigtrain.plan import predict
 from bigtrain.plan.constants import GRADIENTS_IN_FLIGHT_BYTES
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import plan_input
 from bigtrain.plan.judge import judge
 from bigtrain.plan.roofline import Rates, step_time
@@ -44,21 +45,21 @@ def test_start_up_and_drawing_hold_the_weights_once():
 
 
 def test_the_least_share_that_fits():
-    share = least_share(_plan(), CARD, HOST)
+    share = least_share(_plan(), Hardware(CARD, HOST))
     assert 0.0 < share < 0.5
     less = _plan(share - 0.01)
     assert predict(_plan(share)).gpu_need_bytes() <= CARD
     assert predict(less).gpu_need_bytes() > ROOM_SHARE * CARD
-    assert predict(_plan(share)).fits(CARD, HOST) and judge(_plan(share), CARD, HOST).fits
-    assert least_share(_plan(), 141 << 30, HOST) == 0.0  # fits without
-    assert least_share(_plan(), 30 << 30, HOST) == 0.0  # not even the weights
-    assert least_share(_plan(), CARD, 80 << 30) == 0.0  # no room on the host
-    assert least_share(_plan(), None, None) == 0.0
+    assert predict(_plan(share)).fits(CARD, HOST) and judge(_plan(share), Hardware(CARD, HOST)).fits
+    assert least_share(_plan(), Hardware(141 << 30, HOST)) == 0.0  # fits without
+    assert least_share(_plan(), Hardware(30 << 30, HOST)) == 0.0  # not even the weights
+    assert least_share(_plan(), Hardware(CARD, 80 << 30)) == 0.0  # no room on the host
+    assert least_share(_plan(), Hardware()) == 0.0
 
 
 @pytest.mark.parametrize("more", [{"stage": 3}, {"grad_bytes": 4}, {"offload_optimizer": False}, {"world_size": 2}])
 def test_elsewhere_nothing_can_leave(more):
-    assert least_share(_plan(**more), CARD, HOST) == 0.0
+    assert least_share(_plan(**more), Hardware(CARD, HOST)) == 0.0
     with pytest.raises(UsageError, match="one rank, stage 2"):
         _plan(0.5, **more)
 

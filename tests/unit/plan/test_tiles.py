@@ -22,6 +22,7 @@ from bigtrain.plan import plan_input, predict, step_time
 from bigtrain.plan.activations import block_bytes
 from bigtrain.plan.device import Run, sharding
 from bigtrain.plan.gathered import calls_of
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.longest import STEP_TOKENS
 from bigtrain.plan.parameters import Parameter
 from bigtrain.plan.roofline import Rates
@@ -211,6 +212,6 @@ def test_sweeps_and_auto_know_tiles():
         expand({**grid, "mlp_tile_tokens": 8, "runner": "raw_deepspeed"})
     base = plan_input(shapes.config_dict("llama-3b"), seq_len=8192, kernels="liger", mlp_tile_tokens=1024)
     run = RunValues(micro_batch=1, accumulation=1)
-    picked = pick(base, run, gpu_memory_bytes=80 * GIB, host_memory_bytes=500 * GIB)
+    picked = pick(base, run, Hardware(80 * GIB, 500 * GIB))
     assert picked.candidate.input.tile_tokens == 1024 and flags(picked.candidate.input)["mlp_tile_tokens"] == 1024
     assert "feed-forward in tiles of 1024" in picked.candidate.describe()

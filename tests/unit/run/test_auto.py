@@ -8,10 +8,12 @@ from bigtrain import config as ds
 from bigtrain import shapes
 from bigtrain.config import ModelShape, RunValues
 from bigtrain.errors import DoesNotFitError, UsageError
+from bigtrain.models.source import config_from
 from bigtrain.plan.choose import rows_per_rank
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import plan_input
 from bigtrain.plan.zero_settings import settings_from_config
-from bigtrain.run import capacity, left_open, model_files, search
+from bigtrain.run import capacity, left_open, search
 from bigtrain.run import job as jobs
 from bigtrain.run.arguments import TrainArguments
 from bigtrain.run.auto import config_of, pick
@@ -23,7 +25,7 @@ LLAMA_3B = shapes.config_dict("llama-3b")
 def choose(run=None, gpu=80.0, host=126.0, world=1, **more):
     run = run or RunValues()
     base = plan_input(LLAMA_3B, world_size=world, seq_len=4096, optimizer=run.optim or "adamw")
-    return pick(base, run, gpu_memory_bytes=int(gpu * GIB), host_memory_bytes=int(host * GIB), **more)
+    return pick(base, run, Hardware(int(gpu * GIB), int(host * GIB)), **more)
 
 
 @pytest.mark.parametrize("gpu", [80.0, 47.4, 24.0])
@@ -67,18 +69,18 @@ def test_a_share_that_cannot_leave_is_refused():
 def test_what_auto_chose_is_said_to_be_its_choice(card, monkeypatch):
     """run.json called the share that the search had chosen a flag, and the values of its config a file's."""
     card()
-    limits = 24 * GIB, 126 * GIB
-    monkeypatch.setattr(capacity, "memory_limits", lambda cap: limits)
+    hardware = Hardware(24 * GIB, 126 * GIB)
+    monkeypatch.setattr(capacity, "hardware", lambda cap: hardware)
     asked = TrainArguments(
         model_name_or_path="preset:llama-8b", ds_config="auto", train_data="x", output_dir="y", gradient_accumulation_steps=2,
         learning_rate=1e-4, seq_len=2048,
     )  # fmt: skip
     args, config = search.choose(asked)
-    model = model_files.load_model_config(args)
+    model = config_from(args.model_name_or_path, args.trust_remote_code)
     resolved = jobs.resolve(args, config, ModelShape.from_config(model), 10)
     job = jobs.Job(args=args, resolved=resolved, tokenizer=None, seq_len=2048, rows=None, eval_rows=None, steps=None, model_config=model,
                    config_overrides={}, resize_vocab_to=None, offload_gradients=float(args.offload_gradients))  # fmt: skip
-    job = left_open.settle(job, *limits)
+    job = left_open.settle(job, hardware)
     assert job.offload_gradients > 0
     told = {d.path: d.source for d in search.named_auto(job, asked).resolved.decisions}
     assert told["offload_gradients"] == told["train_micro_batch_size_per_gpu"] == told["gradient_checkpointing"] == "auto"

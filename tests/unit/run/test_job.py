@@ -10,10 +10,11 @@ from bigtrain.data import plan_steps
 from bigtrain.data.demo import train_tokenizer
 from bigtrain.data.isolation_choice import VARLEN
 from bigtrain.errors import CheckpointError, ConfigError, ModelError, UsageError
+from bigtrain.models.source import config_from
 from bigtrain.run.argument_problems import ATTENTIONS, all_of, find_problems
 from bigtrain.run.arguments import TrainArguments
 from bigtrain.run.job import Job, read_ds_config
-from bigtrain.run.model_files import about_files, choose_seq_len, load_model_config, load_tokenizer, tell_foreign_tokenizer
+from bigtrain.run.model_files import about_files, choose_seq_len, load_tokenizer, tell_foreign_tokenizer
 
 ARGS = TrainArguments(model_name_or_path="m", train_data="d", output_dir="o", ds_config="c")
 
@@ -57,7 +58,7 @@ def test_a_value_that_a_config_cannot_have_is_told_for_tokenizer_and_model(tmp_p
     (tmp_path / "config.json").write_text(json.dumps(config))
     args = replace(ARGS, model_name_or_path=str(tmp_path))
     with pytest.raises(ModelError, match=said):
-        load_model_config(args)
+        config_from(args.model_name_or_path, args.trust_remote_code)
     with pytest.raises(UsageError, match=said), about_files("tokenizer"):
         load_tokenizer(args)
 

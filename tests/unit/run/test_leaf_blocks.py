@@ -9,9 +9,11 @@ from bigtrain import shapes
 from bigtrain.bench.grid import expand
 from bigtrain.config import ModelShape
 from bigtrain.errors import UsageError
+from bigtrain.models.source import config_from
+from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import plan_input
 from bigtrain.plan.leaf_choice import with_leafs
-from bigtrain.run import capacity, leaf_blocks, model_files, search
+from bigtrain.run import capacity, leaf_blocks, search
 from bigtrain.run import job as jobs
 from bigtrain.run.arguments import TrainArguments, parse
 from bigtrain.run.auto import config_of, flags
@@ -25,7 +27,7 @@ GIB = 2**30
 def job(said="auto", classes=BLOCK, **zero):
     args = TrainArguments(model_name_or_path="preset:llama-8b", ds_config="c", train_data="x", output_dir="y", leaf_blocks=said,
                           seq_len=4096, optim="adamw_split_8bit", gradient_checkpointing=True)  # fmt: skip
-    model = model_files.load_model_config(args)
+    model = config_from(args.model_name_or_path, args.trust_remote_code)
     config = {"zero_optimization": {"stage": 3, **zero}, "bf16": {"enabled": True}}
     done = jobs.resolve(args, config, ModelShape.from_config(model), 10)
     return Job(args=args, resolved=done, tokenizer=None, seq_len=4096, model_config=model, config_overrides={}, resize_vocab_to=None,
@@ -46,12 +48,12 @@ def how(one):
 
 
 def test_auto_writes_what_the_plan_chose():
-    done = leaf_blocks.decided(job(), plan(), 139 * GIB, None)
+    done = leaf_blocks.decided(job(), plan(), Hardware(139 * GIB))
     assert leafs(done) == {"classes": ["LlamaDecoderLayer"]} and done.leaf_blocks is True and leafs(job()) is None
     (value, source, reason), *more = how(done)
     assert (value, source, more) == ("on", "plan", []) and "s a step planned, with a hook on each layer" in reason
-    assert leaf_blocks.decided(done, plan(), 139 * GIB, None) == done  # what is decided stays
-    off = leaf_blocks.decided(job(), plan(micro_batch=8), 139 * GIB, None)
+    assert leaf_blocks.decided(done, plan(), Hardware(139 * GIB)) == done  # what is decided stays
+    off = leaf_blocks.decided(job(), plan(micro_batch=8), Hardware(139 * GIB))
     assert leafs(off) is None and off.leaf_blocks is False and how(off)[0][:2] == ("off", "plan")
 
 
@@ -65,17 +67,17 @@ def test_auto_writes_what_the_plan_chose():
     ],
 )
 def test_auto_never_fails(one, found, reason):
-    done = leaf_blocks.decided(leaf_blocks.as_said(one), found, None, None)
+    done = leaf_blocks.decided(leaf_blocks.as_said(one), found, Hardware())
     assert how(done) == [("off", "plan", reason)] and done.resolved.config == one.resolved.config
 
 
 def test_a_resume_does_as_before_where_it_fits(monkeypatch):
     monkeypatch.setattr(leaf_blocks.RunFolder, "kept", lambda resume: {"leaf_blocks": resume})
     for before, found in ((True, plan(micro_batch=8)), (False, plan())):  # each the contrary of what the plan would choose
-        done = leaf_blocks.decided(job(), found, None, None, before)
+        done = leaf_blocks.decided(job(), found, Hardware(), before)
         assert done.leaf_blocks is before and how(done)[0][1:] == ("plan", "as in the run that it goes on from")
-        assert leaf_blocks.decided(job(said="off"), found, None, None, before).leaf_blocks is False
-    small = leaf_blocks.decided(job(), plan(), 9 * GIB, None, True)
+        assert leaf_blocks.decided(job(said="off"), found, Hardware(), before).leaf_blocks is False
+    small = leaf_blocks.decided(job(), plan(), Hardware(9 * GIB), True)
     assert (
         small.leaf_blocks is False
         and how(small)[0][2] == "not as in the run that it goes on from: with whole blocks it does not fit"
@@ -86,11 +88,11 @@ def test_a_resume_does_as_before_where_it_fits(monkeypatch):
 def test_a_resume_does_as_before_where_no_plan_says_that_it_does_not_fit(one, found, monkeypatch):
     """It was told `on`, and is gone on with without."""
     monkeypatch.setattr(leaf_blocks.RunFolder, "kept", lambda resume: {"leaf_blocks": True})
-    done = leaf_blocks.decided(one, found, None, None)
+    done = leaf_blocks.decided(one, found, Hardware())
     assert how(done) == [("on", "plan", "as in the run that it goes on from")] and leafs(done) == {
         "classes": [*one.block_classes]
     }
-    assert leaf_blocks.decided(job(classes=None), None, None, None).leaf_blocks is False
+    assert leaf_blocks.decided(job(classes=None), None, Hardware()).leaf_blocks is False
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def test_a_resume_does_as_before_where_no_plan_says_that_it_does_not_fit(one, fo
 )
 def test_a_checkpoint_that_does_not_tell(kept, on, monkeypatch):
     monkeypatch.setattr(leaf_blocks.RunFolder, "kept", lambda resume: kept)
-    assert leaf_blocks.decided(job(), plan(), None, None).leaf_blocks is on
+    assert leaf_blocks.decided(job(), plan(), Hardware()).leaf_blocks is on
 
 
 def test_the_slowest_card_is_each_ranks_own(card, monkeypatch):
@@ -119,14 +121,14 @@ def test_the_slowest_card_is_each_ranks_own(card, monkeypatch):
 )
 def test_a_file_that_says_it_stands(zero):
     one = job(**zero)
-    assert leaf_blocks.decided(leaf_blocks.as_said(one), plan(), None, None) == one and one.leaf_blocks is None
+    assert leaf_blocks.decided(leaf_blocks.as_said(one), plan(), Hardware()) == one and one.leaf_blocks is None
 
 
 def test_on():
-    done = leaf_blocks.decided(leaf_blocks.as_said(job("on")), None, None, None)
+    done = leaf_blocks.decided(leaf_blocks.as_said(job("on")), None, Hardware())
     assert leafs(done) == {"classes": ["LlamaDecoderLayer"]} and how(done) == [("on", "flag", "--leaf_blocks")]
     named = job("on", leaf_module={"classes": "transformers.models.llama.modeling_llama.LlamaDecoderLayer"})
-    done = leaf_blocks.decided(leaf_blocks.as_said(named), plan(), None, None)
+    done = leaf_blocks.decided(leaf_blocks.as_said(named), plan(), Hardware())
     assert leafs(done) == leafs(named) and how(done) == [("on", "flag", "--leaf_blocks")] and done.leaf_blocks is True
 
 
@@ -150,7 +152,7 @@ def test_contradictions_are_refused(one, words):
 def test_the_search_is_told(card, monkeypatch):
     """What it looks at, and what it took, is as the user said."""
     card()
-    monkeypatch.setattr(capacity, "memory_limits", lambda cap: (139 * GIB, 500 * GIB))
+    monkeypatch.setattr(capacity, "hardware", lambda cap: Hardware(139 * GIB, 500 * GIB))
     asked = replace(job("on").args, ds_config="auto", per_device_train_batch_size=1, gradient_accumulation_steps=1)
     args, config = search.choose(asked)
     assert args.leaf_blocks == "on" and config["zero_optimization"]["leaf_module"] == {"classes": ["LlamaDecoderLayer"]}
@@ -159,10 +161,10 @@ def test_the_search_is_told(card, monkeypatch):
 @pytest.mark.parametrize("micro_batch, value", [(1, "on"), (8, "off")])
 def test_what_the_search_chose_is_a_decision_of_the_run(micro_batch, value):
     """Off was one, and on was not, nor did the checkpoint keep it for the run that goes on."""
-    asked, chosen = replace(job().args, ds_config="auto"), with_leafs(plan(micro_batch=micro_batch), None, None)
+    asked, chosen = replace(job().args, ds_config="auto"), with_leafs(plan(micro_batch=micro_batch), Hardware())
     one = job(**config_of(chosen.settings)["zero_optimization"])
     one = replace(one, args=replace(asked, **flags(chosen)))
-    done = search.named_auto(leaf_blocks.decided(leaf_blocks.as_said(one), None, None, None), asked)
+    done = search.named_auto(leaf_blocks.decided(leaf_blocks.as_said(one), None, Hardware()), asked)
     assert how(done) == [(value, "auto", "--ds_config auto: the fastest that fits")] and done.leaf_blocks is (value == "on")
 
 

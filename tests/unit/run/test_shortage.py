@@ -7,6 +7,8 @@ import torch
 
 from bigtrain import plan, shapes
 from bigtrain.errors import DoesNotFitError
+from bigtrain.plan.hardware import Hardware
+from bigtrain.plan.roofline import Rates
 from bigtrain.run import capacity
 from bigtrain.run.shortage import CATEGORIES, Explained, held_bytes, nearest, planned_bytes, table
 
@@ -47,7 +49,7 @@ def test_held_counts_each_storage_once_and_only_on_the_device():
 
 def test_nearest_keep_the_batch_fit_and_differ_little():
     now = planned().input
-    found = nearest(now, 80 * GIB, 126 * GIB)
+    found = nearest(now, Hardware(80 * GIB, 126 * GIB))
     assert len(found) == 3
     for candidate in found:
         assert candidate.fits and candidate.input.micro_batch * candidate.input.accumulation == 4
@@ -57,29 +59,29 @@ def test_nearest_keep_the_batch_fit_and_differ_little():
 def test_nearest_of_a_run_whose_gradients_leave_the_gpu():
     zero = plan.ZeroSettings(stage=2, offload_optimizer=True, offload_gradients=0.5, buffers=30)
     now = plan.plan_input(shapes.config_dict("llama-3b"), settings=zero, optimizer="adamw_split_8bit", micro_batch=4)
-    assert len(nearest(now, 40 * GIB, 126 * GIB)) == 3
+    assert len(nearest(now, Hardware(40 * GIB, 126 * GIB))) == 3
 
 
 def test_an_out_of_memory_error_prints_the_table_and_goes_on(capsys):
-    with pytest.raises(torch.OutOfMemoryError), Explained(planned(), 80 * GIB, 126 * GIB):
+    with pytest.raises(torch.OutOfMemoryError), Explained(planned(), Hardware(80 * GIB, 126 * GIB)):
         raise torch.OutOfMemoryError("CUDA out of memory")
     said = capsys.readouterr().err
     assert "ran out of GPU memory in building the model" in said and "nearest that fit:" in said
     assert all(name in said for name in CATEGORIES)
-    with pytest.raises(ValueError), Explained(planned(), None, None):
+    with pytest.raises(ValueError), Explained(planned(), Hardware()):
         raise ValueError("something else")
     assert capsys.readouterr().err == ""
 
 
 def test_without_a_plan_there_is_still_what_is_held():
-    assert "-" in table(dict.fromkeys(CATEGORIES, GIB), None)[1] and Explained(None, None, None).text("step 3")
+    assert "-" in table(dict.fromkeys(CATEGORIES, GIB), None)[1] and Explained(None, Hardware()).text("step 3")
 
 
 def test_the_table_of_a_host_that_fills_up():
     from bigtrain.plan.room import Room
 
     limit = 16 * GIB
-    explained = Explained(planned(), 80 * GIB, limit)
+    explained = Explained(planned(), Hardware(80 * GIB, limit))
     said = explained.host_text(Room(int(0.98 * limit), limit, "container limit"))
     assert "host memory is nearly full, 15.68 GiB of 16.00 GiB (container limit) are in use, 98%" in said
     assert all(name in said for name in CATEGORIES) and "other processes share this memory" in said
@@ -90,10 +92,11 @@ def test_the_table_of_a_host_that_fills_up():
 
 def test_a_run_that_does_not_fit_is_refused_with_the_nearest_that_do():
     layout = planned(micro_batch=1, seq_len=1024)
-    gpu, host = 24 * GIB, 128 * GIB
+    hardware = Hardware(24 * GIB, 128 * GIB, Rates(h2d_bytes_s=26e9))
     with pytest.raises(DoesNotFitError) as caught:
-        capacity.check_fit(layout, gpu, host)
+        capacity.check_fit(layout, hardware)
     said = str(caught.value)
     lines = said[said.index("Nearest that fit:") :].splitlines()[1:4]
-    assert [line.strip() for line in lines] == [c.describe() for c in nearest(layout.input, gpu, host)] and len(lines) == 3
+    assert [line.strip() for line in lines] == [c.describe() for c in nearest(layout.input, hardware)] and len(lines) == 3
+    assert "with rates measured" in said
     assert said.index("DOES NOT FIT") < said.index("no data was read") and "--no_plan" in said
