@@ -48,8 +48,7 @@ class Engine(NotCopied):
         optimizer: a key of `bigtrain.optim.OPTIMIZERS`; wins over the ds_config's section. "adamw" if neither says.
         learning_rate, betas, eps, weight_decay: for the optimizer; from the ds_config where None.
         lr_scheduler, warmup_steps, total_steps, lr_scheduler_kwargs: the schedule, a pure function of `global_step`; see
-            `bigtrain.optim.schedule`. "linear" if nothing says; without total_steps the rate stays constant after the warm-up. Or a
-            function, the same on every rank, from the update's number, from 0, to the factor on `learning_rate` (as LambdaLR's).
+            `bigtrain.optim.schedule`. "linear" if nothing says; constant after the warm-up without total_steps. Or a function as LambdaLR's.
         max_grad_norm: global norm to clip gradients at; 0: no clipping. None: from the ds_config, else 1.0.
         micro_batch, accumulation: samples per forward and rank, forwards per step; from the ds_config where None.
         offload_gradients: share of them, 0 to 1, that leaves the GPU in backward: one rank, stage 2, adamw_split on the host.
@@ -134,9 +133,8 @@ class Engine(NotCopied):
         watch.begin(hang_s)
         for note in [*notes, *self.settings.notes] if ranks.is_main() else ():
             log.warning(note)
-        self.seed = seed
+        self.seed, self.agree_every = seed, agree_every
         self.global_step = self.updates = self.data_position = self.tokens = 0
-        self.agree_every = agree_every
         self.nonfinite = guards.NonFiniteCount(nonfinite_limit)
         self._uniform = uniform_forward or ranks.world_size() == 1
         self.count_targets = count_targets or steps.target_counter(model)
@@ -360,14 +358,13 @@ class Engine(NotCopied):
         return deepspeed_format.save(self, directory, tag, state or {})
 
     def export(self, directory: str | Path, dtype: str = "bfloat16", tokenizer: Any = None) -> Path:
-        """Write the model as a Hugging Face folder, weights in `dtype`, what bf16 cannot hold from the masters; errors: `weights.export_model`."""
+        """Write the model as a Hugging Face folder in `dtype`, from the masters where bf16 cannot hold it; errors: `weights.export_model`."""
         meet(Point.EXPORT, self.global_step, 0, limit_s=meeting.MEET_S)
         self.checkpoints.refuse_torn()
         self._since.tell_left_out()
-        module, writes, directory = self.module, self._parts.writes, Path(directory)
-        writes.take_over()  # masters that do not know yet what a script wrote
-        weights.export_model(module, directory, dtype=dtype, tokenizer=tokenizer, master_of=writes.master_of)
-        return directory
+        self._reduction.finish_update(states=True)
+        weights.export_model(self.module, directory, dtype=dtype, tokenizer=tokenizer, master_of=self._parts.writes.masters())
+        return Path(directory)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -102,6 +102,11 @@ class ForeignWrites:
             refuse(why)
         self.take_over()
 
+    def masters(self) -> MasterOf:
+        """Where the fp32 master of a parameter is; it knows what a script wrote into weights until now."""
+        self.take_over()
+        return self.master_of
+
     @torch.no_grad()
     def take_over(self) -> int:
         """Let masters take over what was written into weights since `settled`; a rank looks at the elements it owns.
