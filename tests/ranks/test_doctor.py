@@ -34,9 +34,10 @@ def test_a_rank_that_never_comes_gives_stacks_within_the_limit():
     launch = comm.Launch(world=2, mine=(0,), first_local=0, local_world=2, master="127.0.0.1", port=None)
     begun = time.monotonic()
     attempt = comm.measure_attempt(launch, 0, {}, limit_s=4.0)
-    assert not attempt.passed and time.monotonic() - begun < 30
+    assert not attempt.passed and time.monotonic() - begun < 100  # with what Python takes to import
     finding = comm.check_comm([attempt])[-1]
-    assert finding.status == "broken" and "in meet" in finding.what and "init_process_group" in finding.details
+    assert finding.status == "broken" and "in meet" in finding.what and "ranks that did not: 1." in finding.what
+    assert "Timeout (0:00:03.6" in finding.details and "in init_distributed" in finding.details
 
 
 def _kill(rank, seen):
