@@ -94,7 +94,7 @@ def schedule_of(given: Any, warmup_steps: Any, kwargs: Any) -> tuple[Any, Callab
             "lr_scheduler is a function: it gives the factor of every update, the warm-up's too. Leave out warmup_steps and "
             "lr_scheduler_kwargs, or name a schedule (linear, cosine, constant, wsd)."
         )
-    return "constant", optim.own(given)
+    return "constant", optim.own_schedule(given)
 
 
 def refuse_other_kinds(run: RunValues, seed: Any) -> None:

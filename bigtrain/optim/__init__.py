@@ -13,7 +13,7 @@ __all__ = [
     "build_optimizer",
     "canonical_name",
     "engine_config_patch",
-    "own",
+    "own_schedule",
     "param_groups",
     "refuse_unknown",
     "schedule",
@@ -25,6 +25,6 @@ __getattr__ = lazily(
     build="after_initialize build_optimizer",
     groups="param_groups",
     options="Offload Options",
-    schedules="own refuse_unknown schedule",
+    schedules="own_schedule refuse_unknown schedule",
     table="OPTIMIZERS Optimizer canonical_name engine_config_patch state_bytes",
 )

@@ -69,7 +69,7 @@ def schedule(
     return _decaying(warmup_steps, warmup_steps, total_steps - warmup_steps, min_ratio, DECAYS[kind])
 
 
-def own(function: Callable[[int], Any]) -> Factor:
+def own_schedule(function: Callable[[int], Any]) -> Factor:
     """A user's function from the 0-based update number to the factor on the peak rate, checked each time it is asked.
 
     Raises:
