@@ -19,8 +19,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 @pytest.fixture(autouse=True)
 def same_environment():
     """What a test, or the code that it calls, sets (a launcher's LOCAL_RANK, say) does not reach the next test."""
-    before = dict(os.environ)
+    environ, before = os.environ, dict(os.environ)
     yield
+    os.environ = environ  # noqa: B003  # datasets puts a copy there
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bigtrain.bench.machine import this_machine
 from bigtrain.errors import StoppedError, UsageError
 
 
@@ -49,6 +48,7 @@ def _positive(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     """All cells, then the report. Rows that failed do not make the sweep fail; Ctrl-C ends it, to be continued later."""
     from bigtrain.bench import grid, refusals, sweep
+    from bigtrain.bench.machine import this_machine
 
     if not args.grid:
         return _again(args)

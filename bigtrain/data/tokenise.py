@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -306,6 +307,18 @@ def _as_data_error(cache: Path) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def _same_environ() -> Iterator[None]:
+    """datasets leaves a copy in the place of `os.environ` where it starts processes: what holds the old one would see no change after."""
+    kept, name = os.environ, "TOKENIZERS_PARALLELISM"
+    before = kept.get(name)
+    try:
+        yield
+    finally:
+        os.environ = kept  # noqa: B003  # the object that was there, not a copy
+        kept.pop(name, None) if before is None else kept.update({name: before})
+
+
 def tokenise(
     source: Dataset,
     tokenizer: Any,
@@ -351,7 +364,7 @@ def tokenise(
     folder = Path(cache_dir) if cache_dir is not None else Path(datasets.config.HF_DATASETS_CACHE) / "bigtrain"
     integers = datasets.Sequence(datasets.Value("int32"))
     features = {"input_ids": integers} | ({"labels": integers} if has_labels else {})
-    with main_first or nullcontext(), placed(source), _as_data_error(folder):
+    with main_first or nullcontext(), placed(source), _as_data_error(folder), _same_environ():
         folder.mkdir(parents=True, exist_ok=True)
         return source.map(
             encoder,

@@ -98,7 +98,8 @@ def test_both_exports_have_the_same_bytes(rank_pool, tmp_path, world, stage, fam
         tmp_path / "float32" / "model.safetensors"
     ).read_bytes()
     values = load_file(tmp_path / "float32" / "model.safetensors").items()
-    assert all(not torch.equal(v, v.bfloat16().float()) for name, v in values if "proj.weight" in name)  # not rounded anywhere
+    # Of what both trained (no image was seen, and not every expert), not rounded anywhere.
+    assert all(not torch.equal(v, v.bfloat16().float()) for name, v in values if name.endswith("q_proj.weight"))
 
 
 def differing(one, two):

@@ -14,6 +14,7 @@ from bigtrain.errors import DoesNotFitError, UsageError
 from tests import python_path
 
 START_LIMIT_S = 0.3
+START_LIMIT = 20  # times what Python takes to start; measured: 12
 
 
 def test_help_lists_every_verb(capsys):
@@ -100,15 +101,18 @@ def test_start_is_quick_and_without_torch(words):
         "heavy = {'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules)\n"
         "print(sorted(heavy), file=sys.stderr)\nsys.exit(bool(heavy))"
     )
-    times = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        # Processor time, fastest of three: other work on the machine is not the command's doing.
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert done.returncode == 0, f"imported {done.stderr}"
-    assert min(times) < START_LIMIT_S
+    bare = min(_processor_s("pass") for _ in range(3))
+    # Fastest of three: other work on the machine is not the command's doing. Nor is a slow processor.
+    assert min(_processor_s(code) for _ in range(3)) < max(START_LIMIT_S, START_LIMIT * bare)
+
+
+def _processor_s(code: str) -> float:
+    """Of a Python that runs the code."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, f"imported {done.stderr}"
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.mark.parametrize("words", [["--optim", "adamww"], ["--lr_scheduler_type", "cosin"]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -143,9 +145,10 @@ def test_fingerprint_sees_what_changes_the_ids(tokenizer):
 
 def test_several_processes_give_the_same_and_name_the_sample(tokenizer, tmp_path):
     source = Dataset.from_dict({"text": [f"one {i}" for i in range(40)]})
-    one = tokenise(source, tokenizer, cache_dir=tmp_path / "a")
+    one, environ, values = tokenise(source, tokenizer, cache_dir=tmp_path / "a"), os.environ, dict(os.environ)
     two = tokenise(source, tokenizer, cache_dir=tmp_path / "b", num_proc=2)
     assert one[:] == two[:]
+    assert os.environ is environ and dict(environ) == values  # datasets puts a copy in its place
     bad = Dataset.from_dict({"input_ids": [[1]] * 30 + [[-4]]})
     with pytest.raises(DataError, match="sample 30"):
         tokenise(bad, None, cache_dir=tmp_path / "c", num_proc=2)
