@@ -7,14 +7,12 @@ BIGTRAIN_HOST_ROOT does that. What cards there are, nvidia-smi says.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import resource
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +25,6 @@ _UNITS |= {f"{letter}{end}": 1024**power for power, letter in enumerate("KMGT", 
 # cgroup v1 writes "no limit" as a huge number (2^63 rounded to pages).
 _NO_LIMIT = 2**60
 LONGEST_S = 30.0  # of a program that is asked
-# Of starting a program: it was written a moment ago and a process forked meanwhile still has it open; no process to be had just now.
-_PASSING = (errno.ETXTBSY, errno.EAGAIN)
 
 
 def parse_bytes(text: str | int | float, what: str = "size") -> int:
@@ -168,17 +164,11 @@ def run_program(
     program = shutil.which(command[0], path=env.get("PATH"))
     if program is None:
         return None, f"{command[0]} is not on PATH"
-    why = ""
-    for pause in (0.0, 0.1, 0.5):
-        time.sleep(pause)
-        try:
-            return subprocess.run([program, *command[1:]], input=stdin, capture_output=True, text=True, errors="replace",
-                                  timeout=LONGEST_S, check=False, env=dict(env)), ""  # fmt: skip
-        except (OSError, subprocess.SubprocessError) as error:
-            why = str(error)
-            if getattr(error, "errno", None) not in _PASSING:
-                break
-    return None, why
+    try:
+        return subprocess.run([program, *command[1:]], input=stdin, capture_output=True, text=True, errors="replace",
+                              timeout=LONGEST_S, check=False, env=dict(env)), ""  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        return None, str(error)
 
 
 def nvidia_smi(*words: str, env: Mapping[str, str] = os.environ) -> tuple[str | None, str | None]:

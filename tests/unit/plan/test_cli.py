@@ -15,7 +15,7 @@ from bigtrain import shapes
 from bigtrain.errors import ConfigError, UsageError
 from bigtrain.plan import cli
 from bigtrain.plan.flags import add_flags
-from bigtrain.plan.machine import HostMemory, cgroup_limit, gpu_memory, host_memory, parse_bytes, run_program, show_bytes
+from bigtrain.plan.machine import HostMemory, cgroup_limit, gpu_memory, host_memory, parse_bytes, show_bytes
 from bigtrain.plan.zero_settings import settings_from_config
 from bigtrain.run.arguments import parse
 
@@ -390,20 +390,6 @@ def test_what_the_driver_keeps_is_not_the_cards(tmp_path, monkeypatch, capsys):
     assert not capsys.readouterr().err
     smi.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not talk to the driver'\nexit 9\n")
     assert gpu_memory() == () and "cards there are: NVIDIA-SMI has failed" in capsys.readouterr().err
-
-
-def test_a_program_that_was_written_just_now_is_run(tmp_path, monkeypatch):
-    """A process forked while it was written keeps it open for a moment, and Linux then runs it not (ETXTBSY)."""
-    (tmp_path / "asked").write_text("#!/bin/sh\necho answer\n")
-    (tmp_path / "asked").chmod(0o755)
-    writer = (tmp_path / "asked").open("a")
-    try:
-        assert run_program(["asked"], {"PATH": str(tmp_path)})[1].endswith("Text file busy: '" + str(tmp_path / "asked") + "'")
-        monkeypatch.setattr("bigtrain.plan.machine.time.sleep", lambda pause: writer.close() if pause else None)
-        done, why = run_program(["asked"], {"PATH": str(tmp_path)})
-        assert done is not None and done.stdout == "answer\n" and why == ""
-    finally:
-        writer.close()
 
 
 def test_host_default_is_this_machine(capsys):
