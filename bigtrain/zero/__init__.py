@@ -6,7 +6,7 @@ Internal symbols used: runtime.zero.partition_parameters.ZeroParamStatus, ops.__
                        runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer, runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3,
                        runtime.bf16_optimizer.BF16_Optimizer, utils.set_z3_leaf_modules, utils.logger, utils.nvtx.enable_nvtx;
                        runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator._clean_inflight_param_registry (of the
-                       stage 3 optimizer's parameter_offload.get_param_coordinator());
+                       stage 3 optimizer's parameter_offload.get_param_coordinator(), .forward_hooks, .backward_hooks);
                        runtime.engine.DeepSpeedEngine._broadcast_model (leaves out what has `ds_optim_param`), runtime.compiler
    for checkpoints:    runtime.fp16.loss_scaler.LossScaler, utils.tensor_fragment.fragment_address, runtime.zero.config.ZeroStageEnum
    building:           zero.Init._convert_to_deepspeed_param, ._partition, ._enable_mem_efficient_linear, .local_device,
@@ -252,7 +252,21 @@ def initialize(
     if optimizer_kind(engine.optimizer) == "zero3":
         fetcher = engine.optimizer.parameter_offload.get_param_coordinator()
         _fetchers.append(weakref.WeakMethod(fetcher._clean_inflight_param_registry))
+        _watch_only_what_is_gathered(model, engine.optimizer.parameter_offload)
     return engine
+
+
+def _watch_only_what_is_gathered(model: torch.nn.Module, offload: Any) -> None:
+    """Take ZeRO-3's hooks off modules without parameters: an activation, a dropout.
+
+    DeepSpeed 0.19.8 counts their calls in its trace of the modules. Where ranks differ in them, as in a loop over those experts that
+    have tokens, one rank drops its trace and gathers by itself what the others gather together: all stand still.
+    """
+    bare = [module for module in model.modules() if next(module.parameters(), None) is None]
+    theirs = {id(hooks) for module in bare for hooks in (module._forward_pre_hooks, module._forward_hooks)}
+    for handle in (*offload.forward_hooks, *offload.backward_hooks):
+        if id(handle.hooks_dict_ref()) in theirs:
+            handle.remove()
 
 
 @contextlib.contextmanager
