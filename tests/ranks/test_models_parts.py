@@ -446,19 +446,33 @@ def test_experts_unused_on_one_rank_do_not_hang(rank_pool):
 # ---------------------------------------------------------------- before the process group exists
 
 
-def _experts_in_a_loop(stage):
-    """Losses of four steps in which each rank has rows of another length, and so other experts with tokens."""
-    from bigtrain.engine import Engine
-    from bigtrain.models import build_model
-    from tests.ranks import families, tiny
+def _looping(kind):
+    import transformers
 
-    cfg = tiny.config(stage, **({"stage3_prefetch_bucket_size": 20000} if stage == 3 else {}))
-    source = families.make("ernie_vl_moe").config
+    from tests.ranks import families
+
+    if kind == "dbrx":
+        experts = dict(ffn_hidden_size=22, moe_num_experts=6, moe_top_k=2)
+        sizes = dict(d_model=36, n_heads=3, n_layers=2, max_seq_len=64, vocab_size=131)
+        return transformers.DbrxConfig(
+            **sizes, attn_config={"kv_n_heads": 3, "clip_qkv": 8.0, "rope_theta": 1e4}, ffn_config=experts
+        )
+    source = families.make(kind).config
     for part in (source, source.get_text_config()):
         part._experts_implementation = "eager"
-    engine = Engine(
-        build_model(source, ds_config=cfg, seed=3), ds_config=cfg, optimizer="adamw_torch", learning_rate=1e-3, hang_s=30
-    )
+    return source
+
+
+def _experts_in_a_loop(kind, stage):
+    """Losses of four steps in which each rank has rows of another length, and so other experts with tokens."""
+    from bigtrain.engine import Engine
+    from bigtrain.models import build_model, set_moe_leaf_modules
+    from tests.ranks import tiny
+
+    cfg = tiny.config(stage, **({"stage3_prefetch_bucket_size": 20000} if stage == 3 else {}))
+    model = build_model(_looping(kind), ds_config=cfg, seed=3)
+    set_moe_leaf_modules(model)
+    engine = Engine(model, ds_config=cfg, optimizer="adamw_torch", learning_rate=1e-3, hang_s=30)
     losses = []
     for step in range(4):
         ids = torch.randint(3, 120, (1, 4 + 3 * engine.rank), generator=torch.Generator().manual_seed(10 * step + engine.rank))
@@ -467,9 +481,13 @@ def _experts_in_a_loop(stage):
     return losses
 
 
-def test_fused_experts_in_a_loop_that_differs_between_ranks(rank_pool):
-    """Their activation is called once for each expert with tokens: ZeRO-3's trace of modules counted that, and stood still in the second step."""
-    plain, split = (rank_pool(3).run(_experts_in_a_loop, stage)[0] for stage in (0, 3))
+@pytest.mark.parametrize("kind", ["ernie_vl_moe", "dbrx"])
+def test_fused_experts_in_a_loop_that_differs_between_ranks(rank_pool, kind):
+    """
+    A module is called once for each expert with tokens, an activation or, in DBRX, one with all weights: ZeRO-3's trace of modules
+    counted that, and stood still in the second step.
+    """
+    plain, split = (rank_pool(3).run(_experts_in_a_loop, kind, stage)[0] for stage in (0, 3))
     assert split == pytest.approx(plain, rel=2e-3)  # bf16 weights, rounded from masters that sums in another order moved
 
 

@@ -165,6 +165,16 @@ def test_what_counts_as_an_expert_block():
     assert set_moe_leaf_modules(Sparse()) == []  # the whole model is never a leaf
 
 
+def test_one_module_with_all_experts_stacked_is_called_for_each():
+    class Stacked(nn.Module):
+        def __init__(self, experts=4, rows=24, parts=3):
+            super().__init__()
+            self.router = nn.Linear(8, experts, bias=False)
+            self.glu = nn.ParameterList(nn.Parameter(torch.ones(rows, 8)) for _ in range(parts))
+
+    assert _names(Stacked(), Stacked(experts=5), Stacked(rows=4), Stacked(parts=2), Stacked(experts=1)) == ["0"]
+
+
 def test_fused_experts_and_decoders_need_nothing():
     model = build_model(
         {"model_type": "mixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2,
