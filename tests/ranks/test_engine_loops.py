@@ -179,6 +179,26 @@ def test_parameters_without_dimensions_of_a_finished_model_are_named_at_stage_3(
     assert all("scale" in message and "build_model" in message for message in rank_pool(2).run(_run, 3, Scaled, _one_by_one))
 
 
+def _scaled_on_at_another_stage(folder, first, second):
+    engine = _engine(first, _module(Scaled))
+    for step in (0, 1):
+        _one_by_one(engine, step)
+    engine.save_checkpoint(folder)
+    engine.close()
+    engine = _engine(second, _module(Scaled))
+    engine.load_checkpoint(folder)
+    _one_by_one(engine, 2)
+    apart = _apart(engine, _plain(engine.world_size, _module(Scaled)))
+    engine.close()
+    return apart
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 2), (0, 0), (2, 0)])
+def test_moments_without_dimensions_go_on_at_another_stage(rank_pool, tmp_path, first, second):
+    """Those of stage 0 were kept as counts of steps are, and no other stage found them."""
+    assert max(rank_pool(2).run(_scaled_on_at_another_stage, str(tmp_path), first, second)) <= BOUND
+
+
 def test_a_gradient_that_comes_in_two_parts_is_summed_or_refused(rank_pool):
     """DeepSpeed's stage 3 kept the last part where buckets are small, without a word."""
     for stage in (0, 1):
