@@ -147,16 +147,23 @@ def changed_rates(set_to: Sequence[float], found: Sequence[float]) -> str:
     )
 
 
-def changed_freezing(before: Sequence[bool], now: Sequence[bool], names: Sequence[str], new: Sequence[str] = ()) -> str:
-    """The message if parameters were frozen, unfrozen or put in since the engine was built, else an empty string."""
+def changed_freezing(
+    before: Sequence[bool], now: Sequence[bool], names: Sequence[str], new: Sequence[str] = (), gone: Sequence[str] = ()
+) -> str:
+    """The message if parameters were frozen, unfrozen, put in or taken out since the engine was built, else an empty string."""
     thawed = [n for n, was, is_ in zip(names, before, now) if is_ and not was]
     frozen = [n for n, was, is_ in zip(names, before, now) if was and not is_]
-    if not thawed and not frozen and not new:
+    if not (thawed or frozen or new or gone):
         return ""
     parts = []
     if new:
         parts.append(
             f"{listing(new)} came into the model after the Engine was built: the optimizer does not know them, they would never move"
+        )
+    if gone:
+        parts.append(
+            f"{listing(gone)} left the model after the Engine was built: the optimizer would move what no forward uses (write values into the "
+            "old parameter instead of replacing it)"
         )
     if thawed:
         parts.append(

@@ -39,6 +39,7 @@ class Point(enum.IntEnum):
     LOAD = 7
     EXPORT = 8
     PREPARE = 9
+    AGREEMENT = 10
 
 
 _PLACE = {
@@ -52,6 +53,7 @@ _PLACE = {
     Point.LOAD: "engine.load_checkpoint()",
     Point.EXPORT: "engine.export()",
     Point.PREPARE: "engine.checkpoints.prepare()",
+    Point.AGREEMENT: "engine.check_agreement()",
 }
 
 

@@ -221,7 +221,11 @@ def _elementwise_slices(flat: Flat) -> Iterator[LocalSlice]:
 
 def _elementwise(flat: Flat) -> dict[str, torch.Tensor]:
     """Optimizer state with one value for each element."""
-    return {k: t for k, t in flat.state.items() if torch.is_tensor(t) and t.dim() > 0 and t.numel() == flat.tensor.numel()}
+    return {
+        k: t
+        for k, t in flat.state.items()
+        if torch.is_tensor(t) and not _is_count(flat, k, t) and t.numel() == flat.tensor.numel()
+    }
 
 
 def _blockwise(flat: Flat) -> Iterator[LocalSlice]:
@@ -328,7 +332,7 @@ def scalars_of(engine: Any) -> list[dict[str, Any]]:
     """Numbers in the optimizer's state (step counts), with the parameters they belong to, of all ranks; every rank calls it."""
     out: list[dict[str, Any]] = []
     for flat in flat_tensors(engine):
-        values = {k: _scalar(v) for k, v in flat.state.items() if isinstance(v, SCALAR_TYPES) or _is_scalar_tensor(v)}
+        values = {k: _scalar(v) for k, v in flat.state.items() if isinstance(v, SCALAR_TYPES) or _is_count(flat, k, v)}
         if values:
             out.append({"params": sorted({name for name, *_ in flat.pieces}), "values": values})
     return [entry for entries in ranks.all_gather_object(out) for entry in entries]
@@ -350,8 +354,9 @@ def set_scalars(engine: Any, saved: list[dict[str, Any]]) -> None:
     zero.replay_cpu_adam(getattr(outer, "optimizer", None))
 
 
-def _is_scalar_tensor(value: Any) -> bool:
-    return torch.is_tensor(value) and value.dim() == 0
+def _is_count(flat: Flat, key: str, value: Any) -> bool:
+    """A number of the whole tensor; a parameter without dimensions (stage 0) has moments without, which are no count."""
+    return torch.is_tensor(value) and value.dim() == 0 and (len(flat.shape) > 0 or key == "step")
 
 
 def _scalar(value: Any) -> tuple[str, float | int]:

@@ -115,42 +115,46 @@ def same_freezing(
     Args:
         parameters: those of then, with their names and requires_grad.
         step: steps done.
-        module: look also for parameters that came into it since.
+        module: look also for parameters that came into it or left it since.
 
     Raises:
         ModelError: naming them.
     """
     names, before = [n for n, *_ in parameters], [was for *_, was in parameters]
-    known = {id(p) for _, p, _ in parameters}
     new: list[str] = []
-    if module is not None and _holds_another(module, known):
-        new = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in known]
-    changed = guards.changed_freezing(before, [p.requires_grad for _, p, _ in parameters], names, new)
+    gone: list[str] = []
+    if module is not None:
+        known, held = {id(p) for _, p, _ in parameters}, _held(module)
+        gone = [n for n, p, was in parameters if was and id(p) not in held]
+        if any(p.requires_grad for p in map(held.get, held.keys() - known) if p is not None):
+            new = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in known]
+    changed = guards.changed_freezing(before, [p.requires_grad for _, p, _ in parameters], names, new, gone)
     if changed:
         announce_failure(step)
         raise ModelError(changed)
 
 
-def _holds_another(module: torch.nn.Module, known: set[int]) -> bool:
-    """Whether a trainable parameter is none of `known`: torch's own walk makes names and sets, a millisecond for 230 modules."""
+def _held(module: torch.nn.Module) -> dict[int, torch.nn.Parameter | None]:
+    """The module's parameters by id, None too: torch's own walk makes names and sets, a millisecond for 230 modules."""
+    found: dict[int, torch.nn.Parameter | None] = {}
     ahead: list[Any] = [module]
     while ahead:
         here = ahead.pop()
         if here is None:
             continue
         for param in here._parameters.values():
-            if param is not None and id(param) not in known and param.requires_grad:
-                return True
-        ahead.extend(here._modules.values())
-    return False
+            found[id(param)] = param
+        ahead += here._modules.values()
+    return found
 
 
 def same_state(module: torch.nn.Module, counters: dict[str, Any], step: int) -> None:
     """Compare replicated tensors and counters between ranks.
 
     Raises:
-        RanksDisagreeError: on all ranks, naming what differs.
+        RanksDisagreeError: on all ranks, naming what differs, or who is elsewhere.
     """
+    meet(Point.AGREEMENT, step, 0)
     mine = {**state_digests(module), **counters}
     if len(set(ranks.all_gather_object(digest(tuple(sorted(mine.items())))))) == 1:
         return

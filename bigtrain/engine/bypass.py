@@ -139,6 +139,13 @@ class Origin:
                     "engine.train_step, which does it. Buffers keep the dtype they were built with: forward must cast them where it uses them."
                 )
             raise
+        except AttributeError as error:
+            if "has no attribute 'ds_" in str(error):
+                error.add_note(
+                    "At stage 3 every parameter must be in the model when the Engine is built: one came into it since. Write values into the old "
+                    "one (bigtrain.zero.gathered(params, modifier_rank=0)), or save, change the model and build a new Engine."
+                )
+            raise
         finally:
             self._in_forward = False
 

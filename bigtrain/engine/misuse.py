@@ -200,7 +200,7 @@ class Misuse:
             self._on(target, zero_grad=self._inner("zero_grad", self._refuse_emptying))
         if any(zero.is_partitioned(p) for p in ds.module.parameters()):
             self._handles = [ds.module.register_state_dict_pre_hook(self._empty)]
-            zero.refuse_copies(ds.module)
+            zero.refuse_empty_reads(ds.module)
         _watch_clipping()
         _watch_functional_calls()
         _live.add(self)

@@ -319,7 +319,7 @@ def _settle(model: torch.nn.Module, info: BuildInfo, target: _Target, frozen: Se
             buffer.data = buffer.data.to(target.partitioner.local_device)
         target.partitioner.install_efficient_linear()
         explain_bare_forward(model)
-        zero.refuse_copies(model)
+        zero.refuse_empty_reads(model)
 
 
 def edit_model(model: torch.nn.Module, edit: Callable[[torch.nn.Module], Any], *, seed: int | None = None) -> torch.nn.Module:

@@ -137,14 +137,20 @@ def is_partitioned(param: torch.nn.Parameter) -> bool:
     return hasattr(param, "ds_id")
 
 
-def refuse_copies(model: torch.nn.Module) -> None:
-    """Let `copy.deepcopy` of ZeRO-3's parameters, or of a module that has some, fail: it would be of empty tensors, without a word.
+_READS = ("norm", "sum", "abs", "square", "pow", "isnan", "isfinite", "tolist")  # of no elements: 0, nothing, nowhere a NaN
 
-    What is gathered is copied as before: peft copies a layer that way.
+
+def refuse_empty_reads(model: torch.nn.Module) -> None:
+    """Let what is read of ZeRO-3's parameters while they are partitioned fail: it would be read of empty tensors, without a word.
+
+    `copy.deepcopy` of them, or of a module that has some, and methods such as `p.norm()`; not torch's functions, nor `p.data`.
+    What is gathered is copied and read as before: peft copies a layer that way.
     """
     for param in model.parameters():
         if is_partitioned(param):
             param.__deepcopy__ = functools.partial(_copied, weakref.ref(param))  # type: ignore[method-assign]
+            for name in _READS:
+                setattr(param, name, functools.partial(_read, weakref.ref(param), name))
 
 
 def _copied(ref: Any, memo: dict[int, Any]) -> Any:
@@ -156,6 +162,16 @@ def _copied(ref: Any, memo: dict[int, Any]) -> Any:
             "bigtrain.models.frozen_module(...). Or take stage 0, 1 or 2. Values alone are copied inside bigtrain.zero.gathered(params)."
         )
     return type(param).__deepcopy__(param, memo)
+
+
+def _read(ref: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    param = ref()
+    if not is_available(param):
+        raise UsageError(
+            f"{name}() of a weight at stage 3: its {list(full_shape(param))} elements are partitioned over the ranks, and none is here. Read it "
+            "inside `with bigtrain.zero.gathered([param]):`, on every rank; for a penalty on weights give Engine(weight_decay=...), or use stage 0, 1 or 2."
+        )
+    return getattr(type(param), name)(param, *args, **kwargs)
 
 
 def full_shape(param: Any) -> torch.Size:
@@ -253,20 +269,33 @@ def initialize(
         fetcher = engine.optimizer.parameter_offload.get_param_coordinator()
         _fetchers.append(weakref.WeakMethod(fetcher._clean_inflight_param_registry))
         _watch_only_what_is_gathered(model, engine.optimizer.parameter_offload)
+        _gather_in_every_backward(model)
     return engine
 
 
 def _watch_only_what_is_gathered(model: torch.nn.Module, offload: Any) -> None:
     """Take ZeRO-3's hooks off modules without parameters: an activation, a dropout.
 
+    Not those that a script has told of another module's (`deepspeed.zero.register_external_parameter`): it is gathered for them.
+
     DeepSpeed 0.19.8 counts their calls in its trace of the modules. Where ranks differ in them, as in a loop over those experts that
     have tokens, one rank drops its trace and gathers by itself what the others gather together: all stand still.
     """
-    bare = [module for module in model.modules() if next(module.parameters(), None) is None]
+    bare = [module for module in model.modules() if next(module.parameters(), None) is None and not module._external_params]
     theirs = {id(hooks) for module in bare for hooks in (module._forward_pre_hooks, module._forward_hooks)}
     for handle in (*offload.forward_hooks, *offload.backward_hooks):
         if id(handle.hooks_dict_ref()) in theirs:
             handle.remove()
+
+
+def _gather_in_every_backward(model: torch.nn.Module) -> None:
+    """Let a second backward through one forward gather weights too: of `torch.autograd.grad(loss, x, retain_graph=True)`, then the loss.
+
+    DeepSpeed 0.19.8 gathers once for each output of a forward, by a count that here does not run out; what is there already is not
+    gathered again. It lets go of them after the first alone: the second holds the whole model until it ends.
+    """
+    for module in model.modules():
+        module.applied_pre_backward_ref_cnt = 2**62  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

@@ -55,6 +55,22 @@ class Shared(nn.Module):
         return self.head(x).pow(2).mean()
 
 
+class Told(nn.Module):
+    """A module without parameters that has told DeepSpeed which one of another's it uses."""
+
+    def __init__(self):
+        import deepspeed
+
+        super().__init__()
+        self.layer, self.head = nn.Linear(12, 12), nn.Module()
+        weight = self.layer.weight
+        self.head.forward = lambda x: nn.functional.linear(x, weight)
+        deepspeed.zero.register_external_parameter(self.head, weight)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.layer(x))).pow(2).mean()
+
+
 def _x(rank, step, k):
     return torch.randn(4, 12, generator=torch.Generator().manual_seed(100 * step + 10 * k + rank))
 
@@ -110,7 +126,17 @@ def _looking_between(engine, step):
         engine.step()
 
 
-LOOPS = [_one_by_one, _forwards_first, _in_eval_mode, _looking_between]
+def _gradient_of_inputs_first(engine, step):
+    for k in range(MICRO):
+        x = _x(engine.rank, step, k).requires_grad_()
+        loss = engine(x)
+        (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
+        assert gradient.abs().max() > 0
+        engine.backward(loss)
+        engine.step()
+
+
+LOOPS = [_one_by_one, _forwards_first, _in_eval_mode, _looking_between, _gradient_of_inputs_first]
 
 
 def _apart(engine, module):
@@ -144,9 +170,33 @@ def test_parameters_with_strides_of_their_own(rank_pool, stage):
     assert max(rank_pool(2).run(_run, stage, Strided, _one_by_one)) <= BOUND
 
 
+def test_a_module_without_parameters_that_has_told_of_anothers(rank_pool):
+    assert max(rank_pool(2).run(_run, 3, Told, _one_by_one)) <= BOUND
+
+
 def test_parameters_without_dimensions_of_a_finished_model_are_named_at_stage_3(rank_pool):
     assert max(rank_pool(2).run(_run, 2, Scaled, _one_by_one)) <= BOUND
     assert all("scale" in message and "build_model" in message for message in rank_pool(2).run(_run, 3, Scaled, _one_by_one))
+
+
+def _scaled_on_at_another_stage(folder, first, second):
+    engine = _engine(first, _module(Scaled))
+    for step in (0, 1):
+        _one_by_one(engine, step)
+    engine.save_checkpoint(folder)
+    engine.close()
+    engine = _engine(second, _module(Scaled))
+    engine.load_checkpoint(folder)
+    _one_by_one(engine, 2)
+    apart = _apart(engine, _plain(engine.world_size, _module(Scaled)))
+    engine.close()
+    return apart
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 2), (0, 0), (2, 0)])
+def test_moments_without_dimensions_go_on_at_another_stage(rank_pool, tmp_path, first, second):
+    """Those of stage 0 were kept as counts of steps are, and no other stage found them."""
+    assert max(rank_pool(2).run(_scaled_on_at_another_stage, str(tmp_path), first, second)) <= BOUND
 
 
 def test_a_gradient_that_comes_in_two_parts_is_summed_or_refused(rank_pool):
@@ -227,21 +277,29 @@ def _unnoticed(what, stage):
             engine.deepspeed.optimizer.param_groups[0]["lr"] = 0.5
         elif what == "put in":
             engine.module.c = nn.Linear(12, 1)
+        elif what == "taken out":
+            engine.module.a.weight = nn.Parameter(torch.eye(12), requires_grad=False)
         else:
             engine.backward(engine(_x(engine.rank, 1, 0)))
             engine.module.a.weight.requires_grad_(False)
             engine.backward(engine(_x(engine.rank, 1, 1)))
         _one_by_one(engine, 1)
-    except BigtrainError as error:
-        return str(error)
+    except (BigtrainError, AttributeError) as error:
+        return "".join([str(error), *getattr(error, "__notes__", [])])
     finally:
         engine.close()
 
 
-@pytest.mark.parametrize(("what", "said"), [("rate", "0.5"), ("put in", "c.weight"), ("frozen between", "a.weight")])
+@pytest.mark.parametrize(
+    ("what", "said"), [("rate", "0.5"), ("put in", "c.weight"), ("taken out", "a.weight left"), ("frozen between", "a.weight")]
+)
 def test_what_would_do_nothing_is_an_error(rank_pool, what, said):
     for stage in (0, 2):
         assert all(said in message for message in rank_pool(2).run(_unnoticed, what, stage))
+
+
+def test_a_parameter_put_in_the_place_of_another_at_stage_3_says_what_to_do(rank_pool):
+    assert all("one came into it since" in message for message in rank_pool(2).run(_unnoticed, "taken out", 3))
 
 
 def _failing(where):

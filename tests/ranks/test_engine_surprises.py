@@ -191,7 +191,7 @@ def test_a_loop_that_goes_on_after_its_schedule_is_told_once_that_nothing_moves(
 def _penalised(stage):
     engine = _engine(stage)
     try:
-        engine.backward(engine(_x(0, 0, 0)) + sum(p.pow(2).sum() for p in engine.module.parameters()))
+        engine.backward(engine(_x(0, 0, 0)) + sum((p**2).sum() for p in engine.module.parameters()))
     except RuntimeError as error:
         return error.__notes__
     finally:

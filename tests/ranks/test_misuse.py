@@ -117,6 +117,7 @@ BELOW_3 = {
 AT_3 = {
     "penalty": (lambda e: _gradient_of(x := _x(0, 1, 0), e(x.requires_grad_()), create_graph=True), "Use stage 0, 1 or 2"),
     "state_dict": (lambda e: e.module.state_dict(), "engine.export(dir)"),
+    "norm of weights": (lambda e: e.module.a.weight.norm(), "Read it inside `with bigtrain.zero.gathered"),
     "copy of a part": (lambda e: copy.deepcopy(e.module.a), "frozen_module"),
     "average": (lambda e: torch.optim.swa_utils.AveragedModel(e.module), "its copy would be empty"),
     "copy of a model without an engine": (lambda e: copy.deepcopy(_built(e.stage)), "its copy would be empty"),

@@ -312,3 +312,31 @@ def test_B17_adapters_are_saved_in_full_shape(rank_pool, tmp_path, stage):
         logits = model(**families.inputs("llama", base)).logits
     assert torch.equal(logits, torch.load(tmp_path / "logits.pt"))
     assert all(torch.equal(before[k], v) for k, v in model.unload().state_dict().items())
+
+
+def prompts(root):
+    """Prompt tuning at stage 3: peft runs the prompt's embedding for its values."""
+    from peft import PromptTuningConfig, get_peft_model
+
+    from bigtrain import zero
+    from bigtrain.weights.adapters import export_adapter
+
+    base = families.make("llama")
+    model = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).to(torch.bfloat16)
+    engine = _started(model, 3, lr=1e-1)
+    batch = families.inputs("llama", base)
+    engine.backward(engine(**batch, labels=batch["input_ids"]).loss)
+    engine.step()
+    export_adapter(engine.module, f"{root}/adapter")
+    held = engine.module.prompt_encoder["default"].embedding.weight
+    with zero.gathered([held]):
+        return held.detach().clone()
+
+
+def test_trained_prompts_are_saved_at_stage_3(rank_pool, tmp_path):
+    """One rank alone asked for them, and the gather waited for the others."""
+    from safetensors.torch import load_file
+
+    held, _ = rank_pool(2).run(prompts, str(tmp_path))
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert list(saved) == ["prompt_embeddings"] and held.shape == (3, 36) and torch.equal(saved["prompt_embeddings"], held)

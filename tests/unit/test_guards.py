@@ -49,6 +49,7 @@ def test_freezing_and_unfreezing_are_told_apart():
     assert guards.changed_freezing([True, False], [True, False], NAMES) == ""
     text = guards.changed_freezing([True, False], [False, True], NAMES)
     assert "True on head.weight" in text and "False on embed.weight" in text
+    assert "head.weight left the model" in guards.changed_freezing([True], [True], NAMES, gone=["head.weight"])
 
 
 @given(st.floats(allow_nan=False), st.integers(-1, 2**20), st.integers(0, 2**40 - 1))
