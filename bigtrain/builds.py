@@ -9,7 +9,9 @@ import contextlib
 import logging
 import os
 import shutil
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +76,12 @@ def _last_change(folder: str) -> float:
     return max(times)
 
 
-def _is_worked_in(folder: str) -> bool:
-    """Whether a process of this host is there, as a compiler that writes nothing for minutes is."""
+def _is_worked_in(folder: str, besides: str = "") -> bool:
+    """Whether a process of this host is there, as a compiler that writes nothing for minutes is; one of a name `besides` does not count."""
     here = os.path.realpath(folder)
     for process in Path("/proc").glob("[0-9]*/cwd"):
         with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            if os.readlink(process) == here:
+            if os.readlink(process) == here and process.with_name("comm").read_text().strip() != besides:
                 return True
     return False
 
@@ -87,15 +89,40 @@ def _is_worked_in(folder: str) -> bool:
 def load_op(builder: Any) -> Any:
     """The native op of DeepSpeed's `builder`, compiled if it is not there; whoever loads one by other flags compiles it anew for all."""
     wait_for_build(builder.name)
-    say_what_compiles(builder.name)
-    return without_symbols(builder).load(verbose=False)
+    with telling_of_compilers(builder.name):
+        return without_symbols(builder).load(verbose=False)
 
 
-def say_what_compiles(op: str) -> None:
-    """A line before native op `op` is compiled for the first time: minutes of silence look like a run that hangs."""
-    folder = _get_build_directory(op, verbose=False)
-    if not os.path.exists(os.path.join(folder, f"{op}.so")):
-        log.info("compiling %s into %s, once: this can take a minute or more", op, folder)
+@contextlib.contextmanager
+def telling_of_compilers(op: str, look_s: float = 0.2) -> Iterator[None]:
+    """Inside, native op `op` is loaded: a line as soon as a compiler runs for it, and one each half minute, as silence looks like a run that hangs.
+
+    Warnings, as a script may not show anything below. Only ninja knows beforehand whether what is there is out of date, as after an
+    upgrade of torch.
+    """
+    folder, loaded = _get_build_directory(op, verbose=False), threading.Event()
+
+    def look() -> None:
+        said, began = 0, time.monotonic()
+        while not loaded.wait(look_s):
+            if time.monotonic() - began < said * TELL_S or not _is_worked_in(folder, besides="ninja"):
+                continue
+            if said == 0:
+                began = time.monotonic()
+                log.warning(
+                    "compiling %s into %s, once: this takes a minute or more, several where the machine is busy", op, folder
+                )
+            else:
+                log.warning("still compiling %s, for %.0f s", op, time.monotonic() - began)
+            said += 1
+
+    thread = threading.Thread(target=look, daemon=True, name=f"compiling-{op}")
+    thread.start()
+    try:
+        yield
+    finally:
+        loaded.set()
+        thread.join()
 
 
 def without_symbols(builder: Any) -> Any:

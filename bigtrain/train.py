@@ -317,7 +317,9 @@ class Run:
 
         self.engine.checkpoints.failure()  # of a save in flight: it has been said, and must not hide what ended the run
         if self.main and not self.ended:
-            with contextlib.suppress(BigtrainError):  # a full disk may be what ended the run
+            with contextlib.suppress(
+                BigtrainError, OSError
+            ):  # a full disk, or a limit on open files, may be what ended the run
                 self.folder.update_run(
                     outcome=f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", ended=now()
                 )

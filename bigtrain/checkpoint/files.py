@@ -29,6 +29,10 @@ from bigtrain.whereabouts import HERE
 HEADER_LIMIT_BYTES = 1 << 30
 AGAIN_S = (1.0, 3.0, 6.0)  # waits before a read that failed is tried again: what a network disk takes to come back
 _PASSING = {errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN}
+_LIMITS = {
+    errno.EMFILE: "; the limit on this process's open files: raise `ulimit -n`",
+    errno.EFBIG: "; the limit on the size of a file: raise `ulimit -f`, or take a file system without one",
+}
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -53,7 +57,7 @@ class Disk:
             yield
         except OSError as error:
             free = _free_bytes_or_none(path.parent)
-            hint = "" if free is None else f"; {free / 2**30:.2f} GiB are free there"
+            hint = _LIMITS.get(error.errno or 0) or ("" if free is None else f"; {free / 2**30:.2f} GiB are free there")
             raise CheckpointError(f"cannot {operation} {path}: {error.strerror or error}{hint}", str(path)) from error
 
     def make_folder(self, path: Path) -> None:

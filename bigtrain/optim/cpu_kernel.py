@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bigtrain import ranks
-from bigtrain.builds import first_cause, say_what_compiles, wait_for_build, why_no_tools
+from bigtrain.builds import first_cause, telling_of_compilers, wait_for_build, why_no_tools
 from bigtrain.optim import arithmetic
 from bigtrain.optim.arithmetic import Scalars, code_tables
 
@@ -55,11 +55,11 @@ def why_not() -> str | None:
         return why
     name = f"bigtrain_adamw_split_{_cpu_kind()}"
     wait_for_build(name)
-    say_what_compiles(name)
     try:
         from torch.utils.cpp_extension import load
 
-        load(name, [str(SOURCE)], extra_cflags=FLAGS, extra_ldflags=["-fopenmp"], is_python_module=False)
+        with telling_of_compilers(name):
+            load(name, [str(SOURCE)], extra_cflags=FLAGS, extra_ldflags=["-fopenmp"], is_python_module=False)
         return _differs()
     except Exception as error:
         return first_cause(error)

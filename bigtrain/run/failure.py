@@ -36,9 +36,12 @@ def report(error: Exception) -> int:
 
 def untested() -> list[str]:
     """A line for each package that is there in a version which was not tested: a likely cause of what nobody expected."""
-    from bigtrain.diagnostics.doctor.versions import check_installed, measure_packages
+    try:
+        from bigtrain.diagnostics.doctor.versions import check_installed, measure_packages
 
-    return [f"{finding.line()}\n" for finding in check_installed(measure_packages()) if finding.status != "ok"]
+        return [f"{finding.line()}\n" for finding in check_installed(measure_packages()) if finding.status != "ok"]
+    except OSError:  # a limit on open files may be what failed, and must be told
+        return []
 
 
 def _first_left(rank: int, error: Exception) -> bool:

@@ -63,7 +63,7 @@ class Saving:
 
         Raises:
             CheckpointError, RanksDisagreeError: it cannot be saved, and neither could the one before it. A first failure is told only, and
-                `refused` or `lost` has it: somebody may free space before the next.
+                `refused` or `lost` has it: somebody may free space before the next. So is one at the last step, after which there is a model.
         """
         before, self.step = self.step, self.engine.global_step
         if self.args.save_only_model:
@@ -81,10 +81,12 @@ class Saving:
                 wait=failed is not None,
             )
         except (CheckpointError, RanksDisagreeError) as error:  # on all ranks alike
-            if failed is not None or _of_one_rank(error):
+            at_end = self.engine.global_step >= self.steps.steps
+            if (failed is not None and not at_end) or _of_one_rank(error):
                 raise
             self.step, self.refused = before, error
-            return f"step {self.engine.global_step} was not saved (a second failure in a row ends the run): {error}"
+            what_then = "" if at_end else " (a second failure in a row ends the run)"
+            return f"step {self.engine.global_step} was not saved{what_then}: {error}"
         return f"saving {path}, while training goes on"
 
     def last(self, save: Callable[[], None]) -> BigtrainError | None:

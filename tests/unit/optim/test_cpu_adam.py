@@ -1,9 +1,11 @@
 """What a machine that cannot compile DeepSpeed's CPU Adam is told."""
 
 import os
+import shutil
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,24 +62,39 @@ def test_it_is_compiled_without_debug_information_unless_another_program_did_wit
     assert builds.without_symbols(Builder()).cxx_args() == ["-O3", "-g", "-Wall"]
 
 
-def test_a_compile_is_said_before_it_begins_and_not_where_there_is_none(monkeypatch, tmp_path, caplog):
+def test_a_compile_is_said_as_it_begins_and_not_where_there_is_none(monkeypatch, tmp_path, capfd):
+    """To a script that has set up no logging too; also where what is there is out of date, which ninja alone sees."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    caplog.set_level("INFO", logger="bigtrain")
-    seen = []
+    monkeypatch.setattr(builds, "TELL_S", 0.3)
+    monkeypatch.setattr(builds.log, "propagate", False)  # pytest's own handlers
+    folder = tmp_path / "cpu_adam"
+    folder.mkdir()
+    (folder / "cpu_adam.so").touch()
+    (tmp_path / "ninja").symlink_to(shutil.which("sleep"))
+    said = {}
 
     class Builder:
         name = "cpu_adam"
+
+        def __init__(self, program, limit_s):
+            self.program, self.limit_s = program, limit_s
 
         def cxx_args(self):
             return []
 
         def load(self, verbose):
-            seen.append(caplog.text.count("compiling cpu_adam into " + str(tmp_path / "cpu_adam")))
-            (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
+            process, end, told = subprocess.Popen([self.program, "60"], cwd=folder), time.monotonic() + self.limit_s, ""
+            while "still compiling cpu_adam, for " not in told and time.monotonic() < end:
+                time.sleep(0.05)
+                told += capfd.readouterr().err
+            process.kill()
+            process.wait()
+            said[self.program.name] = told
 
-    builds.load_op(Builder())
-    builds.load_op(Builder())
-    assert seen == [1, 1]
+    builds.load_op(Builder(tmp_path / "ninja", 0.5))
+    builds.load_op(Builder(Path(shutil.which("sleep")), 30.0))
+    assert said["ninja"] == "" and said["sleep"].startswith(f"compiling cpu_adam into {folder}, once")
+    assert said["sleep"].count("\n") == 2
 
 
 def test_the_lock_of_a_killed_build_is_removed_and_a_live_one_is_waited_for(monkeypatch, tmp_path, caplog):

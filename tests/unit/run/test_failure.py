@@ -1,7 +1,9 @@
 """What is said of versions that nobody tested: before a run, and beside a failure that nobody expected."""
 
 import configparser
+import os
 import re
+import resource
 
 import pytest
 
@@ -51,3 +53,16 @@ def test_the_tested_pythons_are_those_that_the_package_names():
     named = re.findall(r"Python :: (3\.\d+)$", metadata["metadata"]["classifiers"], re.MULTILINE)
     assert tuple(named) == versions.TESTED_PYTHON
     assert metadata["options"]["python_requires"] == f">={versions.TESTED_PYTHON[0]}"
+
+
+def test_a_limit_on_open_files_hides_no_failure(capsys):
+    """Looking for versions opens files: the story of what failed was never printed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        assert failure.report(AttributeError("gone")) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "AttributeError: gone" in capsys.readouterr().err
