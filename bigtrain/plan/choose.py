@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from bigtrain.errors import UsageError
 from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge
+from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge, state_bytes, states_short
 from bigtrain.plan.leaf_choice import LeafBlocks, either, leafed, with_leafs
 from bigtrain.plan.machine import show_bytes
+from bigtrain.plan.predict import quick
 from bigtrain.plan.roofline import speed_numbers, step_time
 from bigtrain.plan.settled import WITHOUT_ATTENTION, filled, least_s, policies, with_all_buffers, with_fewest_blocks
 from bigtrain.plan.spilled import least_share
@@ -204,6 +205,8 @@ def choose(
     """
     world = base.world_size
     batch = global_batch or world * base.micro_batch * base.accumulation
+    if base.device == "cpu":  # a card that is there too limits nothing
+        hardware = replace(hardware, gpu_bytes=None)
     asked = candidates(
         base, batch, micro_batch=micro_batch, accumulation=accumulation, recompute=recompute, share=share, leaf_blocks=leaf_blocks,
         optimizers=optimizers,
@@ -384,16 +387,30 @@ def _smallest(base: PlanInput, optimizers: tuple[str, ...]) -> list[PlanInput]:
 
 
 def _any_fits(base: PlanInput, hardware: Hardware, optimizers: tuple[str, ...]) -> Candidate | None:
-    judged = (judge(option, hardware) for option in _smallest(base, optimizers))
+    options = (option for option in _smallest(base, optimizers) if not any(states_short(option, hardware)))
+    judged = (judge(option, hardware) for option in options)
     return next((candidate for candidate in judged if candidate.fits), None)
+
+
+def _holds_least(base: PlanInput, optimizers: tuple[str, ...]) -> Candidate:
+    """The first of those that hold least: on a card or, on CPUs, on the host. Planned are those alone whose states leave that open."""
+    on_cards = base.device == "cuda"
+    options = _smallest(base, optimizers)
+    states = [state_bytes(option)[0 if on_cards else 1] for option in options]
+    found: list[tuple[int, int]] = []
+    for at in sorted(range(len(options)), key=states.__getitem__):
+        if found and states[at] * (1 if on_cards else base.ranks_per_node) > min(found)[0]:
+            break
+        plan = quick(options[at])
+        found.append((plan.gpu_least_bytes() if on_cards else plan.host_need_bytes(), at))
+    return judge(options[min(found)[1]], Hardware())
 
 
 def _advice(base: PlanInput, rejected: list[Candidate], hardware: Hardware, optimizers: tuple[str, ...]) -> list[str]:
     """What would make it fit: more memory, more ranks, shorter sequences."""
     lines = []
-    smallest = [judge(option, Hardware()) for option in _smallest(base, optimizers)]
     on_cards = base.device == "cuda"
-    least = min(smallest, key=lambda c: (c.plan.gpu_least_bytes() if on_cards else c.plan.host_need_bytes()) if c.plan else 0)
+    least = _holds_least(base, optimizers)
     if least.plan:
         need_gpu, need_host = show_bytes(least.plan.gpu_need_bytes()), show_bytes(least.plan.host_need_bytes())
         held = (
