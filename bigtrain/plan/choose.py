@@ -215,7 +215,8 @@ def choose(
     opened = _Open(open_blocks, share is None, leaf_blocks == "auto")
     fitting, rejected, slower = _search(asked, hardware, optimizers, wanted, opened)
     rejected.sort(key=lambda c: c.gpu_short_bytes * world + c.host_short_bytes)
-    advice = () if fitting else _advice(base, rejected, hardware, optimizers)
+    one_row = base.but(micro_batch=1, accumulation=batch // world)
+    advice = () if fitting else _advice(one_row, rejected, hardware, optimizers)
     return Choice(fitting[0] if fitting else None, tuple(fitting), tuple(rejected), slower, tuple(advice), batch, hardware)
 
 
@@ -373,11 +374,9 @@ def _search(
 
 
 def _smallest(base: PlanInput, optimizers: tuple[str, ...]) -> list[PlanInput]:
-    """The configurations that hold least, one for each optimizer and placement."""
+    """The configurations that hold least at the base's micro batch and accumulation, one for each optimizer and placement."""
     least = base.but(
         checkpointing=WITHOUT_ATTENTION.get(base.checkpointing, base.checkpointing),
-        micro_batch=1,
-        accumulation=1,
         checkpoint_blocks=None,
         reduce_bucket_elems=SMALL_BUCKET_ELEMS,
         grad_bytes=2,
@@ -407,7 +406,7 @@ def _holds_least(base: PlanInput, optimizers: tuple[str, ...]) -> Candidate:
 
 
 def _advice(base: PlanInput, rejected: list[Candidate], hardware: Hardware, optimizers: tuple[str, ...]) -> list[str]:
-    """What would make it fit: more memory, more ranks, shorter sequences."""
+    """What would make it fit: more memory, more ranks, shorter sequences. `base`: one row at a time."""
     lines = []
     on_cards = base.device == "cuda"
     least = _holds_least(base, optimizers)
@@ -429,11 +428,12 @@ def _advice(base: PlanInput, rejected: list[Candidate], hardware: Hardware, opti
 
 
 def _more_ranks(base: PlanInput, hardware: Hardware, optimizers: tuple[str, ...]) -> list[str]:
-    per_node, world = base.ranks_per_node, base.world_size
+    per_node, world, rows = base.ranks_per_node, base.world_size, base.world_size * base.accumulation
     what = "cards" if base.device == "cuda" else f"ranks, {max(8, per_node)} on a host,"
     while world < _MOST_RANKS:
         world *= 2
-        found = _any_fits(base.but(world_size=world, gpus_per_node=min(world, max(8, per_node))), hardware, optimizers)
+        more = base.but(world_size=world, gpus_per_node=min(world, max(8, per_node)), accumulation=max(1, rows // world))
+        found = _any_fits(more, hardware, optimizers)
         if found:
             return [f"more ranks: {world} {what} would do ({found.describe()})"]
     return [f"more ranks: even {_MOST_RANKS} {what} of this size would not do"]
