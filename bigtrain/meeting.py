@@ -169,8 +169,8 @@ def naming_the_lost() -> Iterator[None]:
         listing = "".join(f"\n  rank {r}: {text}" for r, text in gone.items())
         raise RanksDisagreeError(
             f"{_names(gone) if gone else 'some rank'} ended, or lost its connection, while the others waited for it: its own output "
-            "says why; if it says nothing, the process was killed from outside (kill -9, out of memory: see dmesg). Start again "
-            f"with --resume_from_checkpoint auto.{listing}\n{error}",
+            "says why; if it says nothing, the process was killed from outside (kill -9, out of memory: see dmesg). Go on from "
+            f"the newest checkpoint (--resume_from_checkpoint auto, engine.load_checkpoint).{listing}\n{error}",
             gone,
         ) from error
 

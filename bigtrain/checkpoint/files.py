@@ -112,7 +112,7 @@ def claim(folder: Path) -> int:
     if handle is None:
         raise CheckpointError(
             f"another run is writing a checkpoint into {folder}: two runs in one folder would delete each other's. Stop one of "
-            "them, or give this one another --output_dir.",
+            "them, or let this one save into another.",
             str(folder),
         )
     return handle

@@ -177,7 +177,7 @@ class Saver:
         except RuntimeError as error:
             raise CheckpointError(
                 f"step {job.step} cannot be saved: {error}. The system starts no more threads for this process: look at `ulimit -u` and the "
-                "container's limit (pids.max); fewer --dataloader_num_workers and a smaller OMP_NUM_THREADS need fewer.",
+                "container's limit (pids.max); fewer workers that read data and a smaller OMP_NUM_THREADS need fewer.",
                 str(job.final),
             ) from error
         return thread
@@ -215,7 +215,7 @@ class Saver:
             if total > free:
                 raise CheckpointError(
                     f"the checkpoint needs {total / 2**30:.2f} GiB and {self.root} has {free / 2**30:.2f} GiB free. "
-                    "Free some space, keep fewer checkpoints (--save_total_limit), or choose another --output_dir.",
+                    "Free some space, keep fewer checkpoints (save_total_limit of a run), or save into a folder on another disk.",
                     str(self.root),
                 )
 

@@ -19,6 +19,7 @@ import itertools
 import json
 import lzma
 import os
+import shlex
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -183,7 +184,10 @@ def _rows(file: Path) -> Generator[Row, None, None]:
         with _opened(file) as stream:  # anew: not every kind of compression can go back
             yield from _of_whole(file, stream) if whole else _of_lines(file, stream)
     except (OSError, EOFError, lzma.LZMAError) as error:
-        raise DataError(f"{file}: {type(error).__name__}: {error}") from error
+        cut_off = (
+            ". It is cut off or damaged: get or pack it anew" if not isinstance(error, OSError) or error.errno is None else ""
+        )
+        raise DataError(f"{file}: {type(error).__name__}: {error}{cut_off}") from error
 
 
 def first_rows(file: Path, most: int) -> list[dict[str, Any]]:
@@ -268,12 +272,27 @@ def _of_lines(file: Path, stream: BinaryIO) -> Iterator[Row]:
             problem = None if isinstance(value, dict) else f"a {type(value).__name__}, not an object"
         except (ValueError, RecursionError) as error:
             problem = f"{type(error).__name__}: {error}"
+            if isinstance(error, UnicodeDecodeError) and error.end == len(line):
+                problem = "it ends within a character"
         if problem:
-            raise DataError(f"{file} line {number}: {problem}: {line[:80]!r}")
+            raise DataError(f"{file} line {number}: {problem}: {line[:80]!r}{_cut_off(file, number, line)}")
         rows += [value] * (len(rows) < 2)
         yield f"{file} line {number}", len(line), value
     if len(rows) == 1:  # of several, each is a sample: its list stands beside a text of any name
         _refuse_wrapped(file, rows[0])
+
+
+def _cut_off(file: Path, number: int, line: bytes) -> str:
+    """What to do about a line that is no object: the last one may be half of one."""
+    if line.endswith(b"\n"):
+        return ". Each line must be a whole JSON object: mend or remove it"
+    how = (
+        f" (head -n {number - 1} {shlex.quote(str(file))} > whole.jsonl)"
+        if file.suffix in (".jsonl", ".ndjson", ".json")
+        else ""
+    )
+    kept = f", or keep the {number - 1} before it{how}" if number > 1 else ""
+    return f". No line break ends this last line: it is cut off, as where its writer was stopped. Write it anew{kept}"
 
 
 def _of_whole(file: Path, stream: BinaryIO) -> Iterator[Row]:

@@ -212,12 +212,14 @@ def _named(error: BaseException | None) -> BigtrainError | None:
         return told[-1] if told else None  # type: ignore[return-value]
     first = " ".join(str(told[-1]).split())
     why = (
-        "usually the kernel's out-of-memory killer (`dmesg` names it): fewer --dataloader_num_workers hold less memory, and 0 reads in "
-        "the rank itself"
+        "usually the kernel's out-of-memory killer (`dmesg` names it): fewer workers (dataloader_num_workers; of a loader num_workers) hold "
+        "less memory, and 0 reads in the rank itself"
         if "Killed" in first
-        else "with --dataloader_num_workers 0 the rank itself reads, and shows what fails"
+        else "with 0 workers (dataloader_num_workers; of a loader num_workers) the rank itself reads, and shows what fails"
     )
-    return BigtrainError(f"{first.rstrip('. ')}: {why}. --resume_from_checkpoint auto goes on from the newest checkpoint.")
+    return BigtrainError(
+        f"{first.rstrip('. ')}: {why}. Go on from the newest checkpoint (--resume_from_checkpoint auto, engine.load_checkpoint)."
+    )
 
 
 class StepLoader:

@@ -240,5 +240,5 @@ def plan_eval(n_rows: int, micro_batch: int, world_size: int) -> EvalPlan:
     """
     _check_counts({"micro_batch": micro_batch, "world_size": world_size})
     if n_rows < 1:
-        raise DataError("the evaluation set has 0 rows; give --eval_data with text in it or turn evaluation off")
+        raise DataError("the evaluation set has 0 rows; give evaluation data with text in it, or turn evaluation off")
     return EvalPlan(n_rows, micro_batch, world_size)

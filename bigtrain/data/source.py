@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from bigtrain.data import jsonfile
+from bigtrain.data import jsonfile, parquetfile
 from bigtrain.data.files import SPLIT_WORDS, choose, refuse_containers, wanted_split
 from bigtrain.errors import DataError
 
@@ -112,6 +112,8 @@ def _load_files(
         if "UnicodeDecodeError" in why:
             which = jsonfile.first_not_utf8(files) if kind == "text" else None
             why += f"{f' in {which}' if which else ''}. Text is read as UTF-8: convert it, for example with iconv -f latin1 -t utf-8 (or -f utf-16)"
+        elif kind == "parquet" and not isinstance(error, DataError):
+            why = parquetfile.why_not(files, why)
         raise DataError(f"cannot read {paths} as {kind} ({len(files)} files): {why}") from error
     if changed := [name for (name, *_), then, now in zip(before, before, _states(files)) if then != now]:
         raise DataError(f"{changed[:10]} changed while being read: start again when what writes there is done")
@@ -126,35 +128,12 @@ def _load_by_library(kind: str, files: list[Path], text_unit: TextUnit, cache: P
     if kind == "text":
         refuse_containers(files)  # `datasets` would unpack zip files, whatever their name
     if kind == "parquet":
-        files, options = _parquet(files)
+        files, options = parquetfile.with_rows(files)
     names = [glob.escape(str(file.resolve())) for file in files]  # `datasets` takes every name as a pattern
-    return load_dataset(kind, data_files={"train": names}, split="train", cache_dir=str(cache), **options)
-
-
-def _parquet(files: list[Path]) -> tuple[list[Path], dict[str, Any]]:
-    """(files with rows, the columns that all of them have): shards may be empty, or have columns more that mean nothing here.
-
-    Raises:
-        DataError: a file cannot be read, or lacks a column that another one trains on.
-    """
-    import pyarrow.parquet
-
-    columns: dict[Path, list[str]] = {}
-    for file in files:
-        try:
-            with pyarrow.parquet.ParquetFile(file) as opened:
-                if opened.metadata.num_rows:
-                    columns[file] = opened.schema_arrow.names
-        except (OSError, ValueError) as error:  # what pyarrow raises is one of them
-            raise DataError(f"{file}: {error}") from error
-    if not columns:
-        raise DataError("holds 0 samples")
-    for name in jsonfile.KNOWN:
-        lacking = [file for file in columns if name not in columns[file]]
-        if lacking and len(lacking) < len(columns) and name != "tools":
-            raise DataError(f"{lacking[0]} has no column {name!r}, which other files have")
-    first = next(iter(columns.values()))
-    return list(columns), {"columns": [name for name in first if all(name in names for names in columns.values())]}
+    dataset = load_dataset(kind, data_files={"train": names}, split="train", cache_dir=str(cache), **options)
+    if kind == "parquet":
+        parquetfile.note_places(dataset, files)
+    return dataset
 
 
 def _states(files: Sequence[Path]) -> list[tuple[str, int, int, int]]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from bigtrain.data.chat import IGNORE, ChatEncoder, Encoded, clean_messages, encode_spans
 from bigtrain.data.jsonfile import PLACE, coded_columns, decoded
+from bigtrain.data.parquetfile import place_of
 from bigtrain.data.source import key_of, refuse_cache, sample_kind
 from bigtrain.errors import DataError
 
@@ -289,7 +290,8 @@ def placed(source: Dataset) -> Iterator[None]:
         yield
     except DataError as error:
         named = re.match(r"sample (\d+): ", str(error))
-        place = source[int(named[1])].get(PLACE) if named else None
+        at = int(named[1]) if named else 0
+        place = (source[at].get(PLACE) or place_of(source, at)) if named else None
         if place is None:
             raise
         raise DataError(f"{place}: {error}") from error

@@ -257,7 +257,9 @@ def _class_for(config: Any, trust_remote_code: bool) -> Any:
     auto_map = getattr(config, "auto_map", None) or {}
     named = getattr(config, "architectures", None) or ()
     for name in [named] if isinstance(named, str) else named:
-        cls = getattr(transformers, str(name), None)
+        if not isinstance(name, str):
+            raise ModelError(f"the config has architectures = {named!r}: names of classes are needed, or leave it out")
+        cls = getattr(transformers, name, None)
         if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and _takes(cls, config):
             return cls
     remote = [name for name in _AUTO_CLASSES if name in auto_map]

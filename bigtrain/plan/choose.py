@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from bigtrain.errors import UsageError
 from bigtrain.plan.hardware import Hardware
 from bigtrain.plan.inputs import PlanInput
-from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge
+from bigtrain.plan.judge import SMALL_BUCKET_ELEMS, Candidate, judge, state_bytes, states_short
 from bigtrain.plan.leaf_choice import LeafBlocks, either, leafed, with_leafs
 from bigtrain.plan.machine import show_bytes
+from bigtrain.plan.predict import quick
 from bigtrain.plan.roofline import speed_numbers, step_time
 from bigtrain.plan.settled import WITHOUT_ATTENTION, filled, least_s, policies, with_all_buffers, with_fewest_blocks
 from bigtrain.plan.spilled import least_share
@@ -204,6 +205,8 @@ def choose(
     """
     world = base.world_size
     batch = global_batch or world * base.micro_batch * base.accumulation
+    if base.device == "cpu":  # a card that is there too limits nothing
+        hardware = replace(hardware, gpu_bytes=None)
     asked = candidates(
         base, batch, micro_batch=micro_batch, accumulation=accumulation, recompute=recompute, share=share, leaf_blocks=leaf_blocks,
         optimizers=optimizers,
@@ -212,7 +215,8 @@ def choose(
     opened = _Open(open_blocks, share is None, leaf_blocks == "auto")
     fitting, rejected, slower = _search(asked, hardware, optimizers, wanted, opened)
     rejected.sort(key=lambda c: c.gpu_short_bytes * world + c.host_short_bytes)
-    advice = () if fitting else _advice(base, rejected, hardware, optimizers)
+    one_row = base.but(micro_batch=1, accumulation=batch // world)
+    advice = () if fitting else _advice(one_row, rejected, hardware, optimizers)
     return Choice(fitting[0] if fitting else None, tuple(fitting), tuple(rejected), slower, tuple(advice), batch, hardware)
 
 
@@ -370,11 +374,9 @@ def _search(
 
 
 def _smallest(base: PlanInput, optimizers: tuple[str, ...]) -> list[PlanInput]:
-    """The configurations that hold least, one for each optimizer and placement."""
+    """The configurations that hold least at the base's micro batch and accumulation, one for each optimizer and placement."""
     least = base.but(
         checkpointing=WITHOUT_ATTENTION.get(base.checkpointing, base.checkpointing),
-        micro_batch=1,
-        accumulation=1,
         checkpoint_blocks=None,
         reduce_bucket_elems=SMALL_BUCKET_ELEMS,
         grad_bytes=2,
@@ -384,16 +386,30 @@ def _smallest(base: PlanInput, optimizers: tuple[str, ...]) -> list[PlanInput]:
 
 
 def _any_fits(base: PlanInput, hardware: Hardware, optimizers: tuple[str, ...]) -> Candidate | None:
-    judged = (judge(option, hardware) for option in _smallest(base, optimizers))
+    options = (option for option in _smallest(base, optimizers) if not any(states_short(option, hardware)))
+    judged = (judge(option, hardware) for option in options)
     return next((candidate for candidate in judged if candidate.fits), None)
 
 
-def _advice(base: PlanInput, rejected: list[Candidate], hardware: Hardware, optimizers: tuple[str, ...]) -> list[str]:
-    """What would make it fit: more memory, more ranks, shorter sequences."""
-    lines = []
-    smallest = [judge(option, Hardware()) for option in _smallest(base, optimizers)]
+def _holds_least(base: PlanInput, optimizers: tuple[str, ...]) -> Candidate:
+    """The first of those that hold least: on a card or, on CPUs, on the host. Planned are those alone whose states leave that open."""
     on_cards = base.device == "cuda"
-    least = min(smallest, key=lambda c: (c.plan.gpu_least_bytes() if on_cards else c.plan.host_need_bytes()) if c.plan else 0)
+    options = _smallest(base, optimizers)
+    states = [state_bytes(option)[0 if on_cards else 1] for option in options]
+    found: list[tuple[int, int]] = []
+    for at in sorted(range(len(options)), key=states.__getitem__):
+        if found and states[at] * (1 if on_cards else base.ranks_per_node) > min(found)[0]:
+            break
+        plan = quick(options[at])
+        found.append((plan.gpu_least_bytes() if on_cards else plan.host_need_bytes(), at))
+    return judge(options[min(found)[1]], Hardware())
+
+
+def _advice(base: PlanInput, rejected: list[Candidate], hardware: Hardware, optimizers: tuple[str, ...]) -> list[str]:
+    """What would make it fit: more memory, more ranks, shorter sequences. `base`: one row at a time."""
+    lines = []
+    on_cards = base.device == "cuda"
+    least = _holds_least(base, optimizers)
     if least.plan:
         need_gpu, need_host = show_bytes(least.plan.gpu_need_bytes()), show_bytes(least.plan.host_need_bytes())
         held = (
@@ -412,11 +428,12 @@ def _advice(base: PlanInput, rejected: list[Candidate], hardware: Hardware, opti
 
 
 def _more_ranks(base: PlanInput, hardware: Hardware, optimizers: tuple[str, ...]) -> list[str]:
-    per_node, world = base.ranks_per_node, base.world_size
+    per_node, world, rows = base.ranks_per_node, base.world_size, base.world_size * base.accumulation
     what = "cards" if base.device == "cuda" else f"ranks, {max(8, per_node)} on a host,"
     while world < _MOST_RANKS:
         world *= 2
-        found = _any_fits(base.but(world_size=world, gpus_per_node=min(world, max(8, per_node))), hardware, optimizers)
+        more = base.but(world_size=world, gpus_per_node=min(world, max(8, per_node)), accumulation=max(1, rows // world))
+        found = _any_fits(more, hardware, optimizers)
         if found:
             return [f"more ranks: {world} {what} would do ({found.describe()})"]
     return [f"more ranks: even {_MOST_RANKS} {what} of this size would not do"]

@@ -58,6 +58,9 @@ def refuse_wrong_types(config: Mapping[str, Any]) -> None:
         if value is not None and not isinstance(value, kinds):
             what = "an object, {...}," if kinds is Mapping else "a list"
             raise UsageError(f"the model config has {key} = {value!r}: {what} is needed, or leave it out")
+    names = config.get("architectures")
+    if not all(isinstance(name, str) for name in names or ()):
+        raise UsageError(f"the model config has architectures = {names!r}: names of classes are needed, or leave it out")
 
 
 def refuse_impossible(c: Values) -> None:

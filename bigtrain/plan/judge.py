@@ -93,7 +93,7 @@ def _checkpointing(plan: PlanInput) -> str:
 
 
 def state_bytes(plan: PlanInput) -> tuple[int, int]:
-    """(GPU, host) bytes of weights and optimizer states of one rank: less than this is impossible."""
+    """(GPU, host) bytes of weights and optimizer states of one rank, on CPUs (0, all): less than this is impossible."""
     zero, layout = plan.settings, LAYOUTS[plan.optimizer]
     total = plan.parameters.elems
     owned = partition_size(plan.trained_elems, plan.world_size)
@@ -104,6 +104,8 @@ def state_bytes(plan: PlanInput) -> tuple[int, int]:
     host = (kept + (0 if layout.own_offload else layout.step_grad)) * share * owned + (weights if zero.offload_param else 0)
     # A ratio moves whole sub-groups; the bound stays a bound with one sub-group's slack.
     slack = kept * zero.sub_group_elems if 0 < share < 1 else 0
+    if plan.device == "cpu":
+        return 0, int(gpu + host)
     return max(0, int(gpu - slack)), max(0, int(host - slack))
 
 
@@ -128,11 +130,16 @@ def time_on(found: Plan, hardware: Hardware) -> StepTime:
     return time.later(RETURN_S * found.returns(hardware.gpu_bytes)) if found.input.world_size > 1 else time
 
 
+def states_short(plan: PlanInput, hardware: Hardware) -> tuple[int, int]:
+    """(GPU, host) bytes that weights and states alone are short by; 0, 0: they may fit."""
+    least_gpu, least_host = state_bytes(plan)
+    return _short(least_gpu, hardware.gpu_bytes), _short(least_host * plan.ranks_per_node, hardware.host_bytes)
+
+
 def judge(plan: PlanInput, hardware: Hardware) -> Candidate:
     """Does one configuration fit, and how fast would it be?"""
-    gpu, host, time, ranks = hardware.gpu_bytes, hardware.host_bytes, step_time(plan, hardware.rates), plan.ranks_per_node
-    least_gpu, least_host = state_bytes(plan)
-    gpu_short, host_short = _short(least_gpu, gpu), _short(least_host * ranks, host)
+    gpu, host, time = hardware.gpu_bytes, hardware.host_bytes, step_time(plan, hardware.rates)
+    gpu_short, host_short = states_short(plan, hardware)
     if gpu_short or host_short:
         return Candidate(plan, False, _reason(gpu_short, host_short, None), gpu_short, host_short, None, time)
     found = quick(plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from bigtrain.plan.families import ModelParameters
+from bigtrain.plan.family_others import HEADS
 
 
 class Parts(NamedTuple):
@@ -12,7 +13,8 @@ class Parts(NamedTuple):
 
     Attributes:
         before, after: outside of the blocks, in model order.
-        head: the matrix that makes the logits: the largest outside of the blocks, the last of two equals.
+        head: the matrix that makes the logits: by its name, or (of a list of shapes) the largest outside of the blocks, the last of
+            two equals.
         of_block: feed-forward, attention and other parameters of each block.
     """
 
@@ -28,7 +30,10 @@ def parts_of(parameters: ModelParameters) -> Parts:
     outside = [i for i, p in enumerate(items) if p.block is None]
     last_block = max((i for members in blocks.values() for i in members), default=-1)
     matrices = [i for i in outside if len(items[i].shape) == 2]
-    head = [max(matrices, key=lambda i: (items[i].elems, i))] if matrices else []
+    kept = {one for _, one in parameters.tied} or {HEADS.get(parameters.kind, "lm_head.weight")}
+    # With a vocabulary of bytes a table of positions or another layer of the head is larger.
+    named = [i for i in matrices if items[i].name in kept]
+    head = named or ([max(matrices, key=lambda i: (items[i].elems, i))] if matrices else [])
     of_block = {block: _parts_of_block(parameters, members) for block, members in blocks.items()}
     return Parts([i for i in outside if i < last_block], [i for i in outside if i >= last_block], head, of_block)
 

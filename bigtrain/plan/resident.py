@@ -3,7 +3,7 @@
 glibc maps blocks from a threshold on (`bigtrain.zero.startup.map_blocks` sets it) and unmaps them when they are freed. Smaller ones come
 out of the heap, which grows to the most that was ever needed at once and stays so: what is freed waits there for further small
 blocks. After the build and after the start of the engine bigtrain returns the heap's free pages (`bigtrain.memory.heap.give_back`); during
-training nothing does.
+training nothing does. So twice the tokens may hold a few MB less: tensors that grow past the threshold are mapped, and gone when freed.
 """
 
 from __future__ import annotations

@@ -212,8 +212,7 @@ def _again_elems(plan: PlanInput) -> float:
     g = plan.geometry
     left_out = 0
     if not g.experts and g.norms <= 2:
-        feed = sum(plan.parameters.items[i].elems for part in feed_forward(plan.parameters) for i in part)
-        left_out = feed if plan.tile_tokens else plan.block_count * g.ffn * g.hidden
+        left_out = _feed_elems(plan) if plan.tile_tokens else plan.block_count * g.ffn * g.hidden
     return _recomputed(plan) * max(0, active_elems(plan, of_blocks=True) - left_out)
 
 
@@ -283,11 +282,19 @@ def _tiles(plan: PlanInput) -> int:
     return -(-plan.tokens // plan.tile_tokens) if plan.tile_tokens else 0
 
 
+def _feed_elems(plan: PlanInput) -> int:
+    """Of all feed-forward parts."""
+    items = plan.parameters.items
+    return plan.parameters.fact(
+        "feed elems", lambda: sum(items[i].elems for feed in feed_forward(plan.parameters) for i in feed)
+    )
+
+
 def _tiles_s(plan: PlanInput, rates: Rates) -> float:
     """What tiles add to a micro step: each runs once more in backward, and adds its weight gradients to the fp32 sums."""
     if not plan.tile_tokens:
         return 0.0
-    elems = sum(plan.parameters.items[i].elems for feed in feed_forward(plan.parameters) for i in feed)
+    elems = _feed_elems(plan)
     again = 2 * elems * plan.tokens / (rates.matmul_flops * rates.products_share)
     return again + _tiles(plan) * 10 * elems / rates.device_bytes_s  # bf16 read, fp32 read and written
 
@@ -301,14 +308,26 @@ def host_s(plan: PlanInput, rates: Rates | None = None) -> float:
     rates = rates or Rates()
     again = _launch_s(plan, rates) / 3 + (_WATCHED_S if plan.of_attention else 0.0)
     launches = plan.block_count * _launch_s(plan, rates) + plan.recomputed_blocks * again
-    tensors = [i for block in plan.parameters.blocks.values() for i in block]
     if plan.settings.stage == 3:
-        leafs = leafs_of_plan(plan)
-        inside = Counter(leafs[i] for i in tensors if i in leafs)
-        alone = (len(tensors) - inside.total()) * rates.stage3_s_per_tensor
-        hooks = alone + sum(min(rates.stage3_s_per_leaf, n * rates.stage3_s_per_tensor) for n in inside.values())
+        alone, inside = _hooked_tensors(plan)
+        leafs_s = (min(rates.stage3_s_per_leaf, n * rates.stage3_s_per_tensor) for n in inside)
+        hooks = alone * rates.stage3_s_per_tensor + sum(leafs_s)
         launches += (3 + plan.recomputed_blocks / max(1, plan.block_count)) * hooks * rates.pace
     return launches
+
+
+def _hooked_tensors(plan: PlanInput) -> tuple[int, list[int]]:
+    """Of the blocks at stage 3: how many tensors lie in no leaf module, how many in each of those."""
+    zero = plan.settings
+
+    def count() -> tuple[int, list[int]]:
+        leafs, tensors = leafs_of_plan(plan), [i for block in plan.parameters.blocks.values() for i in block]
+        inside = Counter(leafs[i] for i in tensors if i in leafs)
+        return len(tensors) - inside.total(), list(inside.values())
+
+    return plan.parameters.fact(
+        ("hooked", zero.leaf_classes, zero.leaf_names, zero.leaf_suffixes, bool(plan.mlp_tile_tokens)), count
+    )
 
 
 def _launch_s(plan: PlanInput, rates: Rates) -> float:

@@ -10,11 +10,14 @@ import re
 import shutil
 
 import pytest
-from datasets import Dataset, DatasetDict, Features, Value
+from datasets import Dataset, DatasetDict, Features, Sequence, Value
 
 from bigtrain.data import jsonfile
 from bigtrain.data.source import load_source, refuse_cache, sample_kind, split_validation
+from bigtrain.data.tokenise import tokenise
 from bigtrain.errors import DataError
+
+_IDS = Features(input_ids=Sequence(Value("int64")))
 
 
 def _jsonl(path, texts):
@@ -94,7 +97,7 @@ def test_parquet_shards_without_rows_with_more_columns_and_damaged(tmp_path):
     with pytest.raises(DataError, match="holds 0 samples"):
         load_source(tmp_path / "b.parquet")
     (tmp_path / "d.parquet").write_bytes(b"")
-    with pytest.raises(DataError, match=r"d.parquet: Parquet file size is 0 bytes"):
+    with pytest.raises(DataError, match=r"d.parquet: Parquet file size is 0 bytes. It is damaged, or .* get or write it anew"):
         load_source(tmp_path)
     Dataset.from_dict({"body": ["d"]}).to_parquet(str(tmp_path / "d.parquet"))
     with pytest.raises(DataError, match=r"d.parquet has no column 'text', which other files have"):
@@ -179,6 +182,16 @@ def test_a_dataset_is_taken_as_it_is():
         ({"a.txt": "a", "b.jsonl": "{}"}, "", "mixes kinds of files"),
         ({"a.bin": "a"}, "", "no file in .* has a known suffix"),
         ({"a.jsonl": '{"text": "a"}\n{"text": oops}\n'}, "a.jsonl", "cannot read .* as json .*a.jsonl line 2: JSONDecodeError"),
+        (
+            {"a.jsonl": '{"text": "a"}\n{"text": "b'},
+            "a.jsonl",
+            "line 2: JSONDecodeError: .* cut off, .* keep the 1 before it .head -n 1 ",
+        ),
+        (
+            {"a.jsonl": b'{"text": "a"}\n{"text": "\xc3'},
+            "a.jsonl",
+            r"line 2: it ends within a character: .* keep the 1 before it [^U]*$",
+        ),
         ({"a.jsonl": '{"text": "a"}\n\n[1, 2]\n'}, "a.jsonl", r"line 3: a list, not an object: b'\[1, 2\]"),
         ({"a.jsonl": '{"text": "a"}\n{"text": "\\ud800"}\n'}, "a.jsonl", "line 2: UnicodeEncodeError"),
         ({"a.jsonl": '{"text": "a"}\n{"text": "b", "text": "c"}\n'}, "a.jsonl", "line 2: ValueError: key 'text' stands twice"),
@@ -188,9 +201,34 @@ def test_a_dataset_is_taken_as_it_is():
 )
 def test_what_cannot_be_read_says_why(tmp_path, files, path, message):
     for name, text in files.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=message):
         load_source(tmp_path / path)
+
+
+def test_a_sample_of_parquet_files_is_named_by_file_and_row(tmp_path):
+    for name, rows in (("a", [[1], [2]]), ("b", []), ("c", [[3], [-4], [5]])):
+        Dataset.from_dict({"input_ids": rows}, features=_IDS).to_parquet(str(tmp_path / f"{name}.parquet"))
+    source = load_source(tmp_path)
+    for part, sample in ((source, 3), (source.select([4, 3]), 1)):
+        with pytest.raises(DataError, match=rf"c.parquet row 1 \(the first is 0\): sample {sample}: 'input_ids' holds -4"):
+            tokenise(part, None)
+    with pytest.raises(DataError, match=r"^sample 0: "):  # rows of somebody's own making
+        tokenise(source.map(lambda row: row, batched=True).filter(lambda row: row["input_ids"] == [-4]).flatten_indices(), None)
+
+
+def test_which_parquet_file_is_damaged_or_of_another_type(tmp_path):
+    for name, rows in (("a", [[1], [2]]), ("b", [[3], [4]])):
+        Dataset.from_dict({"input_ids": rows}, features=_IDS).to_parquet(str(tmp_path / f"{name}.parquet"))
+    whole = (tmp_path / "b.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(whole[:4] + bytes(40) + whole[44:])
+    with pytest.raises(DataError, match=r"b.parquet, rows 0 to 1: .* damaged: get or write it anew"):
+        load_source(tmp_path)
+    Dataset.from_dict({"input_ids": ["3"]}).to_parquet(str(tmp_path / "b.parquet"))
+    with pytest.raises(
+        DataError, match=r"'input_ids' is list<.*> in .*a.parquet, but .*string in .*b.parquet: write all files"
+    ):
+        load_source(tmp_path)
 
 
 def test_a_file_of_unknown_kind_is_said_to_be_read_as_text(tmp_path, caplog):

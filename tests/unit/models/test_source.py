@@ -64,11 +64,16 @@ def test_a_value_of_config_json_that_the_library_stumbles_over_is_told(tmp_path,
 
 
 @pytest.mark.parametrize(
-    "named", [["BertModel"], [7], ["AutoModel"], ["pipeline"], ["LlamaConfig"], "LlamaForCausalLM", ["Qwen2Model"]]
+    "named", [["BertModel"], ["AutoModel"], ["pipeline"], ["LlamaConfig"], "LlamaForCausalLM", ["Qwen2Model"]]
 )
 def test_architectures_that_are_no_class_for_the_model_type_are_passed_over_as_auto_classes_do(named):
     model = build_model({**LLAMA, "architectures": named})
     assert type(model).__name__ == "LlamaForCausalLM"
+
+
+def test_architectures_that_are_no_names_are_refused():
+    with pytest.raises(ModelError, match=r"architectures = \[7\]: names of classes are needed, or leave it out"):
+        build_model({**LLAMA, "architectures": [7]})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"cache_implementation": "nope"}', None])

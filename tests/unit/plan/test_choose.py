@@ -249,3 +249,20 @@ def test_what_other_buckets_and_gradients_could_spare_is_a_bound(name):
             changes += [{"grad_bytes": 2, "offload_gradients": s} for s in (0.3, 1.0) if plan.but(grad_bytes=2).alone]
             for change in changes:
                 assert bound <= predict(plan.but(**change), reserve=False).gpu_least_bytes(), change
+
+
+def test_on_cpus_a_card_that_is_there_too_limits_nothing():
+    """A plan for CPUs was "GPU short by 0.39 GiB" on a machine with a small card."""
+    cpu = base("llama-50m", device="cpu", seq_len=256)
+    on_host, beside_a_card = (choose(cpu, Hardware(gpu, 64 * GIB), optimizers=("adamw",)) for gpu in (None, GIB))
+    assert beside_a_card.options == on_host.options and beside_a_card.best
+    card, host = state_bytes(on_host.best.input)  # one memory
+    assert (card, 12 * cpu.parameters.elems <= host <= on_host.best.plan.host.bytes) == (0, True)
+
+
+def test_that_nothing_fits_is_said_after_few_plans():
+    """405B on eight cards: 25 were made, most to find out what would hold least, which weights and states tell of most."""
+    quick = importlib.import_module("bigtrain.plan.predict").quick
+    before = quick.cache_info().misses
+    choice = choose(base("llama-405b", 8, seq_len=2048), Hardware(80 * GIB, 512 * GIB), global_batch=8)
+    assert choice.advice[0].startswith("least GPU memory") and quick.cache_info().misses - before < 15

@@ -52,6 +52,7 @@ def said_of(capsys, *words):
         ({**LLAMA, "vocab_size": 0}, "vocab_size = 0"),
         ({**LLAMA, "tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'"),
         ({**LLAMA, "architectures": "LlamaForCausalLM"}, "architectures = 'LlamaForCausalLM': a list"),
+        ({**LLAMA, "architectures": [7]}, "architectures = [7]: names of classes"),
         ({**LLAMA, "model_type": None}, "model_type = None"),
         ({**LLAMA, "model_type": "lama"}, "'lama' is not known"),
         ({k: v for k, v in LLAVA.items() if k != "text_config"}, "no text_config"),

@@ -10,8 +10,10 @@ from bigtrain.errors import UsageError
 from bigtrain.partition import partition_size
 from bigtrain.plan import PlanInput, ZeroSettings, plan_input, predict, settings_from_config
 from bigtrain.plan.constants import pieces, pinned_bytes
+from bigtrain.plan.device import device_tape
 from bigtrain.plan.groups import flat_group, heaviest_rank, split_groups, sub_groups
 from bigtrain.plan.parameters import Parameter
+from bigtrain.plan.parts import parts_of
 from bigtrain.plan.rows import ROWS
 from bigtrain.plan.states import LAYOUTS
 
@@ -254,6 +256,17 @@ def test_a_list_of_shapes_is_enough_and_said_to_be_an_estimate():
     plan = predict(plan_input(shapes=pairs, settings=ZeroSettings(stage=2), seq_len=16))
     assert plan.input.parameters.elems == 1000 * 32 + 6 * 32 * 32 + 32
     assert "only a list of shapes" in plan.to_json()["notes"][0]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("kind", "head"), [("roberta", "lm_head.decoder.weight"), ("gpt2", "lm_head.weight")])
+def test_the_head_is_its_matrix_though_a_vocabulary_of_bytes_makes_others_larger(kind, head, tied):
+    """Of a tied RoBERTa another layer of the head was taken for it: a traceback. Of GPT-2 it was the table of positions."""
+    sizes = dict(hidden_size=384, num_attention_heads=6, num_hidden_layers=2, vocab_size=256, max_position_embeddings=512)
+    config = {"model_type": kind, "tie_word_embeddings": tied, **sizes}
+    run = plan_input(config, settings=ZeroSettings(stage=2), seq_len=128, accumulation=2)
+    assert [run.parameters.items[i].name for i in parts_of(run.parameters).head] == [dict(run.parameters.tied).get(head, head)]
+    assert ("gradient of the tied matrix" in device_tape(run).names) is tied
 
 
 def test_what_a_save_copies_is_what_is_measured_of_one_and_said():
