@@ -13,9 +13,8 @@ from bigtrain.errors import DataError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_PLACES = (
-    "bigtrain: rows of files "  # begins the description of a data set, which goes along with every part that is taken of it
-)
+# Begins the description of a data set, which goes along with every part that is taken of it.
+_PLACES = "bigtrain: rows of files "
 
 
 def with_rows(files: Sequence[Path]) -> tuple[list[Path], dict[str, Any]]:
@@ -96,7 +95,7 @@ def note_places(dataset: Dataset, files: Sequence[Path]) -> None:
 def place_of(dataset: Dataset, sample: int) -> str | None:
     """File and row of a sample of a data set that was read from Parquet files, or of a part of it; None: not known."""
     told = dataset.info.description or ""
-    if not told.startswith(_PLACES):
+    if not told.startswith(_PLACES) or "\n" in told:  # `datasets` puts a line between the descriptions of sets that are joined
         return None
     files = json.loads(told.removeprefix(_PLACES))
     if len(dataset.data) != sum(rows for _, rows in files):
