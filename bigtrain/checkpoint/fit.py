@@ -44,7 +44,7 @@ def _refuse_other_foreign(folder: Path, model: torch.nn.Module, layout: Mapping[
     run = folder / deepspeed_format.RUN
     told = json.loads(run.read_text()) if (folder / deepspeed_format.COMPLETE).is_file() and run.is_file() else {}
     if all(told.get(name) == layout[name] for name in ("world_size", "stage")):
-        live.check_layout({**layout, "optimizer": told["optimizer"]}, layout, {}, exact=True)  # DeepSpeed itself reads it
+        live.check_layout({**layout, "optimizer": told["optimizer"]}, layout, {})  # DeepSpeed itself reads it
     else:
         deepspeed_import.refuse_other(folder, layout["optimizer"], model)
 

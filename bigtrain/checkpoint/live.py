@@ -377,14 +377,8 @@ def layout_of(*, optimizer: str, bf16: bool, stage: int, world_size: int) -> dic
     return {"optimizer": optimizer, "precision": "bf16" if bf16 else "fp32", "stage": stage, "world_size": world_size}
 
 
-# The same update with the same state, by torch's own operations: `adamw` takes a fused kernel where there is one.
-_SAME_UPDATE = {"adamw_torch": "adamw"}
-
-
-def check_layout(saved: Mapping[str, Any], now: Mapping[str, Any], index: Index, *, exact: bool = False) -> None:
+def check_layout(saved: Mapping[str, Any], now: Mapping[str, Any], index: Index) -> None:
     """Explain field by field why a checkpoint's optimizer state cannot fill this run.
-
-    `exact`: the optimizer must be that one by name, not only one of the same update and state.
 
     Raises:
         CheckpointError: other optimizer or precision; or 8-bit state under another partition whose place was not recorded.
@@ -393,9 +387,6 @@ def check_layout(saved: Mapping[str, Any], now: Mapping[str, Any], index: Index,
     if any(s.flat is None and s.dtype == "U8" for (kind, _), held in index.items() if kind in MOMENTS for _, s in held):
         fields += ["stage", "world_size"]
     different = [f for f in fields if saved.get(f) != now.get(f)]
-    alike = {_SAME_UPDATE.get(told["optimizer"], told["optimizer"]) for told in (saved, now)}
-    if not exact and len(alike) == 1 and "optimizer" in different:
-        different.remove("optimizer")
     if different:
         lines = "\n".join(f"  {f}: {saved.get(f)!r} in the checkpoint, {now.get(f)!r} in this run" for f in different)
         raise CheckpointError(

@@ -252,8 +252,6 @@ def test_other_optimizer_is_explained(rank_pool, tmp_path):
     rank_pool(2).run(_save_after, str(tmp_path / "a"), 2, "adamw_torch")
     for said in rank_pool(2).run(_load_says, str(tmp_path / "a"), 2, "muon"):
         assert "optimizer: 'adamw_torch' in the checkpoint, 'muon' in this run" in said
-    by_name = [rank_pool(2).run(_load, str(tmp_path / "a"), 2, name) for name in ("adamw_torch", "adamw")]
-    assert by_name[0] == by_name[1]  # one update with one state, on a CPU by the same operations: the step after, too
 
 
 def _changed(root):
