@@ -332,7 +332,7 @@ def _told_or_ended(root, disk):
     args = SimpleNamespace(
         copy_checkpoints_to=None, save_only_model=False, load_best_model_at_end=False, save_total_limit=None, keep_every=None
     )
-    saving = Saving(args, engine, SimpleNamespace(global_batch=6), Path(root), {})
+    saving = Saving(args, engine, SimpleNamespace(global_batch=6, steps=9), Path(root), {})
     _step(engine, 0)
     try:
         return saving.save().split("(")[0], saving.step
