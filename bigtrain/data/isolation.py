@@ -9,7 +9,7 @@ What transformers does with packed rows (read in masking_utils.py and modeling_f
 * flash attention: `position_ids` count at batch size 1 only; larger micro batches attend across documents silently. With
   `cu_seq_lens_q/k` and `max_length_q/k` in the call it is right at any batch size (`StepLoader(document_bounds=True)`).
 * `bigtrain_varlen`, registered here: document bounds from `position_ids` for any micro batch and no dense mask, sliding
-  windows included; fused kernels on CUDA (see `_attend`), one causal sdpa call per document elsewhere.
+  windows included; fused kernels on CUDA (see `kernels.packed_rows.attend`), one causal sdpa call per document elsewhere.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ import torch
 from bigtrain.data.isolation_choice import VARLEN, Isolation, isolation_for
 from bigtrain.errors import DataError
 from bigtrain.kernels import documents as packed
-from bigtrain.kernels.cudnn_attention import DTYPES, is_hopper_or_later, packed_attention
+from bigtrain.kernels.cudnn_attention import DTYPES
 from bigtrain.kernels.documents import Documents
+from bigtrain.kernels.packed_rows import attend, per_document, visible
+from bigtrain.kernels.sinks import plain_with_sinks
 
 
 def prepare_isolation(model: torch.nn.Module, packing: str) -> Isolation:
@@ -113,119 +115,6 @@ def _packed_indices(original: Callable[[torch.Tensor], torch.Tensor | None]) -> 
     return find
 
 
-def _per_document(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    scale: float,
-    dropout: float,
-    window: int = 0,
-) -> torch.Tensor:
-    """Causal attention document by document; [tokens, heads, head_dim] each, any device and dtype."""
-    grouped = query.shape[1] != key.shape[1]
-    out = []
-    for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist()):
-        q, k, v = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        narrow = 0 < window < stop - start
-        seen = q.new_ones(stop - start, stop - start, dtype=torch.bool).tril().triu(1 - window) if narrow else None
-        one = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, is_causal=not narrow, scale=scale, dropout_p=dropout, enable_gqa=grouped
-        )
-        out.append(one.squeeze(0).transpose(0, 1))
-    return torch.cat(out)
-
-
-def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: int,
-    scale: float,
-    window: int = 0,
-) -> torch.Tensor:
-    """Variable-length causal flash attention of torch, heads grouped where key has fewer; [tokens, heads, head_dim]."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    asked = query.shape[1] != key.shape[1] and _wants_to_be_asked(varlen_attn)
-    grouped: dict[str, Any] = {"enable_gqa": True} if asked else {}
-    left = window - 1  # keys before the query's own; -1: all
-    out = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **grouped)
-    return out[0] if isinstance(out, tuple) else out
-
-
-@functools.cache
-def _wants_to_be_asked(attention: Any) -> bool:
-    """torch 2.11 groups heads unasked and has no such argument; later versions want to be asked. Reading it takes 28 us."""
-    return "enable_gqa" in inspect.signature(attention).parameters
-
-
-def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention over whole rows, by cuDNN where it can; [batch, heads, seq_len, head_dim] in, heads third in what returns."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    grouped = query.shape[1] != key.shape[1]
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
-        )
-    return out.transpose(1, 2)
-
-
-def _dense_is_best(query: torch.Tensor, documents: Documents, window: int) -> bool:
-    """Whether dense kernels can do these rows and cuDNN is among them, at its best, with no fixed order of sums asked for."""
-    if window or not documents.one_a_row or query.shape[-1] % 8 or torch.are_deterministic_algorithms_enabled():
-        return False
-    return is_hopper_or_later(query.device.index)
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: Documents,
-    scale: float,
-    path: str = "auto",
-    window: int = 0,
-) -> torch.Tensor:
-    """Causal attention inside documents on a GPU.
-
-    Args:
-        query: [batch, heads, seq_len, head_dim], 16 bits a value; key and value may have fewer heads.
-        path: "dense" (rows that are one document each, no window), "ragged" (cuDNN, any documents) or "flash" (torch, any
-            documents); "auto" takes the first that can do it. On an H100 cuDNN takes about half of flash attention's time.
-        window: tokens that a query sees at most, its own among them; 0: all before it.
-
-    Returns:
-        [batch, seq_len, heads, head_dim].
-
-    Raises:
-        DataError: the path asked for cannot do this.
-    """
-    batch, heads, length, head_dim = query.shape
-    if path not in ("auto", "dense", "ragged", "flash"):
-        raise DataError(f"attention path {path!r} is unknown; use auto, dense, ragged or flash")
-    if path == "dense" and (window or not documents.one_a_row):
-        raise DataError(
-            f"{documents.count} documents in {batch} rows, window {window}: the dense path takes one document a row"
-        )
-    if path == "dense" or (path == "auto" and _dense_is_best(query, documents, window)):
-        return _dense(query, key, value, scale)
-    width = value.shape[-1]
-    if width < head_dim:  # latent attention: these kernels want one width; columns of zeros add nothing to the others
-        value = torch.nn.functional.pad(value, (0, head_dim - width))
-    q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[-1]) for x in (query, key, value))
-    out = packed_attention(q, k, v, documents, scale, window) if path in ("auto", "ragged") else None
-    if out is None and path == "ragged":
-        raise DataError(
-            f"cuDNN cannot do attention of {query.dtype} {list(query.shape)}, {key.shape[1]} key heads; see the log"
-        )
-    if out is None:
-        out = _flash(q, k, v, documents.bounds, length, scale, window)
-    return out.view(batch, length, heads, head_dim)[..., :width]
-
-
 def _documents_in(kwargs: dict[str, Any], batch: int, length: int) -> Documents | None:
     """Documents by the attention call's arguments; None when they do not tell any."""
     bounds = kwargs.get("cu_seq_lens_q")
@@ -254,19 +143,19 @@ def varlen_attention(
         query: [batch, heads, seq_len, head_dim]; key and value may have fewer heads (grouped).
         attention_mask: None, or what stands for a sliding window (`_window_sign`); with any other (padded generation, for
             instance) sdpa takes over.
-        attention_path: the kernels on a GPU, "auto" or one that tests and benchmarks force; see `_attend`.
-        kwargs: `position_ids` [batch, seq_len], or `cu_seq_lens_q` of the flattened batch.
+        attention_path: the kernels on a GPU, "auto" or one that tests and benchmarks force; see `kernels.packed_rows.attend`.
+        kwargs: `position_ids` [batch, seq_len], or `cu_seq_lens_q` of the flattened batch; `s_aux` [heads], sinks.
 
     Returns:
         [batch, seq_len, heads, head_dim of value], and None for the attention weights.
 
     Raises:
-        DataError: the model caps its scores, has sinks or picks keys for each query; it has a window, packed rows, and passes no
+        DataError: the model caps its scores or picks keys for each query; it has a window, packed rows, and passes no
             position_ids on.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    extra = [name for name in ("softcap", "s_aux", "indices") if kwargs.get(name) is not None]
+    extra = [name for name in ("softcap", "indices") if kwargs.get(name) is not None]
     if extra:
         raise DataError(
             f"{type(module).__name__} gives attention {extra[0]}, which {VARLEN} and sdpa do not know: it would be left out. "
@@ -281,15 +170,20 @@ def varlen_attention(
         window, causal, attention_mask = sign.window, True, None
     separate = documents is not None and key.shape[2] == length and causal
     packed.asked_by["attention"] += separate or attention_mask is not None
+    scale = scaling if scaling is not None else head_dim**-0.5
+    sinks = kwargs.get("s_aux")
     knows_documents = query.is_cuda and query.dtype in DTYPES and value.shape[-1] <= head_dim <= 256 and not dropout
+    if sinks is not None and not (separate and knows_documents and attention_mask is None):
+        if attention_mask is None:
+            attention_mask = visible(query, key, documents if separate else None, window, causal)
+        return plain_with_sinks(query, key, value, sinks, attention_mask, scale, dropout if module.training else 0.0), None
     whole_rows = documents is not None and documents.one_a_row and not window
     if attention_mask is not None or documents is None or not separate or (whole_rows and not knows_documents):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    scale = scaling if scaling is not None else head_dim**-0.5
     if knows_documents:
-        return _attend(query, key, value, documents, scale, attention_path, window), None
+        return attend(query, key, value, documents, scale, attention_path, window, sinks), None
     q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[-1]) for x in (query, key, value))
-    out = _per_document(q, k, v, documents.bounds, scale, dropout if module.training else 0.0, window)
+    out = per_document(q, k, v, documents.bounds, scale, dropout if module.training else 0.0, window)
     return out.reshape(batch, length, heads, value.shape[-1]), None
 
 

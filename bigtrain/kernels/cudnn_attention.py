@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from bigtrain.kernels.cudnn_graphs import Graphs, Shape
 from bigtrain.kernels.documents import Documents
+from bigtrain.kernels.sinks import sinks_gradient, with_sinks
 
 logger = logging.getLogger(__name__)
 
@@ -144,31 +145,42 @@ class _Packed(torch.autograd.Function):
     """Causal attention inside each document; [tokens, heads, head_dim]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, documents: Documents, graphs: Graphs) -> torch.Tensor:
+    def forward(ctx: Any, query: Any, key: Any, value: Any, sinks: Any, documents: Documents, graphs: Graphs) -> torch.Tensor:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         shape = graphs.shape
         lengths, width = documents.lengths(), shape.heads * shape.head_dim
         at = (documents.offsets(width), documents.offsets(shape.key_heads * shape.head_dim), documents.offsets(shape.heads))
         out, stats = _operator(query, key, value, lengths, *at, shape.longest, shape.scale, shape.window)
-        ctx.save_for_backward(query, key, value, out, stats)
+        single = None if sinks is None else sinks.detach().to(torch.float32, copy=True)
+        if single is not None:
+            out, stats = with_sinks(out, stats, single)
+            ctx.dtype = sinks.dtype
+        ctx.save_for_backward(query, key, value, out, stats, single)
         ctx.graphs, ctx.small = graphs, (lengths, lengths, *at)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        grads = tuple(torch.empty_like(one) for one in saved[:3])
+        *saved, sinks = ctx.saved_tensors
+        grad, grads = grad.contiguous(), tuple(torch.empty_like(one) for one in saved[:3])
         ctx.graphs.follow_stream()  # autograd has set the device and its stream
-        ctx.graphs.backward.run((*ctx.small, *saved, grad.contiguous(), *grads))
-        return *grads, None, None
+        ctx.graphs.backward.run((*ctx.small, *saved, grad, *grads))
+        of_sinks = None if sinks is None else sinks_gradient(grad, saved[3], saved[4], sinks).to(ctx.dtype)
+        return *grads, of_sinks, None, None
 
 
 _operator = torch.ops.bigtrain.packed_attention.default
 
 
 def packed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scale: float, window: int = 0
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    scale: float,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Causal attention inside each document by cuDNN.
 
@@ -177,6 +189,7 @@ def packed_attention(
         documents: of the flattened micro batch; the last ends at the last token.
         scale: factor of the products of query and key.
         window: tokens that a query sees at most, its own among them; 0: all before it.
+        sinks: [heads], a score more in each head's softmax; None: there is none.
 
     Returns:
         [tokens, heads, head_dim]; None where cuDNN cannot do it (logged once), while torch compiles and where deterministic
@@ -185,4 +198,4 @@ def packed_attention(
     if torch.compiler.is_compiling() or torch.are_deterministic_algorithms_enabled():
         return None
     graphs = graphs_for(query, key, documents, scale, window)
-    return None if graphs is None else _Packed.apply(query, key, value, documents, graphs)
+    return None if graphs is None else _Packed.apply(query, key, value, sinks, documents, graphs)

@@ -55,6 +55,8 @@ def attention_of(asked: str, packing: str, device: str, kind: str | None = None,
     """
     if asked == "flex_attention":
         return "flex"
+    if asked == "auto" and device != "cpu" and kind in _FUSED:
+        return _FUSED[kind]
     if asked == "eager" or (asked in ("auto", "sdpa") and (kind in _MATRIX or not _has_sdpa(kind, transformers))):
         return "eager"
     if device != "cpu" and asked != "sdpa":
@@ -168,6 +170,8 @@ FAMILIES: dict[str, Keeps] = {
 }
 # Classes without sdpa, or with more in it than a product: the matrix is kept as softmax's output in fp32, in bf16, capped.
 _MATRIX = {"gemma2": 6, "bloom": 6, "gpt_oss": 2}
+# Of these, what a run on GPUs takes unasked: kernels for packed rows, which know sinks (kernels/sinks.py), or compiled ones, which cap.
+_FUSED: dict[str, Attention] = {"gpt_oss": "varlen", "gemma2": "flex"}
 # Classes that have had sdpa since this version of transformers.
 _SDPA_SINCE = {"gptj": (5, 24)}
 # The same where a class that has sdpa is told to do without.
@@ -253,7 +257,7 @@ def keeps(kind: str, c: Values, attention: Attention) -> Keeps:
     matrix = _MATRIX.get(kind, _EAGER_IN_BF16.get(kind, _EAGER) if attention == "eager" else 0)
     passing = _PASSING_OF.get(kind, _PASSING_IN_BF16 if matrix == 2 else _PASSING)
     capped = 2 if kind == "gemma2" and c.get("attn_logit_softcapping", 50.0) else 0
-    if attention == "flex":  # its kernels cap scores themselves, and sinks change only what comes out
+    if attention in ("flex", "varlen"):  # their kernels cap scores themselves, and sinks change only what comes out
         matrix = passing = capped = 0
     # Falcon drops in attention with ALiBi only, where it then drops the residual stream too: rare enough to be left out.
     in_attention = kind != "falcon" and bool(c.get(attention_key, attention_default))

@@ -6,11 +6,12 @@ import logging
 from typing import Any
 
 import torch
+from torch.utils._triton import has_triton_package
 
 from bigtrain import data, ranks
 from bigtrain.data.isolation_choice import VARLEN
 from bigtrain.errors import UsageError
-from bigtrain.models.attention import left_out
+from bigtrain.models.attention import SINKS, left_out
 from bigtrain.run.arguments import TrainArguments
 
 logger = logging.getLogger(__name__)
@@ -19,8 +20,8 @@ logger = logging.getLogger(__name__)
 def choose(args: TrainArguments, model_config: Any) -> str:
     """What "auto" means here. In sdpa packed rows are a dense [seq, seq] mask, and for others transformers asks the device.
 
-    A model that gives attention more than sdpa takes runs eager: compiled flex_attention has no backward on a CPU, and on GPUs it was
-    not tried beside sharded weights; a user may take it.
+    A model that caps its scores takes flex_attention, which is compiled for it, on GPUs; on CPUs that has no backward, and such a model
+    runs eager.
 
     Raises:
         UsageError: the implementation that the user names would leave out a part of this model's attention.
@@ -29,21 +30,55 @@ def choose(args: TrainArguments, model_config: Any) -> str:
 
     cls: Any = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     asked = args.attn_implementation
-    beyond = left_out(cls, model_config)
+    beyond = left_out(cls, model_config, (SINKS,) if asked == VARLEN else ())
     if beyond and asked in ("sdpa", VARLEN):
         raise UsageError(
-            f"--attn_implementation {asked} would leave out a part of {cls.__name__}'s attention: {beyond}. Leave the flag out (eager is taken), or "
+            f"--attn_implementation {asked} would leave out a part of {cls.__name__}'s attention: {beyond}. Leave the flag out, or "
             "write flex_attention, on a GPU"
+        )
+    if asked == "flex_attention" and _is_watched(args):
+        raise UsageError(
+            "--attn_implementation flex_attention cannot run with --checkpointing_policy selective, which watches every operator of the "
+            "recomputed blocks: take policy full"
         )
     if asked != "auto":
         return asked
-    if beyond:
-        return "eager"
-    # Where sdpa will not do, attention is more than a product. Some add to masks for sdpa and eager only.
-    pluggable = all(getattr(cls, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
-    if torch.cuda.is_available() and pluggable and data.has_varlen() and not data.adds_to_masks(model_config):
+    fused = torch.cuda.is_available() and data.has_varlen()
+    # gpt-oss gives its masks no position_ids, so that single operations do not keep its documents apart.
+    if (fused or (beyond and args.packing == "isolated")) and _takes_varlen(cls, model_config, bool(beyond)):
         return data.register_varlen()
+    if beyond:
+        return "flex_attention" if torch.cuda.is_available() and _takes_flex(cls, model_config, args) else "eager"
     return "sdpa"
+
+
+def _takes_varlen(cls: Any, model_config: Any, has_more: bool) -> bool:
+    """Where sdpa will not do, attention is more than a product: by sinks, as flash kernels know them too, or by what nobody here knows.
+
+    Some add to masks for sdpa and eager only.
+    """
+    if has_more and left_out(cls, model_config, (SINKS,)):
+        return False
+    like = "_supports_flash_attn" if has_more else "_supports_sdpa"
+    pluggable = all(getattr(cls, name, False) for name in ("_supports_attention_backend", like))
+    return pluggable and not data.adds_to_masks(model_config)
+
+
+# Rows of other lengths find no kernel where they differ from the rows before (torch 2.11: NoValidChoicesError for 120 tokens after 256).
+_FLEX_BLOCK = 128
+
+
+def _takes_flex(cls: Any, model_config: Any, args: TrainArguments) -> bool:
+    """Its kernels have no dropout, and Triton makes them."""
+    text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    drops = bool(getattr(text, "attention_dropout", 0.0))
+    fits = (args.seq_len or 0) % _FLEX_BLOCK == 0 and not drops and not _is_watched(args)
+    return bool(getattr(cls, "_supports_flex_attn", False)) and fits and has_triton_package()
+
+
+def _is_watched(args: TrainArguments) -> bool:
+    """Compiled kernels do not run where each operator is looked at."""
+    return bool(args.recomputes) and args.checkpointing_policy == "selective"
 
 
 def tell(args: TrainArguments, model: Any, seq_len: int) -> None:

@@ -163,7 +163,8 @@ def waits(stage, policy):
 
     def say(message, *_where):  # torch's own frames ask for what someone else wanted
         if "synchronizing CUDA operation" in str(message):
-            asked = [f for f in traceback.extract_stack()[:-1] if f"{os.sep}torch{os.sep}" not in f.filename]
+            others = (f"{os.sep}torch{os.sep}", f"{os.sep}warnings.py")  # Python 3.12 leaves a frame of the latter
+            asked = [f for f in traceback.extract_stack()[:-1] if not any(part in f.filename for part in others)]
             found.add(" < ".join(f"{f.filename}:{f.lineno}" for f in asked[:-4:-1]))
 
     engine._since.exchange = exchange

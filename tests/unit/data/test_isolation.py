@@ -24,7 +24,7 @@ from bigtrain.data.isolation import (
 from bigtrain.data.isolation_choice import isolation_for
 from bigtrain.data.loader import stack
 from bigtrain.errors import DataError
-from bigtrain.kernels import documents
+from bigtrain.kernels import documents, packed_rows
 from bigtrain.kernels.documents import cumulative_lengths
 
 register_varlen()
@@ -275,7 +275,7 @@ class Asked(torch.utils._python_dispatch.TorchDispatchMode):
 @pytest.mark.parametrize("packed", [True, False])
 def test_nothing_is_asked_of_the_device_once_the_documents_are_known(monkeypatch, packed):
     """Each such wait would also queue behind the copies of a streamed optimizer update."""
-    monkeypatch.setattr("bigtrain.data.isolation._per_document", lambda q, *rest: q)  # the CPU's path reads the bounds
+    monkeypatch.setattr("bigtrain.data.isolation.per_document", lambda q, *rest: q)  # the CPU's path reads the bounds
     positions = torch.arange(12).repeat(2, 1)
     if packed:
         positions[0, 5:] -= 5
@@ -336,7 +336,6 @@ def test_documents_are_remembered_only_for_an_attention_that_wants_them(monkeypa
     ],
 )
 def test_the_path_attention_takes_on_a_gpu(monkeypatch, path, one_a_row, hopper, cudnn, taken):
-    import bigtrain.data.isolation as isolation
 
     query, key = torch.zeros(2, 4, 6, 8, dtype=torch.bfloat16), torch.zeros(2, 2, 6, 8, dtype=torch.bfloat16)
     went = []
@@ -344,17 +343,17 @@ def test_the_path_attention_takes_on_a_gpu(monkeypatch, path, one_a_row, hopper,
     def through(name, result):
         return lambda *args: went.append(name) or result
 
-    monkeypatch.setattr(isolation, "is_hopper_or_later", lambda device: hopper)
-    monkeypatch.setattr(isolation, "_dense", through("dense", query.transpose(1, 2)))
-    monkeypatch.setattr(isolation, "packed_attention", through("ragged", torch.zeros(12, 4, 8) if cudnn else None))
-    monkeypatch.setattr(isolation, "_flash", through("flash", torch.zeros(12, 4, 8)))
+    monkeypatch.setattr(packed_rows, "is_hopper_or_later", lambda device: hopper)
+    monkeypatch.setattr(packed_rows, "_dense", through("dense", query.transpose(1, 2)))
+    monkeypatch.setattr(packed_rows, "packed_attention", through("ragged", torch.zeros(12, 4, 8) if cudnn else None))
+    monkeypatch.setattr(packed_rows, "_flash", through("flash", torch.zeros(12, 4, 8)))
     bounds = torch.tensor([0, 6, 12] if one_a_row else [0, 3, 6, 12], dtype=torch.int32)
     packed = documents.Documents(bounds, 6, one_a_row)
     if taken == "error":
         with pytest.raises(DataError, match=r"path|dense|cuDNN"):
-            isolation._attend(query, key, key, packed, 0.3, path)
+            packed_rows.attend(query, key, key, packed, 0.3, path)
     else:
-        assert isolation._attend(query, key, key, packed, 0.3, path).shape == (2, 6, 4, 8)
+        assert packed_rows.attend(query, key, key, packed, 0.3, path).shape == (2, 6, 4, 8)
         assert went[-1] == taken
 
 

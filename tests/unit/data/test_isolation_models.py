@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from bigtrain.data.isolation import VARLEN, prepare_isolation, register_varlen, varlen_attention
 from bigtrain.data.isolation_choice import isolation_for
 from bigtrain.errors import DataError, UsageError
-from bigtrain.kernels import documents
+from bigtrain.kernels import documents, packed_rows
 from bigtrain.models.source import resolve
 from bigtrain.run import attention
 from bigtrain.run.arguments import TrainArguments
@@ -76,10 +76,9 @@ def _by_name(kind, attention, **more):
     return auto.from_config(config, attn_implementation=attention).eval()
 
 
-@pytest.mark.parametrize("kind, what", [("gemma2", "softcap"), ("gpt_oss", "s_aux")])
-def test_varlen_refuses_to_leave_out_caps_and_sinks(kind, what):
-    model = _by_name(kind, VARLEN)
-    with pytest.raises(DataError, match=what):
+def test_varlen_refuses_to_leave_out_caps():
+    model = _by_name("gemma2", VARLEN)
+    with pytest.raises(DataError, match="softcap"):
         model(input_ids=torch.ones(1, 6, dtype=torch.int64))
 
 
@@ -105,29 +104,42 @@ def test_heads_whose_values_are_narrower_than_their_keys():
 
 
 def test_narrower_values_on_the_path_of_a_gpu(monkeypatch):
-    import bigtrain.data.isolation as isolation
 
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 5)
     bounds = torch.tensor([0, 4, 6, 12], dtype=torch.int32)
-    monkeypatch.setattr(isolation, "packed_attention", lambda *args: None)
-    monkeypatch.setattr(isolation, "is_hopper_or_later", lambda device: False)
+    monkeypatch.setattr(packed_rows, "packed_attention", lambda *args: None)
+    monkeypatch.setattr(packed_rows, "is_hopper_or_later", lambda device: False)
     monkeypatch.setattr(
-        isolation, "_flash", lambda q, k, v, b, longest, scale, window: isolation._per_document(q, k, v, b, scale, 0.0)
+        packed_rows, "_flash", lambda q, k, v, b, longest, scale, window: packed_rows.per_document(q, k, v, b, scale, 0.0)
     )
-    out = isolation._attend(query, key, value, documents.Documents(bounds, 6), 0.3)
+    out = packed_rows.attend(query, key, value, documents.Documents(bounds, 6), 0.3)
     flat = [x.transpose(1, 2).reshape(12, x.shape[1], x.shape[-1]) for x in (query, key, value)]
-    expected = isolation._per_document(*flat, bounds, 0.3, 0.0).view(2, 6, 4, 5)
+    expected = packed_rows.per_document(*flat, bounds, 0.3, 0.0).view(2, 6, 4, 5)
     assert out.shape == expected.shape and (out - expected).abs().max() < 1e-6  # other sums for another width
 
 
 @pytest.mark.parametrize("packing", ["isolated", "concatenate", "none"])
 @pytest.mark.parametrize(
-    "kind, chosen", [("llama", VARLEN), ("gemma2", "eager"), ("gpt_oss", "eager"), ("doge", "sdpa"), ("deepseek_v32", "sdpa")]
+    "kind, chosen",
+    [
+        *dict.fromkeys(("llama", "gpt_oss"), VARLEN).items(),
+        ("gemma2", "flex_attention"),  # a cap
+        ("deepseek_v4", "eager"),  # sinks, and keys that are joined, for which no flash kernel will do
+        *dict.fromkeys(("doge", "deepseek_v32"), "sdpa").items(),
+    ],
 )
 def test_auto_on_a_gpu_leaves_models_alone_that_sdpa_cannot_do(monkeypatch, kind, chosen, packing):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention, "has_triton_package", lambda: True)
     assert attention.choose(_arguments(packing=packing), AutoConfig.for_model(kind)) == chosen
+
+
+def test_sinks_on_a_cpu_are_kept_apart_in_packed_rows():
+    """gpt-oss gives its masks no position_ids; for whole rows single operations do."""
+    config = AutoConfig.for_model("gpt_oss")
+    assert attention.choose(_arguments(packing="isolated"), config) == VARLEN
+    assert attention.choose(_arguments(packing="none"), config) == "eager"
 
 
 def _arguments(**more):
@@ -138,8 +150,16 @@ def test_caps_are_kept_whatever_the_class_says_of_sdpa(monkeypatch):
     """Up to transformers 5.17 Gemma 2 says that it has sdpa, which drops the cap: a GPU took kernels that refuse it, a CPU dropped it."""
     monkeypatch.setattr(Gemma2ForCausalLM, "_supports_sdpa", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention, "has_triton_package", lambda: True)
     config = AutoConfig.for_model("gemma2")
+    assert attention.choose(_arguments(), config) == "flex_attention"
+    config.attention_dropout = 0.1  # which compiled kernels have not
     assert attention.choose(_arguments(), config) == "eager"
+    config.attention_dropout = 0.0
+    for unfit in ({"seq_len": 1000}, {"checkpointing_policy": "selective"}):
+        assert attention.choose(_arguments(**unfit), config) == "eager"
+    with pytest.raises(UsageError, match="flex_attention cannot run with --checkpointing_policy selective"):
+        attention.choose(_arguments(attn_implementation="flex_attention", checkpointing_policy="selective"), config)
     for asked in ("sdpa", VARLEN):
         with pytest.raises(UsageError, match=r"a cap of its scores \(softcap\)"):
             attention.choose(_arguments(attn_implementation=asked), config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -16,7 +18,7 @@ from transformers.masking_utils import (
 from bigtrain.data import isolation
 from bigtrain.data.isolation import VARLEN, prepare_isolation, register_varlen
 from bigtrain.errors import DataError
-from bigtrain.kernels import documents
+from bigtrain.kernels import documents, packed_rows
 from bigtrain.models import enable_activation_checkpointing
 from tests.unit.data.test_isolation import SHAPE
 
@@ -49,13 +51,13 @@ def _trained(model, **inputs):
 def seen(monkeypatch):
     """Masks that transformers made dense, and windows that attention kept by itself."""
     found = {"dense": 0, "windows": []}
-    attend = isolation._per_document
+    attend = packed_rows.per_document
 
     def spy(*args):
         found["windows"].append(args[-1])
         return attend(*args)
 
-    monkeypatch.setattr(isolation, "_per_document", spy)
+    monkeypatch.setattr(isolation, "per_document", spy)
     from transformers import masking_utils
 
     dense = masking_utils.sdpa_mask
@@ -84,6 +86,71 @@ def test_logits_and_gradients_are_those_of_the_dense_mask(seen, kind, packed):
     for mine, theirs in zip(*found):
         # fp32: the same sums over the same tokens in another order. A token more or less in the window is 1e-2 and more.
         assert (mine - theirs).abs().max() <= 2e-6 * theirs.abs().max()
+
+
+SINKS = {
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "granite_swa": {},
+    "mimo_v2_flash": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 12,
+        "v_head_dim": 8,
+        "moe_intermediate_size": 16,
+    },
+}
+
+
+def _trained_alone(model, positions):
+    """As `_trained`, each document by itself: gpt-oss gives its masks no position_ids."""
+    logits = torch.empty(*IDS.shape, model.config.vocab_size)
+    for row, places in enumerate(positions):
+        starts = [*(places == 0).nonzero().flatten().tolist(), len(places)]
+        for start, stop in itertools.pairwise(starts):
+            one = model(input_ids=IDS[row : row + 1, start:stop], use_cache=False).logits
+            one.pow(2).sum().backward()
+            logits[row, start:stop] = one.detach()
+    return logits, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kind", SINKS)
+def test_sinks_are_those_of_single_operations(seen, monkeypatch, kind, packed):
+    monkeypatch.setitem(MORE, kind, SINKS[kind])
+    positions = POSITIONS if packed else torch.arange(13).expand(2, 13)
+    models = []
+    for attention in ("eager", VARLEN):
+        try:
+            models.append(_model(kind, attention))
+        except ValueError:
+            pytest.skip(f"this transformers has no {kind}")
+        for at, sinks in enumerate(weight for name, weight in models[-1].named_parameters() if name.endswith("sinks")):
+            torch.nn.init.normal_(sinks, generator=torch.Generator().manual_seed(at))
+    expected = _trained_alone(models[0], positions)
+    prepare_isolation(models[1], "isolated")
+    seen.update(dense=0)
+    found = _trained(models[1], position_ids=positions)
+    assert seen["dense"] == 0
+    assert all(w.grad.abs().min() > 0 for name, w in models[1].named_parameters() if name.endswith("sinks"))
+    for mine, theirs in zip(found, expected):
+        # As above; the greatest score is taken from all before the softmax, or not.
+        assert (mine - theirs).abs().max() <= 5e-6 * theirs.abs().max()
+
+
+def test_sinks_go_through_padded_rows_and_generation():
+    """With a mask of its own, and with a cache, whose queries are fewer than its keys."""
+    models = []
+    for attention in ("eager", VARLEN):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(
+            "gpt_oss", **SHAPE, **SINKS["gpt_oss"], sliding_window=3, pad_token_id=0, eos_token_id=None
+        )
+        models.append(AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval())
+    padded = torch.tensor([[0] * 4 + [1] * 9, [1] * 13])
+    eager, mine = (m(input_ids=IDS, attention_mask=padded, use_cache=False).logits[padded.bool()] for m in models)
+    assert (eager - mine).abs().max() <= 5e-6 * eager.abs().max()
+    told = [m.generate(IDS, attention_mask=padded, max_new_tokens=8, do_sample=False) for m in models]
+    assert told[0].shape == (2, 21) and torch.equal(*told)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -163,17 +230,17 @@ def test_kernels_of_a_gpu_are_given_the_window(monkeypatch, one_a_row, path, tak
     went = []
 
     def through(name):
-        return lambda *args: went.append((name, args[-1])) or torch.zeros(12, 4, 8)
+        return lambda *args: went.append((name, args[5] if name == "ragged" else args[-1])) or torch.zeros(12, 4, 8)
 
-    monkeypatch.setattr(isolation, "is_hopper_or_later", lambda device: True)
-    monkeypatch.setattr(isolation, "packed_attention", through("ragged"))
-    monkeypatch.setattr(isolation, "_flash", through("flash"))
-    monkeypatch.setattr(isolation, "_dense", lambda *args: pytest.fail("it knows no window"))
+    monkeypatch.setattr(packed_rows, "is_hopper_or_later", lambda device: True)
+    monkeypatch.setattr(packed_rows, "packed_attention", through("ragged"))
+    monkeypatch.setattr(packed_rows, "_flash", through("flash"))
+    monkeypatch.setattr(packed_rows, "_dense", lambda *args: pytest.fail("it knows no window"))
     bounds = torch.tensor([0, 6, 12] if one_a_row else [0, 3, 6, 12], dtype=torch.int32)
-    isolation._attend(query, key, key, documents.Documents(bounds, 6, one_a_row), 0.3, path, 2)
+    packed_rows.attend(query, key, key, documents.Documents(bounds, 6, one_a_row), 0.3, path, 2)
     assert went == [(taken, 2)]
     with pytest.raises(DataError, match="window 2: the dense path"):
-        isolation._attend(query, key, key, documents.Documents(bounds, 6, one_a_row), 0.3, "dense", 2)
+        packed_rows.attend(query, key, key, documents.Documents(bounds, 6, one_a_row), 0.3, "dense", 2)
 
 
 def test_flash_attention_counts_the_keys_before_the_query(monkeypatch):
@@ -183,5 +250,5 @@ def test_flash_attention_counts_the_keys_before_the_query(monkeypatch):
     )
     tensors = (torch.zeros(6, 2, 8),) * 3
     for window in (0, 1, 4):
-        isolation._flash(*tensors, torch.tensor([0, 6]), 6, 0.3, window)
+        packed_rows._flash(*tensors, torch.tensor([0, 6]), 6, 0.3, window)
     assert asked == [(-1, 0), (0, 0), (3, 0)]

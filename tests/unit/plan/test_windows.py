@@ -86,8 +86,9 @@ def test_only_a_dense_mask_is_counted_as_one():
 )
 def test_which_attention_a_run_takes(asked, packing, device, how):
     assert attention_of(asked, packing, device, "llama") == how
-    capped = how if asked == "flash_attention_2" else "eager"
-    assert attention_of(asked, packing, device, "gemma2") == capped  # it has no sdpa
+    for kind, fused in (("gemma2", "flex"), ("gpt_oss", "varlen"), ("bloom", "eager")):  # they have no sdpa
+        taken = fused if (asked, device) == ("auto", "cuda") else how if asked == "flash_attention_2" else "eager"
+        assert attention_of(asked, packing, device, kind) == taken
 
 
 @pytest.mark.parametrize(
