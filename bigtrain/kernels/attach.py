@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import os
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 from bigtrain import zero
 from bigtrain.errors import ModelError
 from bigtrain.kernels.cross_entropy import IGNORED, linear_cross_entropy
+from bigtrain.kernels.experts import use_grouped_experts
 from bigtrain.kernels.logits import Change, Use, change_by, loss_changed_by, use_of
 from bigtrain.kernels.standin import Joined, StandIn, is_changed_so, telling
 
@@ -229,7 +229,8 @@ def _is_changed(self: Any, handed: torch.Tensor, change: Change) -> bool:
 
 
 def use_liger(model: torch.nn.Module) -> LossPath:
-    """Put liger-kernel's fused kernels into the instance: on CUDA, where it is installed and knows the model's type.
+    """Put liger-kernel's fused kernels into the instance: on CUDA, where it is installed and knows the model's type. Routed experts are
+    bigtrain's there, with and without it (`experts.use_grouped_experts`).
 
     The loss stays bigtrain's own, because liger's asks the device for its number of targets, which waits for everything that is
     queued there, once in forward and once in backward, and reads the head's weight without calling the head, so that ZeRO-3
@@ -239,6 +240,13 @@ def use_liger(model: torch.nn.Module) -> LossPath:
     Returns:
         What was done, and why.
     """
+    path = _liger_and_loss(model)
+    if torch.cuda.is_available() and (count := use_grouped_experts(model)):
+        log.info("%d modules of routed experts run by bigtrain's grouped products", count)
+    return path
+
+
+def _liger_and_loss(model: torch.nn.Module) -> LossPath:
     reason, apply = _liger_for(getattr(getattr(model, "config", None), "model_type", None))
     if apply is None:
         path = use_chunked_loss(model)
@@ -248,25 +256,12 @@ def use_liger(model: torch.nn.Module) -> LossPath:
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if own is not None and not (head is not None and zero.is_partitioned(head.weight)):
         apply(model=model)
-        _tell_tuning(model)
         log.info("liger-kernel's fused kernels and loss are used for %s: %s", type(model).__name__, own)
         return LossPath("liger", f"liger-kernel for {type(model).__name__}, loss included: {own}")
     taken = inspect.signature(apply).parameters
     apply(model=model, **{name: False for name in ("fused_linear_cross_entropy", "cross_entropy") if name in taken})
-    _tell_tuning(model)
     path = use_chunked_loss(model)
     return LossPath(path.kind, f"liger-kernel for everything but the loss; {path.why}")
-
-
-def _tell_tuning(model: torch.nn.Module) -> None:
-    """Mixtral waited 82 s in its first step on an H200, Qwen3-MoE 191 s."""
-    if any(module._get_name() == "LigerExperts" for module in model.modules()):
-        log.warning(
-            "liger-kernel's experts are in use: the first step may take minutes, while Triton tries out their kernels for this model and card. "
-            "It keeps what it finds in %s for later runs (TRITON_CACHE_AUTOTUNING=%s)",
-            os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"),
-            os.environ.get("TRITON_CACHE_AUTOTUNING"),
-        )
 
 
 def why_no_liger(kind: str | None) -> str:
@@ -278,9 +273,6 @@ def _liger_for(kind: str | None) -> tuple[str, Any]:
     """Why liger-kernel cannot be used here, and its function for this type of model (None if it cannot)."""
     if not torch.cuda.is_available():
         return "no CUDA device", None
-    # Each of its autotuned kernels reads this as it is made (triton 3.6 runtime/autotuner.py): what was found fastest is kept on disk,
-    # beside the compiled kernels, and a host's later runs and resumes choose the same. Not for kernels whose configs have a pre_hook.
-    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:

@@ -21,7 +21,7 @@ class BlockBytes:
         first_norm, attention, second_norm: kept tensors of those parts.
         product, middle, gate: kept tensors of the feed-forward part, in the order in which backward frees them.
         routing: router logits and gathered tokens of a sparse block. chosen: one tensor of its experts' inputs, or of their results.
-        in_passing: the same where liger-kernel's experts do not keep it. shared: one feed-forward tensor of experts that all tokens use.
+        in_passing: the same where bigtrain's experts do not keep it. shared: one feed-forward tensor of experts that all tokens use.
         forward_extra: most that is held for a moment in forward and not kept.
         forward_attention: most that attention holds in forward where nothing is kept, if it has no fused kernel; scores_passing: beside
             what it keeps, where it keeps it; scores: the largest tensor of these.
@@ -221,21 +221,18 @@ def _whole_block(g: Geometry, t: int, kernels: str, block: int, seq_len: int, de
     parts = [_attention(g, t, seq_len or t, device, bias) for bias in ((k.bias, False) if cross else (k.bias,))]
     first, second = _norms(g, t, kernels, cross)
     fused = liger or not g.rms
-    middle, gate = (feed, feed) if liger and g.gated and not k.own_experts else _activation(g, t * width)
-    # liger-kernel's routed experts keep gate and up, and gather tokens and make the product anew in backward.
-    fused_experts = liger and not dense and k.fused_experts
+    # bigtrain's routed experts keep gate and up, and gather tokens and make what goes into the last product anew in backward.
+    fused_experts = not dense and k.fused_experts
     shared = 0 if dense else 2 * t * g.shared_ffn
     product = shared if fused_experts else feed
+    middle, gate = _middle_and_gate(g, t * (g.shared_ffn if fused_experts else width), liger)
+    if fused_experts:
+        middle, gate = middle + feed - shared, gate + feed - shared
     if k.feed_mask:
         product += mask * t * width + (0 if g.gated or k.activation else feed)
     masks = k.masks + (1 if cross and k.masks else 0)
     kept = sum(a.kept for a in parts) + _beside_attention(g, t, seq_len or t, liger) + (t * (seq_len or t) if cross else 0)
     used, ends = _results(g, t, width, sum(a.results for a in parts), dense)
-    if fused_experts:  # nothing of them is an operator of torch's
-        used, ends = (
-            used - 4 * t * (width - g.shared_ffn),
-            ends - 2 * t * g.hidden * (g.experts_per_token - (1 if shared else 0)),
-        )
     chosen = 0 if dense else 2 * t * g.hidden * g.experts_per_token
     found = BlockBytes(
         first_norm=first,
@@ -267,7 +264,7 @@ def _whole_block(g: Geometry, t: int, kernels: str, block: int, seq_len: int, de
 def _feed_forward_extra(g: Geometry, t: int, feed: int, dense: bool) -> int:
     """Most that a feed-forward part holds in forward where nothing is kept: two inputs and their product, or every step of gpt-oss's
     experts, whose names last until all are done (transformers/integrations/moe.py, modeling_gpt_oss.py `_apply_gate`)."""
-    own = g.keeps.own_experts and not dense
+    own = g.keeps.own_experts and not g.keeps.fused_experts and not dense
     return (9 if own else 3) * feed + 4 * t * g.hidden + (2 * t * g.hidden * g.experts_per_token if own else 0)
 
 
@@ -286,6 +283,10 @@ def _beside_attention(g: Geometry, t: int, seq_len: int, liger: bool) -> int:
     norm = min(2, k.qk_norm) if liger and not k.own_qk_norm else k.qk_norm
     token = k.token // 2 if liger else k.token
     return t * (norm * (g.query + g.key) + k.head * g.query // g.heads + token + k.mask * seq_len)
+
+
+def _middle_and_gate(g: Geometry, elems: int, liger: bool) -> tuple[int, int]:
+    return (2 * elems, 2 * elems) if liger and g.gated and not g.keeps.own_experts else _activation(g, elems)
 
 
 def _activation(g: Geometry, elems: int) -> tuple[int, int]:

@@ -166,7 +166,7 @@ class Run:
         """
         if self.plan.kernels == "liger" and not self.of_tile and self.plan.parameters.kind in HALVES:
             return max(cost.stream, 2 * cost.feed)
-        if cost.in_passing:  # liger-kernel's experts: what the last product reads, and its results, beside their sum
+        if cost.in_passing:  # bigtrain's experts: what the last product reads, and its results, beside their sum
             return cost.stream + cost.in_passing + cost.feed - cost.shared
         if self.g.keeps.own_experts and cost.chosen:  # clamped up, the bias of each row; its results are not there yet
             return max(cost.stream, 3 * cost.feed - cost.chosen)

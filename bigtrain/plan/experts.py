@@ -1,4 +1,4 @@
-"""What backward through a sparse block's experts holds, tensor by tensor: of transformers' own, and of liger-kernel's.
+"""What backward through a sparse block's experts holds, tensor by tensor: of transformers' own, and of bigtrain's (kernels/experts.py).
 
 transformers/integrations/moe.py `grouped_mm_experts_forward` (5.17 and 5.24): tokens are gathered once for each of their experts, sorted
 by expert; two grouped products; each token's results are weighed, sorted back and summed up.
@@ -71,25 +71,40 @@ def backward(
 def _fused_backward(
     tape: Tape, items: Sequence[Parameter], block: int, cost: BlockBytes, feed: Sequence[int], grad: Callable[[int], None]
 ) -> None:
-    """liger_kernel/ops/fused_moe.py `LigerFusedMoEFunction.backward` (0.8.5): all of it is there until the gradients are handed out.
-
-    What it makes is let go as it returns; gate and up, which it was given, stay until then.
-    """
+    """`_Second.backward` and then `_First.backward`: each makes one weight's gradient, which autograd hands on at once."""
     grouped = [i for i in feed if ".experts." in items[i].name]
-    both = 2 * (cost.feed - cost.shared)
+    last = [i for i in grouped if "down" in items[i].name]
+    one = cost.feed - cost.shared
+
+    def made(which: Sequence[int]) -> None:
+        for i in which:
+            tape.hold(("of experts", "gradient", i), 2 * items[i].elems, _ROW)
+
+    def handed_on(which: Sequence[int]) -> None:
+        for i in which:
+            tape.drop(("of experts", "gradient", i))
+            grad(i)
+
     if cost.shared:  # their gate and up become their own gradients
         tape.touch(cost.shared + 2 * cost.stream, _ROW)
         tape.drop(("product", block))
-    tape.hold("dboth", both, _ROW)
-    tape.hold("weighed", both // 2, _ROW)
+    tape.hold("dresults", cost.in_passing, _ROW)
+    tape.hold("dthrough", one, _ROW)
+    tape.hold("through", one, _ROW)
+    made(last)
+    tape.drop("through", "dresults")
+    tape.hold("dboth", 2 * one, _ROW)
+    tape.drop("dthrough", ("middle", block), ("gate", block), ("product", block))
+    handed_on(last)
     tape.hold("dinputs", cost.in_passing, _ROW)
     tape.hold("dinput", cost.stream, _ROW)
-    for i in grouped:
-        tape.hold(("of experts", "gradient", i), 2 * items[i].elems, _ROW)
-    tape.drop("dboth", "weighed", "dinputs", ("middle", block), ("gate", block), ("product", block), ("routing", block))
-    for i in grouped:
-        tape.drop(("of experts", "gradient", i))
-        grad(i)
+    tape.drop("dinputs")
+    tape.hold("inputs", cost.in_passing, _ROW)
+    first = [i for i in grouped if i not in last]
+    made(first)
+    tape.drop("inputs", "dboth")
+    handed_on(first)
+    tape.drop(("routing", block))
     for i in reversed([i for i in feed if i not in grouped]):
         grad(i)
     tape.drop("dinput")

@@ -24,9 +24,11 @@ LIGER_KINDS = frozenset({
     "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text",
 })  # fmt: skip
 
-# Of these, where the class of the routed experts is liger-kernel's too (transformers/swiglu.py `LigerExperts`), and where norms of queries
-# and keys or the experts stay transformers' own.
-_LIGER_EXPERTS = {"mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"}
+# Whose routed experts are bigtrain's on a GPU with fused kernels (kernels/experts.py), gate included; where norms of queries and keys, or the
+# experts' gate without these, stay transformers' own.
+_GROUPED_EXPERTS = {
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "granitemoe", "dots1", "deepseek_v2", "deepseek_v3", "gpt_oss",
+}  # fmt: skip
 _OWN_QK_NORM = {"olmo2", "olmo3", "hunyuan_v1_dense"}
 _OWN_EXPERTS = {"gpt_oss"}
 
@@ -90,7 +92,7 @@ class Keeps:
         token: whatever the widths of the block.
         activation: of the feed-forward width, beyond the activation's output; its backward makes as much as `derivative` in passing.
         router: of the residual stream's width, in a sparse block.
-        fused_experts: liger-kernel has routed experts for this family. own_experts, own_qk_norm: it leaves these as they are.
+        fused_experts: routed experts keep gate and up alone. own_experts, own_qk_norm: liger-kernel leaves these as they are.
         matrix: for each head and key, where attention is made of single operations; 0: it goes through sdpa. Beside it a forward holds
             `scores_passing` at most; `capped` of it are there because tanh keeps its own result, and `handed_on` stays until the next
             block has returned, whatever is kept.
@@ -263,7 +265,7 @@ def keeps(kind: str, c: Values, attention: Attention) -> Keeps:
     in_attention = kind != "falcon" and bool(c.get(attention_key, attention_default))
     return replace(
         found,
-        fused_experts=kind in _LIGER_EXPERTS,
+        fused_experts=kind in _GROUPED_EXPERTS and activation(kind, c) in ("", "silu", "swish"),
         own_experts=kind in _OWN_EXPERTS,
         own_qk_norm=kind in _OWN_QK_NORM,
         masks=masks if dropped else 0,

@@ -24,8 +24,8 @@ _FUSED_ROTARY, _ROTARY, _PART_ROTARY = 6, 30, 46
 _ACTIVATION, _PRODUCT, _FUSED_GATED, _OPERATIONS = 2, 3, 2, 3
 # Sums of the residual stream, and of gradients of what several products read. A dropout: both ways.
 _STREAM, _DROPOUT = 7, 2
-# Routing, sorting, products in groups.
-_EXPERTS = 60
+# Routing, sorting, products in groups: transformers' and bigtrain's (kernels/experts.py).
+_EXPERTS, _GROUPED_EXPERTS = 60, 36
 # In operations (`Rates.operation_s`): what a block takes whatever it launches (modules, hooks, views), one kernel, and one call of
 # liger-kernel's functions, which are Python.
 _OF_BLOCK, _OF_KERNEL, _OF_CALL = 82, 0.74, 16.5
@@ -55,7 +55,8 @@ def _launched(plan: PlanInput) -> Launched:
     g, kind, liger = plan.geometry, plan.parameters.kind, plan.kernels == "liger"
     items = [plan.parameters.items[i] for i in next(iter(plan.parameters.blocks.values()))]
     kernels = sum(_WEIGHT if len(p.shape) > 1 else _BIAS for p in items if "norm" not in p.name and ".ln_" not in p.name)
-    kernels += _STREAM + g.keeps.masks * _DROPOUT + (_SCORES if g.keeps.matrix else _ATTENTION) + (_EXPERTS if g.experts else 0)
+    kernels += _STREAM + g.keeps.masks * _DROPOUT + (_SCORES if g.keeps.matrix else _ATTENTION)
+    kernels += (_GROUPED_EXPERTS if g.keeps.fused_experts else _EXPERTS) if g.experts else 0
     norms = g.norms + (2 if g.keeps.qk_norm else 0)
     fused_norms = norms if liger and not g.keeps.own_qk_norm else g.norms if liger or not g.rms else 0
     kernels += fused_norms * _NORM + (norms - fused_norms) * _RMS_NORM

@@ -34,9 +34,9 @@ _OWN_GELU = {"bloom": (42, 88)}
 # Of a token's experts, inputs and results: gathered, masked twice, weighed, sorted back, summed up, 22; backward, with zeros for each that is
 # scattered, 60; and of all experts' weights, which are read twice and their gradients written, however few tokens there are.
 _CHOSEN, _WEIGHTS = 22 + 60, 6
-# liger-kernel's experts (ops/fused_moe.py): tokens and gradients gathered where they are read, results and gradients of inputs written and
-# summed; what the last product reads, gradients of gate and up. Their weights: read in each product, gradients zeroed and written.
-_FUSED_CHOSEN, _FUSED_FEED, _FUSED_WEIGHTS = 16, 28, 8
+# bigtrain's experts (kernels/experts.py): tokens, their gradients and tokens again gathered, results and gradients of inputs summed; the gate
+# forward, again and back.
+_GROUPED_CHOSEN, _GROUPED_FEED = 16, 22
 # Families whose gate and up are halves of one product, whose gradients backward joins; liger-kernel copies both before (`ensure_contiguous`).
 _HALVES = {"phi3", "glm", "glm4"}
 # Families whose queries, keys and values are parts of one product: joined in backward. Slices of it (Phi-3) have a gradient each, as wide as
@@ -59,8 +59,7 @@ def moved_bytes(plan: PlanInput, forward: float = 1.0, backward: float = 1.0) ->
     if g.experts:
         sparse = max(0, g.layers - g.dense_layers)
         found += plan.tokens * sparse * (_of_feed_forward(plan, False, liger) - _of_feed_forward(plan, g.is_dense(0), liger))
-        weights = _FUSED_WEIGHTS if liger and g.keeps.fused_experts else _WEIGHTS
-        found += weights * sum(p.elems for p in plan.parameters.items if ".experts." in p.name)
+        found += _WEIGHTS * sum(p.elems for p in plan.parameters.items if ".experts." in p.name)
     ahead, back = _by_direction(plan)
     return found * (forward + 2 * backward) / 3 + plan.tokens * g.layers * (forward * ahead + backward * back)
 
@@ -104,11 +103,11 @@ def _of_attention(plan: PlanInput, liger: bool) -> float:
 
 def _of_feed_forward(plan: PlanInput, dense: bool, liger: bool) -> float:
     g, halves = plan.geometry, plan.parameters.kind in _HALVES
-    if not dense and liger and g.keeps.fused_experts:
-        own = g.experts_per_token * (_FUSED_CHOSEN * g.hidden + _FUSED_FEED * g.ffn)
-        return own + _FUSED_GATED * g.shared_ffn
-    width = _width(g, dense)
-    found = 0.0 if dense else _CHOSEN * g.experts_per_token * g.hidden
+    width, found = _width(g, dense), 0.0
+    if not dense and g.keeps.fused_experts:
+        found, width = g.experts_per_token * (_GROUPED_CHOSEN * g.hidden + _GROUPED_FEED * g.ffn), g.shared_ffn
+    elif not dense:
+        found = _CHOSEN * g.experts_per_token * g.hidden
     if plan.parameters.kind in _OWN_GELU:
         return found
     if g.gated and liger:

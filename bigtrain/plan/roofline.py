@@ -33,7 +33,7 @@ class Rates:
 
     Attributes:
         matmul_flops: large bf16 matmul, FLOP/s. products_share, experts_share: part of it that a model's matrices, and products in
-            groups of routed experts reach (attention: `scored`).
+            groups of routed experts reach (gpt-oss's 606 TFLOP/s on an H200; attention: `scored`).
         device_bytes_s: GPU memory copied, read and written (an H200's: the others were measured on an H100). h2d_bytes_s, d2h_bytes_s: pinned PCIe. pageable_bytes_s: unpinned.
         cpu_adam_s_per_elem: DeepSpeedCPUAdam; cpu_adam_8bit_s_per_elem: its 8-bit stand-in (assumed twice that).
         operation_s: of the host's thread, for a small elementwise operation on a card and its backward (see `launched`).
@@ -49,7 +49,7 @@ class Rates:
 
     matmul_flops: float = 784e12
     products_share: float = 0.89
-    experts_share: float = 0.47
+    experts_share: float = 0.77
     device_bytes_s: float = 3.6e12
     h2d_bytes_s: float = 53e9
     d2h_bytes_s: float = 54e9

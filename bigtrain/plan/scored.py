@@ -14,6 +14,8 @@ from bigtrain.plan.inputs import PlanInput
 
 # Of 784 TFLOP/s, forward and backward, by the width of a head.
 _SHARES = {64: (0.477, 0.347), 128: (0.761, 0.462), 256: (0.392, 0.264)}
+# Of these, what compiled kernels (flex_attention) reach with heads wider than 128: 139 and 67 TFLOP/s (Gemma 2 2B, traced on an H200).
+_COMPILED_WIDE = (0.45, 0.32)
 # With a dense bias (Falcon's ALiBi) kernels skip nothing, and reach this part of their rate: 236 and 184 TFLOP/s of 374 and 272.
 _BIASED = 0.65
 # GPT-J multiplies queries and keys in fp32, without tensor cores: half of forward's products and of backward's.
@@ -34,6 +36,8 @@ def attention_flops(plan: PlanInput, products_share: float, forward: float, back
         slow = products_share / _FP32_SHARE if plan.parameters.kind in _FP32 else 1.0
         return (forward + 2 * backward) * each * (1 + slow) / 2 / products_share
     ahead, back = _shares(g.query // max(1, g.heads))
+    if g.keeps.unseen and g.query // max(1, g.heads) > 128:
+        ahead, back = ahead * _COMPILED_WIDE[0], back * _COMPILED_WIDE[1]
     each = one * g.attended(plan.seq_len)
     if g.keeps.scores:
         each, ahead, back = one * 2 * g.layers * plan.seq_len, ahead * _BIASED, back * _BIASED

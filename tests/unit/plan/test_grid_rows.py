@@ -114,11 +114,11 @@ MASKED = ("phi-3", "gemma-3")
 
 
 def test_families_that_liger_kernel_does_not_know_are_planned_with_transformers_own_kernels():
-    """GPT-NeoX and OLMoE were planned with liger-kernel's (-3.6 to +2.3 %); Qwen3 has them. Nothing is fitted to these rows."""
+    """GPT-NeoX was planned with liger-kernel's (-3.6 to +2.3 %); Qwen3 has them. Nothing is fitted to these rows."""
     rows = [
         row for row in map(json.loads, FAMILIES.read_text().splitlines()) if not any(name in row["model"] for name in MASKED)
     ]
-    assert len(rows) == 6
+    assert len(rows) == 4
     for row in rows:
         said = predicted(row, row["predicted"]["gpu_limit_bytes"], row["predicted"]["host_limit_bytes"])
         error = said["gpu_allocated_bytes"] / row["gpu_allocated_bytes"] - 1
@@ -160,7 +160,7 @@ def test_eleven_more_families_are_allocated_as_measured():
     """
     rows = list(map(json.loads, ROWS.with_name("plan_held_out_2_rows.jsonl").read_text().splitlines()))
     rows = [row for row in rows if row["status"] == "ok" and "zero2, seq 4096, granite-3-2b" not in row["label"]]
-    assert len(rows) == 23
+    assert len(rows) == 19
     for row in rows:
         row["settings"].setdefault("leaf_blocks", "auto")
         said = predicted(row, row["predicted"]["gpu_limit_bytes"], row["predicted"]["host_limit_bytes"])
@@ -178,10 +178,10 @@ KNOWN_3 = {
 
 
 def test_ten_more_families_are_allocated_as_measured():
-    """Bloom, GPT-J and gpt-oss were planned 2 to 3.3 % too low, without all of a softmax's backward; nothing is fitted to these."""
+    """Bloom and GPT-J were planned 2 to 3.3 % too low, without all of a softmax's backward; nothing is fitted to these."""
     rows = list(map(json.loads, ROWS.with_name("plan_held_out_3_rows.jsonl").read_text().splitlines()))
     rows = [row for row in rows if row["status"] == "ok" and "command" not in row["model"]]  # whose loss goes in chunks since
-    assert len(rows) == 21
+    assert len(rows) == 20
     for row in rows:
         row["settings"].setdefault("leaf_blocks", "auto")
         said = predicted(row, row["predicted"]["gpu_limit_bytes"], row["predicted"]["host_limit_bytes"])
@@ -204,19 +204,33 @@ def test_what_the_allocator_did_at_its_limit_in_each_step_was_planned():
 
 
 def test_without_fused_kernels_products_are_as_fast_and_the_rest_is_counted():
-    """Fused kernels' share of the large product for all, and operators' bytes: OLMoE was planned 47 % too fast, Pythia with its own kernels 17 % too slow."""
+    """Fused kernels' share of the large product for all, and operators' bytes: Pythia with its own kernels was planned 17 % too slow."""
     rows = [json.loads(line) for file in (ROWS, LATER, FAMILIES) for line in file.read_text().splitlines()]
     rows = [
         r
         for r in rows
-        if r["settings"].get("use_liger_kernel") is False or (r["settings"]["ds_config"] == "zero2" and r in rows[-4:])
+        if r["settings"].get("use_liger_kernel") is False or (r["settings"]["ds_config"] == "zero2" and r in rows[-2:])
     ]
-    assert len(rows) == 4
+    assert len(rows) == 3
     for row in rows:
         said = predicted(row, 140 * GIB)
         assert "hf kernels" in said["config"]
         error = said["step_time_s"] / row["step_time_s"]["median"] - 1
-        assert abs(error) <= (0.1 if "olmoe" in row["model"] else 0.05), row["label"]
+        assert abs(error) <= 0.05, row["label"]
+
+
+def test_experts_by_grouped_products_and_compiled_attention_are_allocated_as_measured():
+    """gpt-oss, Qwen3-MoE, Mixtral, OLMoE, Gemma 2; stages 2 and 3, nothing or all or but products recomputed, state on the host. Four of the ten
+    were planned before the plan knew of these experts; of the seconds, what grouped products reach is gpt-oss's, traced."""
+    rows = list(map(json.loads, ROWS.with_name("plan_experts_rows.jsonl").read_text().splitlines()))
+    assert len(rows) == 10
+    for row in rows:
+        said = predicted(row, row["predicted"]["gpu_limit_bytes"], row["predicted"]["host_limit_bytes"])
+        assert abs(said["gpu_allocated_bytes"] / row["gpu_allocated_bytes"] - 1) <= 0.001, row["label"]
+        used_is_said(said, row, 0.035)
+        # Stage 3's copies of large experts on one card are not counted (-27 %), and that run's host was faster than is assumed (+23 %).
+        if row["settings"]["ds_config"] == "zero2":
+            assert abs(said["step_time_s"] / row["step_time_s"]["median"] - 1) <= 0.15, row["label"]
 
 
 def test_logits_that_are_scaled_or_capped_and_more_on_two_cards_are_allocated_as_measured():
