@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bigtrain.errors import BigtrainError, StoppedError
+from bigtrain.errors import BigtrainError, StoppedError, UsageError
 from bigtrain.hosts import launcher
 from bigtrain.plan.room import WARNING_SHARE
 from bigtrain.run import failure
@@ -156,6 +156,7 @@ class Run:
         if self.main:
             self.rows = RowLog(folder.root / "metrics.jsonl", keep_to_step=start)
             self.evals = RowLog(folder.root / "eval.jsonl", keep_to_step=start)
+            self.saving.evaluations = self.evals.rows
             self.trackers = open_trackers(args.trackers, folder.root, asdict(args), run_name=args.run_name, first_step=start)
             folder.update_run(flops_formula=str(flops), engine=engine.summary(), resumed_at_step=start or None)
         self.evaluated_step = -1  # of eval.jsonl, once all ranks have one of these
@@ -316,6 +317,8 @@ class Run:
         from bigtrain.run.runfolder import now
 
         self.engine.checkpoints.failure()  # of a save in flight: it has been said, and must not hide what ended the run
+        if isinstance(error, UsageError) and self.engine.global_step > self.start:
+            error.exit_code = BigtrainError.exit_code  # 2 says that nothing was trained
         if self.main and not self.ended:
             with contextlib.suppress(
                 BigtrainError, OSError
@@ -329,6 +332,8 @@ class Run:
         from bigtrain.diagnostics.report import flatten, write_report
         from bigtrain.run.runfolder import now
 
+        self.rows.settle()
+        self.evals.settle()
         rows = read_rows(self.folder.root / "metrics.jsonl")
         summary = summarise(rows, self.clock.totals_s, self.start)
         self.folder.update_run(summary=summary, outcome=outcome, ended=now())

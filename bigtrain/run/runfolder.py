@@ -77,7 +77,9 @@ class RunFolder:
         if not above.is_dir():
             raise UsageError(f"--output_dir {self.root} cannot be made: {above} is a file")
         if not os.access(above, os.W_OK):
-            raise UsageError(f"--output_dir {self.root} cannot be written to: no permission in {above}")
+            read_only = os.statvfs(above).f_flag & os.ST_RDONLY
+            why = "the file system of {} is mounted read-only" if read_only else "no permission in {}"
+            raise UsageError(f"--output_dir {self.root} cannot be written to: {why.format(above)}")
 
     def _refuse_living(self) -> None:
         """Two runs in one folder would replace each other's steps and rows. Known of this host's processes alone."""
