@@ -392,7 +392,7 @@ def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str,
     import torch
 
     from bigtrain.run.beginning import story
-    from bigtrain.run.runfolder import now, this_process
+    from bigtrain.run.runfolder import now
     from bigtrain.versions import versions
 
     resolved = job.resolved
@@ -417,7 +417,7 @@ def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str,
         steps=job.steps.describe(),
         planned=planned,
         started=now(),
-        process=this_process(),
+        process=folder.process(),
         outcome="running",  # that of an earlier start of this run does not stand for this one
     )
 

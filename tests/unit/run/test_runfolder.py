@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from bigtrain.errors import BigtrainError, UsageError
 from bigtrain.run import disk
-from bigtrain.run.runfolder import RunFolder, this_process
+from bigtrain.run.runfolder import RunFolder
 from bigtrain.versions import versions
 
 
@@ -50,7 +50,7 @@ def test_a_folder_that_another_process_trains_into_is_refused(folder, tmp_path):
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        folder.update_run(outcome="running", process=this_process(), started="today")
+        folder.update_run(outcome="running", process=folder.process(), started="today")
         os.write(write, b"!")
         signal.pause()
     os.read(read, 1)
@@ -58,6 +58,8 @@ def test_a_folder_that_another_process_trains_into_is_refused(folder, tmp_path):
         for resume, overwrite in (("auto", False), (None, True)):
             with pytest.raises(UsageError, match=rf"is in use: process {pid} trains into it since today"):
                 folder.check(resume=resume, overwrite=overwrite)
+        shutil.copytree(tmp_path, copy := tmp_path.with_name("copy"))  # nobody trains into that one
+        RunFolder(copy).check(resume="auto", overwrite=False)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
