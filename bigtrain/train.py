@@ -151,7 +151,8 @@ class Run:
             self.eval_loader = data.EvalLoader(job.eval_rows, plan, num_workers=workers, **where)
         self.clock, self.memory, self.main = StepClock(), ProcessMemory(), ranks.is_main()
         self.gpu, self.thrash = GpuMemory(), Thrash()
-        self.saving = Saving(args, engine, job.steps, folder.root, {**job.data_told, "leaf_blocks": job.leaf_blocks})
+        kept = {**job.data_told, **job.eval_told, "leaf_blocks": job.leaf_blocks}
+        self.saving = Saving(args, engine, job.steps, folder.root, kept)
         self.ended, self.trackers = False, Trackers({})
         if self.main:
             self.rows = RowLog(folder.root / "metrics.jsonl", keep_to_step=start)

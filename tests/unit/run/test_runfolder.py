@@ -180,6 +180,19 @@ def test_other_data_is_told_fact_by_fact(caplog):
     assert len(caplog.messages) == 1 and caplog.messages[0].endswith(":\n  rows: 12 in the checkpoint, 10 in this run")
 
 
+@pytest.mark.parametrize(("best", "more"), [(False, ""), (True, " --load_best_model_at_end compares them all the same.")])
+def test_other_evaluation_data_is_told(best, more, caplog):
+    """Losses of two sets stood in one file, and the lowest of them all decided what the model is, without a word."""
+    from bigtrain.run.job import Job
+
+    mine = SimpleNamespace(eval_told={"eval_content": "a1"}, args=SimpleNamespace(load_best_model_at_end=best))
+    for told in (mine.eval_told, {}):
+        Job.tell_changed_evaluation(mine, told)
+    assert caplog.messages == []
+    Job.tell_changed_evaluation(mine, {"eval_content": "b2"})
+    assert len(caplog.messages) == 1 and caplog.messages[0].endswith(f"from before are of other rows.{more}")
+
+
 def test_two_runs_that_start_at_once_do_not_share_a_folder(tmp_path):
     """Both have looked before either has begun; hours of tokenising may lie between the look and the begin."""
     slow = RunFolder(tmp_path / "out")
