@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bigtrain.errors import BigtrainError, StoppedError
+from bigtrain.errors import BigtrainError, StoppedError, UsageError
 from bigtrain.hosts import launcher
 from bigtrain.plan.room import WARNING_SHARE
 from bigtrain.run import failure
@@ -151,11 +151,13 @@ class Run:
             self.eval_loader = data.EvalLoader(job.eval_rows, plan, num_workers=workers, **where)
         self.clock, self.memory, self.main = StepClock(), ProcessMemory(), ranks.is_main()
         self.gpu, self.thrash = GpuMemory(), Thrash()
-        self.saving = Saving(args, engine, job.steps, folder.root, {**job.data_told, "leaf_blocks": job.leaf_blocks})
+        kept = {**job.data_told, **job.eval_told, "leaf_blocks": job.leaf_blocks}
+        self.saving = Saving(args, engine, job.steps, folder.root, kept)
         self.ended, self.trackers = False, Trackers({})
         if self.main:
             self.rows = RowLog(folder.root / "metrics.jsonl", keep_to_step=start)
             self.evals = RowLog(folder.root / "eval.jsonl", keep_to_step=start)
+            self.saving.evaluations = self.evals.rows
             self.trackers = open_trackers(args.trackers, folder.root, asdict(args), run_name=args.run_name, first_step=start)
             folder.update_run(flops_formula=str(flops), engine=engine.summary(), resumed_at_step=start or None)
         self.evaluated_step = -1  # of eval.jsonl, once all ranks have one of these
@@ -316,6 +318,8 @@ class Run:
         from bigtrain.run.runfolder import now
 
         self.engine.checkpoints.failure()  # of a save in flight: it has been said, and must not hide what ended the run
+        if isinstance(error, UsageError) and self.engine.global_step > self.start:
+            error.exit_code = BigtrainError.exit_code  # 2 says that nothing was trained
         if self.main and not self.ended:
             with contextlib.suppress(
                 BigtrainError, OSError
@@ -329,6 +333,8 @@ class Run:
         from bigtrain.diagnostics.report import flatten, write_report
         from bigtrain.run.runfolder import now
 
+        self.rows.settle()
+        self.evals.settle()
         rows = read_rows(self.folder.root / "metrics.jsonl")
         summary = summarise(rows, self.clock.totals_s, self.start)
         self.folder.update_run(summary=summary, outcome=outcome, ended=now())
@@ -387,7 +393,7 @@ def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str,
     import torch
 
     from bigtrain.run.beginning import story
-    from bigtrain.run.runfolder import now, this_process
+    from bigtrain.run.runfolder import now
     from bigtrain.versions import versions
 
     resolved = job.resolved
@@ -412,7 +418,7 @@ def announce(job: Any, folder: Any, places: Sequence[Any], planned: Mapping[str,
         steps=job.steps.describe(),
         planned=planned,
         started=now(),
-        process=this_process(),
+        process=folder.process(),
         outcome="running",  # that of an earlier start of this run does not stand for this one
     )
 

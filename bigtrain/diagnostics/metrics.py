@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 UNTIMED_STEPS = 3
+HELD_S = 1800.0  # somebody may free space; a checkpoint that the disk does not take either ends the run at its second failure
+_PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EREMOTEIO, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +110,10 @@ class StepClock:
 
 
 class RowLog:
-    """JSON Lines, one row a step, flushed as it is written; a resumed run goes on after its checkpoint's step.
+    """JSON Lines, one row a step, handed to the system as it is written; a resumed run goes on after its checkpoint's step.
 
-    Rows after `keep_to_step` (work that the resumed run will do again) and a torn last line are dropped.
+    Rows after `keep_to_step` (work that the resumed run will do again) and a torn last line are dropped. Rows that a full disk does not take
+    are held and written with a later one, for `HELD_S` at most.
 
     Attributes:
         last_step: of the newest row that was there already; -1 if there is none.
@@ -127,33 +130,71 @@ class RowLog:
         try:
             fresh.write_text("".join(_line(row) for row in kept), encoding="utf-8")
             os.replace(fresh, self.path)
-            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (held open for the run)
+            self._open()
         except OSError as error:
             with contextlib.suppress(OSError):
                 fresh.unlink()
             raise BigtrainError.not_writable(self.path, error) from error
+        self._held, self._held_since = b"", 0.0
+
+    def _open(self) -> None:
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (for the run; without a buffer, so that a part is known)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row and hand it to the operating system.
 
         Raises:
-            BigtrainError: it does not take it, with a full disk for instance.
+            BigtrainError: it does not take it, and that will not pass, or has not for `HELD_S`.
+        """
+        before = len(self._held)
+        self._held += _line(row).encode()
+        try:
+            self._hand_over()
+        except OSError as error:
+            if error.errno not in _PASSING or (before and time.monotonic() - self._held_since > HELD_S):
+                raise self._refused(error) from error
+            if not before:
+                self._held_since = time.monotonic()
+                logger.warning(
+                    "%s takes no rows from step %d on: %s. They are kept, and training goes on, for %.0f minutes: make room on that disk",
+                    self.path, row["step"], error.strerror, HELD_S / 60,
+                )  # fmt: skip
+        else:
+            if before:
+                logger.warning("%s takes rows again: none is lost", self.path)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows, those that are held among them."""
+        return read_rows(self.path) + _parsed(self._held)
+
+    def settle(self) -> None:
+        """Write the rows that are held.
+
+        Raises:
+            BigtrainError: the system still does not take them.
         """
         try:
-            if self._is_gone():
-                self._begin_anew()
-            try:
-                self._append(row)
-            except OSError as error:
-                if error.errno != errno.ESTALE:  # of a network disk: another host removed the file, or the server began anew
-                    raise
-                self._begin_anew()
-                self._append(row)
+            self._hand_over()
         except OSError as error:
-            raise BigtrainError(
-                f"the row of step {row['step']} cannot be written to {self.path}: {error}. Make room on that disk and start again with "
-                "--resume_from_checkpoint auto"
-            ) from error
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> BigtrainError:
+        first = next((row["step"] for row in _parsed(self._held)), "?")
+        return BigtrainError(
+            f"the rows from step {first} on cannot be written to {self.path}: {error}. Make room on that disk and start again with "
+            "--resume_from_checkpoint auto"
+        )
+
+    def _hand_over(self) -> None:
+        if self._is_gone():
+            self._begin_anew()
+        try:
+            self._append()
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # of a network disk: another host removed the file, or the server began anew
+                raise
+            self._begin_anew()
+            self._append()
 
     def _is_gone(self) -> bool:
         try:
@@ -164,9 +205,9 @@ class RowLog:
             return False
         return False
 
-    def _append(self, row: Mapping[str, Any]) -> None:
-        self._file.write(_line(row))
-        self._file.flush()
+    def _append(self) -> None:
+        while self._held:
+            self._held = self._held[self._file.write(self._held) :]
 
     def _begin_anew(self) -> None:
         """What is written into a file that has been removed, or moved with its folder, nobody would find beside the run's checkpoints."""
@@ -175,11 +216,11 @@ class RowLog:
         )
         self.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (held open for the run)
+        self._open()
 
     def close(self) -> None:
         """Close the file; no more rows."""
-        with contextlib.suppress(OSError):  # what a full disk did not take is still to be written, and has been told
+        with contextlib.suppress(OSError):
             self._file.close()
 
 
@@ -192,11 +233,14 @@ def _line(row: Mapping[str, Any]) -> str:
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """Rows of a metrics file in step order; a torn last line, or one that a crash of the machine has damaged, is left out."""
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        return _parsed(Path(path).read_bytes())
     except FileNotFoundError:
         return []
+
+
+def _parsed(text: bytes) -> list[dict[str, Any]]:
     rows = []
-    for line in lines:
+    for line in text.split(b"\n"):
         with contextlib.suppress(ValueError):
             row = json.loads(line)
             if isinstance(row, dict) and isinstance(row.get("step"), int):

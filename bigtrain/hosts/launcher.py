@@ -20,8 +20,11 @@ logger = logging.getLogger("bigtrain")
 
 LOOK_S = 1.0
 _ENDED = {"dead", "zombie"}
-_PROGRAMS = {"torchrun", "deepspeed", "accelerate"}
-_MODULES = {"torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.launch", "accelerate.commands.launch"}
+_BELOW_DEEPSPEED = "deepspeed.launcher.launch"  # started by `deepspeed` on each host; starts the ranks
+_PROGRAMS = {"torchrun", "deepspeed", "ds", "accelerate"}
+_MODULES = {
+    "torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.runner", _BELOW_DEEPSPEED, "accelerate.commands.launch",
+}  # fmt: skip
 # Who adopts orphans. Any other parent may have started this rank itself: a shell in which variables of a launch were left, a program that
 # launches by torch's elastic_launch (`tune run`), a `timeout`. slurmstepd starts what a rank submits, variables of the launch and all.
 _INITS = {"systemd", "init", "tini", "docker-init", "dumb-init", "catatonit", "podman-init", "s6-svscan", "conmon"}
@@ -45,7 +48,7 @@ def watch(stop: StopSignal | None = None) -> None:
         if stop is None and not _is_rank():
             return
         above = launchers()
-        left = not above and _was_left()
+        left = _was_left(above)
     except ImportError:  # psutil: the run will say so itself
         return
     if left:
@@ -85,15 +88,26 @@ def was_launched() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or {"CROSS_RANK", "LOCAL_SIZE"} <= os.environ.keys()
 
 
-def _was_left() -> bool:
-    """Whether a launcher started this rank and was gone before it was looked for: the parent is whoever adopts orphans."""
+def _was_left(above: Sequence[psutil.Process]) -> bool:
+    """Whether a launcher started this rank, or the one launcher that is `above` it, and was gone before it was looked for.
+
+    Its child's parent is then whoever adopts orphans. `deepspeed` imports torch in both of its processes before a rank begins: many
+    seconds in which whoever notices a mistake kills the first, which does not tell the second.
+    """
     import psutil
 
     if not was_launched() or os.getsid(0) == 0:  # in a container of its own, from where the launcher is not seen
         return False
-    with contextlib.suppress(psutil.Error):
-        parent, own = psutil.Process(os.getppid()), psutil.Process().cmdline()
-        return parent.name() in _INITS and parent.cmdline()[1:][-len(own) :] != own  # `tini -- python train.py` has started it
+    with contextlib.suppress(psutil.Error, OSError):
+        top = above[-1] if above else psutil.Process()
+        own, parent = top.cmdline(), top.parent()
+        # Not on several hosts: there ssh starts it, with a --node_rank.
+        if parent is None or (above and (_BELOW_DEEPSPEED not in own or any(w.startswith("--node_rank") for w in own))):
+            return False
+        by_deepspeed = above or "TORCHELASTIC_RUN_ID" not in os.environ
+        # Whatever a container's first process is: no part of DeepSpeed begins a session of its own, so that one did not start it.
+        adopts = parent.name() in _INITS or (parent.pid == 1 and by_deepspeed and os.getsid(1) != os.getsid(top.pid))
+        return bool(adopts) and parent.cmdline()[1:][-len(own) :] != own  # `tini -- python train.py` has started it
     return False
 
 

@@ -80,6 +80,11 @@ class Job:
         told = {"seq_len": self.seq_len, "packing": self.args.packing, "data_seed": self.args.order_seed}
         return {**told, **{name: counts[name] for name in ("documents", "tokens", "rows")}, "content": self.rows.content}
 
+    @property
+    def eval_told(self) -> dict[str, str]:
+        """What the evaluation data is; a checkpoint keeps it, and `tell_changed_evaluation` compares."""
+        return {} if self.eval_rows is None else {"eval_content": self.eval_rows.content}
+
     def going_on(self, saved: Mapping[str, Any], step: int, position: int, planned: tuple[int, int]) -> Job:
         """The job from a checkpoint with this `state` on, whose next step begins at row `position`.
 
@@ -92,6 +97,7 @@ class Job:
                 f"move it away, and start again from checkpoint-{step}"
             )
         self.tell_changed_data(saved)
+        self.tell_changed_evaluation(saved)
         return replace(self, steps=self.steps.resumed(step, position, saved.get("global_batch")))
 
     def tell_changed_data(self, saved: Mapping[str, Any]) -> None:
@@ -100,6 +106,14 @@ class Job:
         lines = [f"\n  {k}: {saved[k]!r} in the checkpoint, {v!r} in this run" for k, v in now.items() if saved.get(k, v) != v]
         if lines and ranks.is_main():
             logger.warning("these are other rows than those of the checkpoint; as many are passed over:%s", "".join(lines))
+
+    def tell_changed_evaluation(self, saved: Mapping[str, Any]) -> None:
+        """Warn of losses that stand side by side in eval.jsonl and are of different rows."""
+        if any(saved.get(name, value) != value for name, value in self.eval_told.items()) and ranks.is_main():
+            best = " --load_best_model_at_end compares them all the same." if self.args.load_best_model_at_end else ""
+            logger.warning(
+                "the evaluation data is not that of the checkpoint: losses in eval.jsonl from before are of other rows.%s", best
+            )
 
 
 def device_type() -> str:

@@ -77,17 +77,32 @@ class RunFolder:
         if not above.is_dir():
             raise UsageError(f"--output_dir {self.root} cannot be made: {above} is a file")
         if not os.access(above, os.W_OK):
-            raise UsageError(f"--output_dir {self.root} cannot be written to: no permission in {above}")
+            read_only = os.statvfs(above).f_flag & os.ST_RDONLY
+            why = "the file system of {} is mounted read-only" if read_only else "no permission in {}"
+            raise UsageError(f"--output_dir {self.root} cannot be written to: {why.format(above)}")
 
     def _refuse_living(self) -> None:
         """Two runs in one folder would replace each other's steps and rows. Known of this host's processes alone."""
         run = self.read_run()
         process = run.get("process") or {}
-        if run.get("outcome") == "running" and process.get("pid") != os.getpid() and is_living(process):
+        here = run.get("outcome") == "running" and process.get("pid") != os.getpid() and not self._is_copy(process)
+        if here and is_living(process):
             raise UsageError(
                 f"--output_dir {self.root} is in use: process {process['pid']} trains into it since {run.get('started')}. Stop it, or "
                 "name another --output_dir."
             )
+
+    def process(self) -> dict[str, Any]:
+        """What run.json tells of the process that trains into this folder, which exists."""
+        return {**this_process(), "folder": self._identity()}
+
+    def _is_copy(self, process: Mapping[str, Any]) -> bool:
+        """Copied with its run.json while the run goes on. By both: a moved folder has another path, and some disks change inodes."""
+        told = process.get("folder", self._identity())
+        return all(now != then for now, then in zip(self._identity(), told))
+
+    def _identity(self) -> list[str | int]:
+        return [str(self.root.resolve()), self.root.stat().st_ino]
 
     def open(self, *, resume: str | None) -> None:
         """Make the folder this run's; without `resume`, what an earlier run left there is put aside until this one has made a step.
@@ -111,7 +126,7 @@ class RunFolder:
                     self._aside.mkdir(exist_ok=True)
                     os.replace(path, self._aside / path.name)
                     self._replaces = True
-                self.update_run(process=this_process(), outcome="running", started=now())
+                self.update_run(process=self.process(), outcome="running", started=now())
         except OSError as error:
             raise UsageError(f"--output_dir {self.root} cannot be made: {error.strerror}") from error
 

@@ -32,12 +32,14 @@ class Saving:
     Attributes:
         step: of the newest save; -1 if there is none.
         refused: what the newest save could not begin for, such as a full disk.
+        evaluations: the rows of eval.jsonl.
     """
 
     def __init__(self, args: Any, engine: Any, steps: StepPlan, root: Path, state: dict[str, Any]):
         self.args, self.engine, self.steps, self.root, self.state = args, engine, steps, root, state
         self.step, self._prepared = engine.global_step or -1, False
         self.refused: BigtrainError | None = None
+        self.evaluations: Callable[[], list[dict[str, Any]]] = lambda: read_rows(root / "eval.jsonl")
 
     @property
     def resumable(self) -> bool:
@@ -111,7 +113,7 @@ class Saving:
 
     def _best(self) -> int | None:
         there = {*store.steps(self.root), self.engine.global_step}
-        losses = {row["step"]: row["eval_loss"] for row in read_rows(self.root / "eval.jsonl")}
+        losses = {row["step"]: row["eval_loss"] for row in self.evaluations()}
         known = [step for step in sorted(there) if losses.get(step) is not None]
         return min(known, key=lambda step: losses[step], default=None)
 

@@ -160,26 +160,40 @@ def test_a_chat_models_export_ends_with_the_turn_and_is_written_once(demo, tmp_p
 
 
 FULL = """
-import json, sys
+import errno, json, sys
 from pathlib import Path
 from bigtrain.checkpoint import files
+from bigtrain.diagnostics.metrics import RowLog
 from bigtrain.train import main
 
 free, rows = files.free_bytes, Path(sys.argv[sys.argv.index("--output_dir") + 1], "metrics.jsonl")
 done = lambda: len(rows.read_text().splitlines()) if rows.exists() else 0
 files.free_bytes = lambda path: 0 if done() in (2, 6, 8) else free(path)
+take, refused = RowLog._append, [4, 5]
+
+def append(log):
+    if done() == 3 and refused:
+        refused.pop()
+        raise OSError(errno.ENOSPC, "No space left on device")
+    take(log)
+
+RowLog._append = append
 sys.exit(main())
 """
 
 
 def test_a_disk_that_is_full_for_a_while_ends_no_run_and_at_the_end_leaves_the_model(demo, tmp_path):
-    """Full when steps 2, 6 and 8 are saved. It ended the run after step 2; and after the last one, a second failure in a row, without a model."""
+    """Full when steps 2, 6 and 8 are saved, and for the rows of steps 4 and 5.
+
+    It ended the run after step 2, or with the first such row; and after the last one, a second failure in a row, without a model.
+    """
     (tmp_path / "full.py").write_text(FULL)
     out = tmp_path / "out"
     said = run_forked([tmp_path / "full.py", *flags(demo, out, max_steps=8, save_steps=2)], expect=1)
     assert (
         "step 2 was not saved (a second failure in a row ends the run)" in said
         and "CheckpointError: the checkpoint needs" in said
+        and "takes no rows from step 4 on" in said
     )
     assert checkpoints(out) == [4] and [row["step"] for row in rows_of(out)] == list(range(1, 9))
     told = json.loads((out / "run.json").read_text())

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bigtrain.diagnostics import metrics
 from bigtrain.diagnostics.metrics import (
     FlopsFormula,
     ProcessMemory,
@@ -229,15 +230,35 @@ def test_a_damaged_line_costs_no_other_row(tmp_path):
     assert read_rows(path) == [{"step": 1}, {"step": 2}]
 
 
-def test_a_full_disk_is_told_with_the_file_and_closing_says_nothing_more(tmp_path):
+def test_rows_that_a_full_disk_does_not_take_are_held_for_a_while(tmp_path, monkeypatch, caplog):
+    """The first of them ended the run, though somebody may free space, and a checkpoint that was not taken did not."""
     log = RowLog(tmp_path / "m.jsonl")
+    log.write(row(1))
+    disk, log._file = log._file, open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+    log.write(row(2))
+    log.write(row(3))
+    assert [r["step"] for r in log.rows()] == [1, 2, 3] and caplog.text.count(
+        "takes no rows from step 2 on: No space left"
+    ) == 1
+    told = r"rows from step 2 .*m\.jsonl: .*No space left on device.*--resume_from_checkpoint auto"
+    with pytest.raises(BigtrainError, match=told):
+        log.settle()
+    full, log._file = log._file, disk
+    log.write(row(4))
+    assert [r["step"] for r in read_rows(log.path)] == [1, 2, 3, 4] and "takes rows again" in caplog.text
+    log._file = full
+    log.write(row(5))
+    monkeypatch.setattr(metrics, "HELD_S", -1.0)
+    with pytest.raises(BigtrainError, match="rows from step 5"):
+        log.write(row(6))
     log.close()
-    log._file = open("/dev/full", "a")  # noqa: SIM115
-    with pytest.raises(
-        BigtrainError, match=r"row of step 3 .*m\.jsonl: .*No space left on device.*--resume_from_checkpoint auto"
-    ):
-        log.write({"step": 3})
-    log.close()
+
+
+def test_a_row_that_the_system_will_never_take_is_told_at_once(tmp_path):
+    log = RowLog(tmp_path / "m.jsonl")
+    log._file = open(log.path, "rb", buffering=0)  # noqa: SIM115
+    with pytest.raises(BigtrainError, match="rows from step 1 "):
+        log.write(row(1))
 
 
 def test_a_disk_that_is_full_before_the_first_row_is_told(tmp_path):
@@ -275,7 +296,7 @@ def test_a_network_disk_that_fails_to_say_ends_no_run(tmp_path, monkeypatch, cap
         patched.setattr(type(log.path), "stat", stale)
         log.write(row(1))
     assert not caplog.text
-    monkeypatch.setattr(log, "_file", SimpleNamespace(write=lambda text: None, flush=stale, close=lambda: None))
+    monkeypatch.setattr(log, "_file", SimpleNamespace(write=stale, close=lambda: None))
     log.write(row(2))
     log.close()
     assert [r["step"] for r in read_rows(tmp_path / "m.jsonl")] == [1, 2] and "lost by its disk" in caplog.text

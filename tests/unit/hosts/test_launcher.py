@@ -137,6 +137,27 @@ def test_a_rank_whose_launcher_is_gone_before_it_looks_leaves_at_once(launched, 
     assert done.stdout == ("" if leaves else "ready\nsaved, stopped by None\n"), done.stderr
 
 
+@pytest.mark.parametrize(("words", "leaves"), [((), True), (("--node_rank=1",), False)], ids=["one host", "started by ssh"])
+def test_ranks_begin_nothing_where_deepspeed_was_killed_while_it_started_them(words, leaves, tmp_path):
+    """`deepspeed` was gone before its second process had imported torch: that one started ranks, and they trained to the end."""
+    second = tmp_path / "deepspeed" / "launcher" / "launch.py"
+    second.parent.mkdir(parents=True)
+    for package in (tmp_path / "deepspeed", second.parent):
+        (package / "__init__.py").touch()
+    second.write_text(
+        "import os, subprocess, sys, time\nwhile os.getppid() != int(os.environ['ADOPTER']):\n    time.sleep(0.01)\n"
+        f"env = {{**os.environ, 'CROSS_RANK': '0', 'LOCAL_SIZE': '1'}}\n"
+        f"subprocess.run([sys.executable, '-c', {RANK!r}, 'meets', 'nohup'], env=env)\n"
+    )
+    call = "os.environ['ADOPTER'] = str(adopter)\nos.execv(sys.executable, [sys.executable, '-u', '-m', 'deepspeed.launcher.launch', *sys.argv[2:]])"
+    begins = LEFT.split("while os.getppid()")[0]
+    done = subprocess.run(
+        [sys.executable, "-c", begins + call, "systemd", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{python_path()}"}, start_new_session=True,
+    )  # fmt: skip
+    assert done.stdout == ("" if leaves else "ready\nsaved, stopped by None\n"), done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "launches"),
     [
@@ -144,6 +165,7 @@ def test_a_rank_whose_launcher_is_gone_before_it_looks_leaves_at_once(launched, 
         ("/v/bin/python -u -m deepspeed.launcher.launch --world_info=x train.py", True),
         ("python /v/bin/deepspeed train.py", True),
         ("torchrun train.py", True),
+        ("python -m deepspeed.launcher.runner train.py", True),
         ("timeout 5 deepspeed train.py", False),
         ("bash -c torchrun", False),
         ("python -m pytest tests deepspeed torchrun", False),

@@ -4,11 +4,14 @@ import configparser
 import os
 import re
 import resource
+from types import SimpleNamespace
 
 import pytest
 
 from bigtrain.diagnostics.doctor import examine, versions
+from bigtrain.errors import UsageError
 from bigtrain.run import failure
+from bigtrain.train import Run
 from tests import ROOT
 
 NEWER = "this version of torch is newer than the tested ones (2.99.0; needed: {} to {}). To mend it: pip install 'torch=={}'"
@@ -66,3 +69,14 @@ def test_a_limit_on_open_files_hides_no_failure(capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "AttributeError: gone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("start", "code"), [(0, 1), (4, 2)])
+def test_exit_code_2_says_that_nothing_was_trained(start, code, capsys):
+    """A disk that took no model after the last step, or data that was gone on the way, ended a run with it."""
+    run = object.__new__(Run)
+    run.engine = SimpleNamespace(global_step=4, checkpoints=SimpleNamespace(failure=lambda: None))
+    run.start, run.main = start, False
+    error = UsageError("out/model cannot be made: Input/output error")
+    run.failed(error)
+    assert failure.report(error) == code

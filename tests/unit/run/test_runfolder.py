@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from bigtrain.errors import BigtrainError, UsageError
 from bigtrain.run import disk
-from bigtrain.run.runfolder import RunFolder, this_process
+from bigtrain.run.runfolder import RunFolder
 from bigtrain.versions import versions
 
 
@@ -50,7 +50,7 @@ def test_a_folder_that_another_process_trains_into_is_refused(folder, tmp_path):
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        folder.update_run(outcome="running", process=this_process(), started="today")
+        folder.update_run(outcome="running", process=folder.process(), started="today")
         os.write(write, b"!")
         signal.pause()
     os.read(read, 1)
@@ -58,6 +58,8 @@ def test_a_folder_that_another_process_trains_into_is_refused(folder, tmp_path):
         for resume, overwrite in (("auto", False), (None, True)):
             with pytest.raises(UsageError, match=rf"is in use: process {pid} trains into it since today"):
                 folder.check(resume=resume, overwrite=overwrite)
+        shutil.copytree(tmp_path, copy := tmp_path.with_name("copy"))  # nobody trains into that one
+        RunFolder(copy).check(resume="auto", overwrite=False)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -176,6 +178,19 @@ def test_other_data_is_told_fact_by_fact(caplog):
     assert caplog.messages == []
     Job.tell_changed_data(mine, {**mine.data_told, "rows": 12})
     assert len(caplog.messages) == 1 and caplog.messages[0].endswith(":\n  rows: 12 in the checkpoint, 10 in this run")
+
+
+@pytest.mark.parametrize(("best", "more"), [(False, ""), (True, " --load_best_model_at_end compares them all the same.")])
+def test_other_evaluation_data_is_told(best, more, caplog):
+    """Losses of two sets stood in one file, and the lowest of them all decided what the model is, without a word."""
+    from bigtrain.run.job import Job
+
+    mine = SimpleNamespace(eval_told={"eval_content": "a1"}, args=SimpleNamespace(load_best_model_at_end=best))
+    for told in (mine.eval_told, {}):
+        Job.tell_changed_evaluation(mine, told)
+    assert caplog.messages == []
+    Job.tell_changed_evaluation(mine, {"eval_content": "b2"})
+    assert len(caplog.messages) == 1 and caplog.messages[0].endswith(f"from before are of other rows.{more}")
 
 
 def test_two_runs_that_start_at_once_do_not_share_a_folder(tmp_path):
