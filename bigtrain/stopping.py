@@ -30,12 +30,13 @@ STOPS = (signal.SIGINT, signal.SIGTERM, *_IF_NOBODY_ELSES)
 class StopSignal:
     """Whether this process was asked to stop: inside `with StopSignal() as stop:`, `stop.requested` names the signal.
 
-    `trains`: steps are being made, so that there is something to finish and to save.
+    `trains`: steps are being made, so that there is something to finish and to save. `over`: the run ends as it is, and has said
+    why; a launcher tells the ranks of each other's end by a signal.
     """
 
     def __init__(self) -> None:
         self.requested: str | None = None
-        self.trains = False
+        self.trains = self.over = False
         self._first_at = 0.0
         self._before: dict[int, Any] = {}
         self._pid = os.getpid()
@@ -72,7 +73,8 @@ class StopSignal:
             os._exit(StoppedError.exit_code)
         if self.requested is None:
             self.requested, self._first_at = why, time.monotonic()
-            _say(f"\nstopping after this step: {why}\n".encode())
+            if not self.over:
+                _say(f"\nstopping after this step: {why}\n".encode())
 
     def _let_go_of_what_is_closed(self) -> None:
         """Each write to a terminal that is gone fails, and would end the run before it is through."""
@@ -89,8 +91,12 @@ class StopSignal:
             self._let_go_of_what_is_closed()
         if self.requested is None:
             self.requested, self._first_at = signal.Signals(number).name, now
-            if os.environ.get("RANK", "0") == "0":
+            if os.environ.get("RANK", "0") != "0" or self.over:
+                return
+            if self.trains:
                 _say(b"\nstopping after this step; Ctrl-C again leaves at once\n")
+            elif number != signal.SIGTERM:  # which is also how a launcher ends the others of a rank that failed first
+                _say(b"\nstopping after the first step; Ctrl-C again leaves at once\n")
         elif number == signal.SIGINT and now - self._first_at > ECHO_S:
             _say(b"\nsecond Ctrl-C: leaving at once\n")
             os._exit(EXIT_INTERRUPTED)

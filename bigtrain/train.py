@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 train(args, stop)
             return 0
         except Exception as error:
+            stop.over = True
             code = failure.report(error)
             failure.tell_others(error)
             return code
