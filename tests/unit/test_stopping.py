@@ -160,7 +160,7 @@ def test_first_signal_is_a_wish_and_its_echo_too():
     ("state", "number", "words"),
     [
         ("trains", signal.SIGTERM, "stopping after this step"),
-        ("neither", signal.SIGINT, "stopping after the first step"),
+        ("neither", signal.SIGINT, "stopping; Ctrl-C again"),
         ("neither", signal.SIGTERM, ""),
         ("over", signal.SIGTERM, ""),
         ("over", signal.SIGINT, ""),
