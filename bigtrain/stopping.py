@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from bigtrain.errors import BigtrainError, StoppedError, UsageError
+from bigtrain.versions import missing_package
 
 ECHO_S = 2.0
 EXIT_INTERRUPTED = 130
@@ -158,6 +159,11 @@ def exit_code(command: Callable[[], int]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except ModuleNotFoundError as error:
+        if (missing := missing_package(error)) is None:
+            raise
+        print(missing, file=sys.stderr)
+        return missing.exit_code
     except BrokenPipeError:  # `bigtrain ... | head`
         _let_go_of_stdout()
         return BigtrainError.exit_code

@@ -58,6 +58,8 @@ def _as_dict(config: Any) -> Mapping[str, Any]:
         return read_config(config)
     if hasattr(config, "to_dict"):
         return config.to_dict()
+    if not hasattr(config, "__dict__"):
+        raise UsageError(f"a model config is an object, {{...}}, not {config!r:.80}")
     return vars(config)
 
 
