@@ -140,7 +140,8 @@ def open_what_is_closed() -> None:
 
 
 # What a path or its disk refuses: a sentence with its name, no traceback.
-_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO, errno.ESTALE)
+_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO, errno.ESTALE,
+              errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)  # fmt: skip
 
 
 def exit_code(command: Callable[[], int]) -> int:

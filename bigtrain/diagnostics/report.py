@@ -274,6 +274,8 @@ def compare(folders: Sequence[str | Path]) -> str:
     """Final numbers of several runs as a Markdown table; a run without a row says how it ended."""
     lines = ["| run | steps | last loss | tokens/s (p10 to p90) | MFU | GPU GiB | host GiB |", "|---|---|---|---|---|---|---|"]
     for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise UsageError(f"there is no folder {folder}")
         rows = read_rows(folder / "metrics.jsonl")
         if not rows:
             lines.append(f"| {folder.name} | {_read_json(folder / 'run.json').get('outcome', 'did not start')} | | | | | |")
