@@ -1,4 +1,5 @@
 # make train    new environment, then a first run with pictures in out/first (under ten minutes on two CPU cores); again: it goes on
+#               STEPS=200 OUT=out/second: how long, and where
 # make test     the test suite
 # make lint     ruff and mypy
 # make bench    a sweep: memory against throughput, predicted beside measured, with raw DeepSpeed and the Trainer as peers
@@ -39,7 +40,7 @@ train: $(VENV)/.installed $(DATA)/train.jsonl
 	@test ! -e $(OUT)/run.json || echo "$(OUT) holds a run: this one goes on from its last checkpoint. To start over: rm -r $(OUT)"
 	@echo "starting $(RANKS) processes: their first line comes when torch and DeepSpeed are loaded, a minute or more the first time"
 	deepspeed -q --num_accelerators $(RANKS) launch/train.py --ds_config ds_configs/zero3_offload.json $(JOB) \
-	    --max_steps $(STEPS) --lr_scheduler_type cosine --warmup_steps 10 \
+	    --max_steps $(STEPS) --lr_scheduler_type cosine --warmup_ratio 0.15 \
 	    --eval_data $(DATA)/validation.jsonl --eval_steps 30 --save_steps 30 --save_total_limit 1 \
 	    --output_dir $(OUT) --resume_from_checkpoint auto
 	@echo "Look at $(OUT)/report.html. For commands of your own: . $(VENV)/bin/activate"

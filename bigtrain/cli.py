@@ -7,15 +7,15 @@ A verb lives in the `cli` module of the part that it belongs to; only that modul
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
-import io
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from bigtrain import __version__, shapes
-from bigtrain.errors import BigtrainError, UsageError
+from bigtrain.errors import UsageError
+from bigtrain.stopping import exit_code
 
 # verb: (module with add_parsers, what it is for)
 VERBS: dict[str, tuple[str, str]] = {
@@ -77,32 +77,10 @@ def _describe(verbs: Any) -> None:
                 _describe(action)
 
 
-# What a path or its disk refuses: a sentence with its name, no traceback.
-_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO, errno.ESTALE)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code; errors of bigtrain's own print without a traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name that this terminal cannot show is no reason to fail
-    try:
-        return _run(words)
-    except BigtrainError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # `bigtrain ... | head`
-        sys.stderr.close()
-        return 1
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            print(f"{error.filename or 'the output'} cannot be written: no space is left there", file=sys.stderr)
-        elif error.filename is not None and error.errno in _OF_A_PATH:
-            print(f"{error.filename}: {error.strerror}", file=sys.stderr)
-        else:
-            raise
-        return BigtrainError.exit_code
+    return exit_code(lambda: _run(words))
 
 
 def _resolved_config(args: argparse.Namespace, model_config: dict[str, Any] | None) -> Any:
@@ -136,6 +114,9 @@ def _run(words: list[str]) -> int:
         parser.parse_args(words)
         parser.print_help()
         return 0 if words else 2
+    if (empty := next((at for at, word in enumerate(words) if not word or re.fullmatch(r"--\w+=", word)), None)) is not None:
+        where = words[empty].rstrip("=") or words[empty - 1]
+        raise UsageError(f"the value after {where} is empty (a shell variable that is not set?)")
     if words[0] not in VERBS:
         import difflib
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from bigtrain import standins
 from bigtrain.errors import UsageError
 
 
@@ -30,7 +31,7 @@ def read_run_file(path: str) -> dict[str, Any]:
     except Exception as error:
         raise UsageError(f"run file {path} cannot be parsed: {error}") from error
     if not isinstance(values, dict):
-        raise UsageError(f"run file {path} must be a mapping of argument names to values, got {type(values).__name__}")
+        raise UsageError(f"run file {path} must be a mapping of argument names to values, got {standins.kind(values)}")
     return values
 
 

@@ -363,7 +363,7 @@ def read_config(source: str | Path) -> dict[str, Any]:
         raise UsageError(f"{path}: no config.json there; give a model folder, a config.json or {PREFIX}NAME")
     config = read_json(file, "the model config")
     if not isinstance(config, dict):
-        raise UsageError(f"the model config '{file}' is no JSON object, {{...}}, but {type(config).__name__}")
+        raise UsageError(f"the model config '{file}' is no JSON object, {{...}}, but {standins.kind(config)}")
     return config
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 _LFS = b"version https://git-lfs.github.com/spec/"
 _PAGES = (b"<!doctype", b"<html", b"<head", b"<?xml")
@@ -37,6 +38,21 @@ def instead(path: str | Path) -> str:
     if first.startswith(_ANSWERS):
         return f"a hub's answer, {first.splitlines()[0].decode(errors='replace')!r}, in place of the file: download it again"
     return ""
+
+
+def kind(value: Any) -> str:
+    """What a value read from JSON or YAML is, in that language's words."""
+    if value is None:
+        return "null"
+    names: dict[type, str] = {
+        bool: "true or false",
+        str: "a string",
+        list: "a list",
+        dict: "an object",
+        int: "a number",
+        float: "a number",
+    }
+    return names.get(type(value), type(value).__name__)
 
 
 def _unreadable(path: str | Path, error: OSError) -> str:

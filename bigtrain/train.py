@@ -22,6 +22,7 @@ from bigtrain.hosts import launcher
 from bigtrain.plan.room import WARNING_SHARE
 from bigtrain.run import failure
 from bigtrain.stopping import StopSignal, end_process, open_what_is_closed
+from bigtrain.versions import missing_package
 
 logger = logging.getLogger("bigtrain")
 
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 train(args, stop)
             return 0
         except Exception as error:
+            stop.over = True
             code = failure.report(error)
             failure.tell_others(error)
             return code
@@ -342,8 +344,8 @@ class Run:
         if rows:
             try:
                 page = f"report: {write_report(self.folder.root)}"
-            except OSError as error:  # the run itself is done
-                page = f"no report: {error}; when there is room: python -m bigtrain.diagnostics.report {self.folder.root}"
+            except (OSError, ImportError) as error:  # the run itself is done
+                page = f"no report: {missing_package(error) or error}; when that is mended: python -m bigtrain.diagnostics.report {self.folder.root}"
             ends = [f"  {name}: {value}" for name, value in flatten(summary)]
             if (evaluated := read_rows(self.folder.root / "eval.jsonl"))[-1:]:
                 ends.append(f"  last_eval_loss: {evaluated[-1]['eval_loss']:.4g}")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
 import subprocess
 import sys
 from pathlib import Path
+
+from bigtrain.errors import BigtrainError
 
 PACKAGES = (
     "torch",
@@ -37,6 +40,16 @@ def versions() -> dict[str, str]:
     if known := _commit():
         found["commit"] = known
     return found
+
+
+def missing_package(error: BaseException) -> BigtrainError | None:
+    """What to do about an import of a package that is not there; None for any other error."""
+    package = (getattr(error, "name", None) or "").split(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or not package or package == "bigtrain" or importlib.util.find_spec(package):
+        return None
+    return BigtrainError(
+        f"the package {package} is not installed; run: pip install {package} (bigtrain's own: pip install -c constraints.txt -e .)"
+    )
 
 
 def _commit() -> str | None:

@@ -29,12 +29,15 @@ def add_parsers(subparsers: Any) -> None:
     """Add the verbs to an argparse subparsers object; each sets `run(arguments)`, which returns an exit code."""
     parser = subparsers.add_parser("verify", help="read a checkpoint whole and check every byte against its hash")
     parser.add_argument(
-        "checkpoint", type=_folder, help="a checkpoint folder, or a folder of checkpoints (the newest is meant)"
+        "checkpoint", type=os.path.expanduser, help="a checkpoint folder, or a folder of checkpoints (the newest is meant)"
     )
     parser.set_defaults(run=run_verify)
     parser = subparsers.add_parser("inspect", help="what is in a checkpoint or in a folder of weights")
     parser.add_argument(
-        "path", metavar="DIR", type=_folder, help="a checkpoint, or a folder with model.safetensors or shards and their index"
+        "path",
+        metavar="DIR",
+        type=os.path.expanduser,
+        help="a checkpoint, or a folder with model.safetensors or shards and their index",
     )
     parser.add_argument("--world_size", type=int, metavar="N", help="show which bytes each of N ranks would read at ZeRO-3")
     parser.add_argument("--all", action="store_true", help="list every tensor, not the first 10")
@@ -44,7 +47,10 @@ def add_parsers(subparsers: Any) -> None:
         "export", help="the weights of a checkpoint, bigtrain's or DeepSpeed's, as a Hugging Face folder"
     )
     parser.add_argument(
-        "checkpoint", metavar="CKPT", type=_folder, help="a checkpoint, or a folder of checkpoints (the newest is meant)"
+        "checkpoint",
+        metavar="CKPT",
+        type=os.path.expanduser,
+        help="a checkpoint, or a folder of checkpoints (the newest is meant)",
     )
     parser.add_argument("out", metavar="OUT", help="folder to make")
     parser.add_argument(
@@ -57,7 +63,7 @@ def add_parsers(subparsers: Any) -> None:
     parser.add_argument(
         "--model",
         metavar="DIR",
-        type=_folder,
+        type=os.path.expanduser,
         help="folder with the model's config.json and tokenizer, where the checkpoint has none",
     )
     parser.add_argument("--tag", help="which checkpoint of the folder")
@@ -66,12 +72,6 @@ def add_parsers(subparsers: Any) -> None:
         "--overwrite", action="store_true", help="replace what is in OUT, if it is an earlier export by bigtrain"
     )
     parser.set_defaults(run=run_export)
-
-
-def _folder(word: str) -> str:
-    if not word:  # as a path it is the working folder
-        raise argparse.ArgumentTypeError("the name of the folder is empty (a shell variable that is not set?)")
-    return os.path.expanduser(word)
 
 
 def _positive(word: str) -> float:

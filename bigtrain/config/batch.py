@@ -51,9 +51,9 @@ def solve_batch(
     if total is None:
         m = micro.value if micro else 1
         a = accumulation.value if accumulation else 1
-        _refuse_too_many(micro, accumulation, None, m * a * ranks)
+        _refuse_too_many(micro, accumulation, None, m * a * ranks, f"{ranks} ranks ({ranks_source})")
         return Batch(m, a, m * a * ranks, _sources(micro, accumulation, None))
-    _refuse_too_many(micro, accumulation, total, total.value)
+    _refuse_too_many(micro, accumulation, total, total.value, "")
     per_rank, rest = divmod(total.value, ranks)
     if not micro and not accumulation:
         m, a = per_rank, 1
@@ -68,11 +68,11 @@ def solve_batch(
     return Batch(m, a, total.value, _sources(micro, accumulation, total))
 
 
-def _refuse_too_many(micro: Given | None, accumulation: Given | None, total: Given | None, rows: int) -> None:
+def _refuse_too_many(micro: Given | None, accumulation: Given | None, total: Given | None, rows: int, ranks_said: str) -> None:
     if rows > MOST_ROWS:
         named = {MICRO: micro, ACCUMULATION: accumulation, GLOBAL: total}
         said = ", ".join(f"{name} {given.value} ({given.source})" for name, given in named.items() if given)
-        raise BatchError(f"{said}: a step of {rows:,} rows is more than any run has, {MOST_ROWS:,}")
+        raise BatchError(f"{said or ranks_said}: a step of {rows:,} rows is more than any run has, {MOST_ROWS:,}")
 
 
 def _sources(micro: Given | None, accumulation: Given | None, total: Given | None) -> dict[str, tuple[str, str]]:

@@ -118,6 +118,10 @@ def _contradictions(o: GenerateOptions) -> list[Problem]:
     found = []
     if o.stage not in (0, 1, 2, 3):
         found.append(no("stage", o.stage, "there are ZeRO stages 0 to 3", "choose 0, 1, 2 or 3"))
+    for name, least in (("warmup_steps", 0), ("total_steps", 1)):
+        value = getattr(o, name)
+        if value is not None and value < least:
+            found.append(no(name, value, f"must be a whole number of at least {least}", f"choose {least} or more"))
     if o.warmup_steps is not None and o.total_steps is not None and o.warmup_steps > o.total_steps:
         found.append(no("warmup_steps", o.warmup_steps, f"more than the run's {o.total_steps} steps", "shorten the warm-up"))
     if o.offload not in ("none", "optimizer", "all"):

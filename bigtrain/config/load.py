@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bigtrain import standins
 from bigtrain.errors import ConfigError
 
 
@@ -69,7 +70,7 @@ def parse(text: str, name: str = "ds_config") -> dict[str, Any]:
     except (OverflowError, RecursionError, ValueError) as error:  # 1e999; brackets without end; a number of 5000 digits
         raise ConfigError(f"{name}: not readable as JSON: {error}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{name}: a ds_config is an object {{...}}, this is {type(data).__name__}")
+        raise ConfigError(f"{name}: a ds_config is an object {{...}}, this is {standins.kind(data)}")
     return data
 
 

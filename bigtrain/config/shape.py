@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bigtrain.errors import UsageError
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -56,6 +58,8 @@ def _as_dict(config: Any) -> Mapping[str, Any]:
         return read_config(config)
     if hasattr(config, "to_dict"):
         return config.to_dict()
+    if not hasattr(config, "__dict__"):
+        raise UsageError(f"a model config is an object, {{...}}, not {config!r:.80}")
     return vars(config)
 
 
@@ -73,8 +77,12 @@ def _hidden_size(data: Mapping[str, Any]) -> int | None:
     size = data.get("hidden_size")
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
-    sizes = size if isinstance(size, list | tuple) else data.get("hidden_sizes")
-    return max(sizes) if sizes else None
+    name, sizes = ("hidden_size", size) if size is not None else ("hidden_sizes", data.get("hidden_sizes"))
+    if sizes is None or sizes == [] or sizes == ():
+        return None
+    if not isinstance(sizes, list | tuple) or not all(isinstance(one, int) and one > 0 for one in sizes):
+        raise UsageError(f"the model config has {name} = {sizes!r}: a positive whole number is needed")
+    return max(sizes)
 
 
 def _count(data: Mapping[str, Any], name: str) -> int:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bigtrain.errors import DataError
+from bigtrain.stopping import exit_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -233,6 +234,10 @@ def smollm2(out_dir: str | Path) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
+    return exit_code(lambda: _run(argv))
+
+
+def _run(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bigtrain.data.demo", description=(__doc__ or "").splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     stdlib = verbs.add_parser("stdlib", help="corpus and tokenizer from Python's own source")
@@ -241,19 +246,15 @@ def main(argv: list[str] | None = None) -> int:
     stdlib.add_argument("--max_bytes", type=int, default=MAX_BYTES, help=f"of text (default {MAX_BYTES:,})")
     verbs.add_parser("smollm2", help="SmolLM2-135M-Instruct as a Hugging Face folder").add_argument("out", type=Path)
     args = parser.parse_args(argv)
-    try:
-        if args.verb == "stdlib":
-            corpus = stdlib_corpus(args.out, max_bytes=args.max_bytes)
-            train_tokenizer(corpus.train_path, args.out / "tokenizer", args.vocab_size)
-            print(
-                f"{corpus.train_path}: {corpus.train_files} files; {corpus.validation_path}: "
-                f"{corpus.validation_files} files; {corpus.text_bytes / 1e6:.1f} MB of text; {args.out / 'tokenizer'}"
-            )
-        else:
-            print(smollm2(args.out))
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    if args.verb == "stdlib":
+        corpus = stdlib_corpus(args.out, max_bytes=args.max_bytes)
+        train_tokenizer(corpus.train_path, args.out / "tokenizer", args.vocab_size)
+        print(
+            f"{corpus.train_path}: {corpus.train_files} files; {corpus.validation_path}: "
+            f"{corpus.validation_files} files; {corpus.text_bytes / 1e6:.1f} MB of text; {args.out / 'tokenizer'}"
+        )
+    else:
+        print(smollm2(args.out))
     return 0
 
 

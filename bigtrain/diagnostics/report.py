@@ -19,6 +19,7 @@ from bigtrain.diagnostics import pages
 from bigtrain.diagnostics.metrics import read_rows, steady, summarise
 from bigtrain.diagnostics.pages import MUTED
 from bigtrain.errors import UsageError
+from bigtrain.stopping import exit_code
 
 LINE, SECOND = "#2563a8", "#d9822b"
 GIB = 2**30
@@ -273,6 +274,8 @@ def compare(folders: Sequence[str | Path]) -> str:
     """Final numbers of several runs as a Markdown table; a run without a row says how it ended."""
     lines = ["| run | steps | last loss | tokens/s (p10 to p90) | MFU | GPU GiB | host GiB |", "|---|---|---|---|---|---|---|"]
     for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise UsageError(f"there is no folder {folder}")
         rows = read_rows(folder / "metrics.jsonl")
         if not rows:
             lines.append(f"| {folder.name} | {_read_json(folder / 'run.json').get('outcome', 'did not start')} | | | | | |")
@@ -289,17 +292,17 @@ def compare(folders: Sequence[str | Path]) -> str:
 
 def main(folders: Sequence[str]) -> int:
     """Command line; returns the exit code."""
+    return exit_code(lambda: _run(folders))
+
+
+def _run(folders: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bigtrain.diagnostics.report",
         description="Make the report of a run again, or put several runs side by side.",
     )
     parser.add_argument("out", nargs="+", metavar="OUT", help="output folder of a run")
     folders = parser.parse_args(folders).out
-    try:
-        print(write_report(folders[0]) if len(folders) == 1 else compare(folders))
-    except UsageError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    print(write_report(folders[0]) if len(folders) == 1 else compare(folders))
     return 0
 
 

@@ -35,12 +35,14 @@ class Reserved:
 
     Attributes:
         peak_bytes: most that was reserved.
+        unmet_bytes: a limit of so much is never met, in a replay without one; more than the peak, where what was asked for was mapped already.
         short_bytes: most that was lacking at the limit, after all that is free was given back; 0: the tape fits.
         returns: how often the limit was met and memory given back in the last step, and so in each.
         after: reserved bytes after each event of the tape, if they were asked for.
     """
 
     peak_bytes: int
+    unmet_bytes: int
     short_bytes: int
     returns: int
     after: tuple[int, ...]
@@ -132,7 +134,7 @@ class _Segments:
         self.pools: dict[tuple[int, bool], _Pool] = {}
         self.slots: dict[int, _Block] = {}
         self.away: dict[int, _Block] = {}
-        self.reserved = self.peak = self.short = self.returns = self.segments = 0
+        self.reserved = self.peak = self.unmet = self.short = self.returns = self.segments = 0
 
     def allocate(self, slot: int, size: int, stream: int) -> None:
         key = (stream, size <= _SMALL)
@@ -160,6 +162,7 @@ class _Segments:
             self.free(slot, late=False)
 
     def _make_room(self, asked: int) -> None:
+        self.unmet = max(self.unmet, self.reserved + asked)
         if self.limit is None or self.reserved + asked <= self.limit:
             return
         self.returns += 1
@@ -328,22 +331,29 @@ def replay(tape: Tape, limit_bytes: int | None = None, *, expandable: bool = Tru
                 memory.empty_cache()
             if trace:
                 after.append(memory.reserved)
-    return Reserved(memory.peak, memory.short, memory.returns - before, tuple(after))
+    return Reserved(memory.peak, memory.unmet, memory.short, memory.returns - before, tuple(after))
 
 
 _TRIES = 12
 
 
-def least_limit(tape: Tape, allocated_bytes: int, *, expandable: bool = True) -> int:
-    """The least that a process must be allowed to reserve to play the tape, to about a page.
+def least_limit(tape: Tape, allocated_bytes: int, *, expandable: bool = True, most_bytes: int | None = None) -> int:
+    """The least that a process must be allowed to reserve to play the tape, to about a page; with any more it gets by as well.
+
+    A replay at one limit alone does not tell: where what is given back leaves its gaps is another matter at each, and a tape that plays at
+    one may be short by pages at a higher one, where memory is given back later (1B at stage 3 on two cards: 11.752e9 B held it, 11.761e9 did not).
 
     Args:
         allocated_bytes: the tape's peak: less can never do.
+        most_bytes: `unmet_bytes` of a replay without a limit, if that is known.
     """
+    most = replay(tape, expandable=expandable).unmet_bytes if most_bytes is None else most_bytes
     limit = allocated_bytes
     for _ in range(_TRIES):
+        if limit >= most:
+            break
         short = replay(tape, limit, expandable=expandable).short_bytes
         if not short:
             return limit
         limit += short
-    return max(limit, replay(tape, expandable=expandable).peak_bytes)
+    return most

@@ -158,11 +158,11 @@ class Plan:
         return {}
 
     @cached_property
-    def _played(self) -> dict[int, int | None]:
+    def _played(self) -> dict[int, bool | None]:
         return {}
 
-    def _plays_on(self, gpu_memory_bytes: int) -> int | None:
-        """How often in the second step the allocator meets the limit of this card, less the margin; None if it does not get by.
+    def _plays_on(self, gpu_memory_bytes: int) -> bool | None:
+        """Whether the allocator meets the limit of this card, less the margin; None if it does not get by.
 
         A search asks for some plans again and again.
         """
@@ -170,12 +170,18 @@ class Plan:
             self._played[gpu_memory_bytes] = self._plays(gpu_memory_bytes)
         return self._played[gpu_memory_bytes]
 
-    def _plays(self, gpu_memory_bytes: int) -> int | None:
+    def _plays(self, gpu_memory_bytes: int) -> bool | None:
         plan, limit = self.input, int(gpu_memory_bytes / (1 + GPU_MARGIN)) - beside_the_tape(self.input)
         ranks = [rank for rank in ranks_to_plan(plan) if not plan.expandable or enough_bytes(plan, rank) > limit]
-        tapes = self.tapes or (device_tape(plan, rank=rank) for rank in ranks)
-        found = [replay(tape, limit, expandable=plan.expandable) for tape in tapes]
-        return None if any(one.short_bytes for one in found) else max((one.returns for one in found), default=0)
+        meets = False
+        for tape in self.tapes or (device_tape(plan, rank=rank) for rank in ranks):
+            most = replay(tape, expandable=plan.expandable).unmet_bytes
+            if most <= limit:
+                continue
+            meets = True
+            if least_limit(tape, tape.ledger().peak_bytes, expandable=plan.expandable, most_bytes=most) > limit:
+                return None
+        return meets
 
     @property
     def save_copy_bytes(self) -> int:

@@ -68,6 +68,8 @@ def find_problems(args: TrainArguments) -> Iterator[str]:
             raise ValueError("not an object")
     except ValueError as error:
         yield f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs!r} must be a JSON object like '{{\"min_ratio\": 0.1}}': {error}"
+    if args.warmup_steps and args.max_steps and args.warmup_steps > args.max_steps > 0:
+        yield f"--warmup_steps {args.warmup_steps} is more than --max_steps {args.max_steps}: shorten the warm-up, or write --warmup_ratio 0.1"
     if args.bf16 is False:
         yield "--bf16 false: bigtrain trains in bf16 with fp32 master weights; for fp32 write bf16.enabled false in the ds_config"
     if "none" in args.report_to and len(set(args.report_to)) > 1:

@@ -9,6 +9,7 @@ import traceback
 
 from bigtrain.errors import BigtrainError, RanksDisagreeError, StoppedError
 from bigtrain.hosts import meeting
+from bigtrain.versions import missing_package
 
 
 def report(error: Exception) -> int:
@@ -17,7 +18,7 @@ def report(error: Exception) -> int:
         from bigtrain import watch
 
         watch.failed(error)
-    ours = error if isinstance(error, BigtrainError) else meeting.explain_port(error)
+    ours = error if isinstance(error, BigtrainError) else missing_package(error) or meeting.explain_port(error)
     rank = "0" if meeting.launch_problems() else os.environ.get("RANK", "0")
     if ours is None:
         story = "".join([*traceback.format_exception(error), *untested()])

@@ -122,7 +122,7 @@ def _read_config(path: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"{file} is {standins.instead(file) or f'not valid JSON ({error})'}.", file=file) from error
     if not isinstance(config, dict):
-        raise WeightsError(f"{file}: expected a JSON object, found {type(config).__name__}.", file=file)
+        raise WeightsError(f"{file}: expected a JSON object, found {standins.kind(config)}.", file=file)
     return config
 
 

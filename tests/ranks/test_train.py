@@ -126,8 +126,7 @@ def test_make_train_and_what_readme_says_of_its_folder(demo, tmp_path):
         if (BIN.parent / part).exists():
             (tmp_path / "venv" / part).symlink_to(BIN.parent / part)
     (tmp_path / "venv" / ".installed").touch()
-    # As few steps as its warm-up lets it take: each computes for seconds.
-    make = ["make", "train", f"VENV={tmp_path}/venv", f"OUT={tmp_path}/out", f"DATA={demo}", "STEPS=10"]
+    make = ["make", "train", f"VENV={tmp_path}/venv", f"OUT={tmp_path}/out", f"DATA={demo}", "STEPS=6"]
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -137,10 +136,10 @@ def test_make_train_and_what_readme_says_of_its_folder(demo, tmp_path):
             pass  # taken by somebody else: as good
         said = run(make)
     out = tmp_path / "out"
-    rows = check_output_folder(out, 10)
+    rows = check_output_folder(out, 6)
     assert "port 29500 is in use on this host; the ranks meet on" in said and "report.html" in said
     assert "2 ranks over gloo" in said and "needs a GPU" in said
-    assert [p.name for p in out.glob("checkpoint-*")] == ["checkpoint-10"]
+    assert [p.name for p in out.glob("checkpoint-*")] == ["checkpoint-6"]
     assert list((out / "runs").glob("events.*"))
     evaluated = json.loads((out / "eval.jsonl").read_text().splitlines()[-1])
     loss, targets = smollm2_run.loss_of_plain_transformers(out / "model", demo / "validation.jsonl", 256)
@@ -153,19 +152,19 @@ def test_make_train_and_what_readme_says_of_its_folder(demo, tmp_path):
 def check_resume(make, out, before):
     """torchrun continues what deepspeed began: the same folder, more steps, no row lost or doubled."""
     with open(out / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({**before[-1], "step": 11}) + "\n")  # as if the run had died after step 11, before a checkpoint
+        file.write(json.dumps({**before[-1], "step": 7}) + "\n")  # as if the run had died after step 7, before a checkpoint
     said = run([*make, "--dry-run"])
     assert "To start over: rm -r" in said
     line = said.replace("\\\n", " ").split(TRAIN)[1].split("echo")[0]
     asked = shlex.split(line)
-    asked[asked.index("--max_steps") + 1] = "11"
+    asked[asked.index("--max_steps") + 1] = "7"
     said = run([*TORCHRUN, *asked])
-    assert "resumed from" in said and "at step 10" in said and "other data" not in said
-    told = json.loads((out / "checkpoint-11" / "run.json").read_text())["state"]["user"]
+    assert "resumed from" in said and "at step 6" in said and "other data" not in said
+    told = json.loads((out / "checkpoint-7" / "run.json").read_text())["state"]["user"]
     assert {"rows", "data_seed", "content"} <= set(told)
     rows = rows_of(out)
-    assert [r["step"] for r in rows] == list(range(1, 12)) and rows[:10] == before
-    assert rows[10]["epoch"] > before[-1]["epoch"]
+    assert [r["step"] for r in rows] == list(range(1, 8)) and rows[:6] == before
+    assert rows[6]["epoch"] > before[-1]["epoch"]
 
 
 def test_bad_usage_is_reported_once_and_alike(demo, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 from bigtrain import cli
 from bigtrain.errors import DoesNotFitError, UsageError
+from bigtrain.stopping import EXIT_INTERRUPTED
 from tests import python_path
 
 START_LIMIT_S = 0.3
@@ -134,6 +135,68 @@ def test_names_that_the_terminal_cannot_show_are_shown_all_the_same(tmp_path):
     env = {**os.environ, "PYTHONPATH": python_path(), "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "\\ud800" in done.stdout and not done.stderr
+
+
+ENDS = """
+import os, sys
+from bigtrain.stopping import exit_code
+
+def command():
+    print("a plan " * 5000)
+    return 0
+
+sys.exit(exit_code(command))
+"""
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "said"),
+    [
+        ('"$@" >&-', 0, ""),  # it ended in a traceback about None
+        ('"$@" > /dev/full', 1, "the output cannot be written: no space is left there\n"),
+        ('"$@" | true; exit ${PIPESTATUS[0]}', 1, ""),
+        ('mkdir gone && cd gone && rmdir ../gone && "$@"', 2, "the folder that this was called in has been removed: cd to one that is there\n"),
+    ],
+)  # fmt: skip
+def test_where_the_output_goes_or_the_folder_is_gone_ends_in_no_traceback(shell, code, said, tmp_path):
+    """As the installed command ends: the interpreter tries once more to write what is left."""
+    command = ["bash", "-c", shell, "bash", sys.executable, "-c", ENDS]
+    env = {**os.environ, "PYTHONPATH": python_path()}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.removeprefix(GONE)) == (code, said)
+
+
+GONE = "shell-init: error retrieving current directory: getcwd: cannot access parent directories: No such file or directory\n"
+
+
+def test_ctrl_c_ends_in_no_traceback(monkeypatch, capsys):
+    def interrupted(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    assert cli.main(["plan"]) == EXIT_INTERRUPTED and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["config", "lint", "zero3", "--model", ""], "the value after --model is empty (a shell variable that is not set?)"),
+        (["plan", "--model="], "the value after --model is empty"),
+        (["doctor", "--quick", "--world_size", "9" * 20], "ranks of this host, from 1 to 1,024"),
+        (["config", "generate", "--stage", "2", "--warmup_steps", "-1"], "must be a whole number of at least 0"),
+        (["config", "generate", "--stage", "2", "--max_steps", "0"], "must be a whole number of at least 1"),
+        (["config", "lint", "zero3", "--world_size", "9" * 20], "99999999999999999999 ranks (launcher): a step of"),
+        (["config", "lint", "zero3", "--model", "MODEL"], "the model config has hidden_size = 'big': a positive whole number"),
+        (["config", "lint", "LIST"], "a ds_config is an object {...}, this is null"),
+    ],
+)
+def test_values_that_no_run_can_have_are_refused(words, said, capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "big"}')
+    (tmp_path / "list.json").write_text("null")
+    there = {"MODEL": str(tmp_path), "LIST": str(tmp_path / "list.json")}
+    assert cli.main([there.get(word, word) for word in words]) == 2
+    out, err = capsys.readouterr()
+    assert said in out + err
 
 
 def test_a_full_disk_is_said(monkeypatch, capsys):

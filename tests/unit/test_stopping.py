@@ -156,6 +156,28 @@ def test_first_signal_is_a_wish_and_its_echo_too():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.parametrize(
+    ("state", "number", "words"),
+    [
+        ("trains", signal.SIGTERM, "stopping after this step"),
+        ("neither", signal.SIGINT, "stopping; Ctrl-C again"),
+        ("neither", signal.SIGTERM, ""),
+        ("over", signal.SIGTERM, ""),
+        ("over", signal.SIGINT, ""),
+    ],
+)
+def test_a_stop_is_told_where_there_is_something_to_finish(state, number, words, capfd, monkeypatch):
+    """Launchers send SIGTERM when another rank has failed: "stopping after this step" stood below the error."""
+    monkeypatch.setenv("RANK", "0")
+    with StopSignal() as stop:
+        setattr(stop, state, True)
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)
+        assert stop.requested == number.name
+    said = capfd.readouterr().err
+    assert words in said and bool(said) == bool(words)
+
+
 def test_second_ctrl_c_leaves_at_once():
     code = (
         "import os, signal, time\nfrom bigtrain import stopping\nstopping.ECHO_S = 0.05\n"

@@ -13,6 +13,8 @@ from typing import Any
 from bigtrain import standins
 from bigtrain.errors import UsageError
 
+MOST_RANKS = 1024  # of one host: each is a process
+
 
 def add_parsers(subparsers: Any) -> None:
     """Register the verb; the parser sets `run`, a function from args to exit code."""
@@ -39,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
     from bigtrain.diagnostics.doctor.finding import exit_code
     from bigtrain.plan.roofline import rates_file
 
-    if args.world_size is not None and args.world_size < 1:
-        raise UsageError(f"--world_size {args.world_size}: at least 1 rank")
+    if args.world_size is not None and not 1 <= args.world_size <= MOST_RANKS:
+        raise UsageError(f"--world_size {args.world_size}: ranks of this host, from 1 to {MOST_RANKS:,}")
     if not args.limit_s > 0:
         raise UsageError(f"--limit_s {args.limit_s:g}: a positive number of seconds")
     here = Path(args.dir).expanduser().absolute()

@@ -49,6 +49,9 @@ def test_no_config_there(tmp_path):
     with pytest.raises(UsageError, match=r"no config\.json there"):
         ModelShape.from_config(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
+    for odd in ({"text_config": [1, 2]}, {"hidden_size": "big"}, {"hidden_sizes": [64, "x"]}):
+        with pytest.raises(UsageError, match="model config"):  # these ended in a TypeError, or were passed over
+            ModelShape.from_config(odd)
     with pytest.raises(UsageError, match="not JSON"):
         ModelShape.from_config(tmp_path)
 

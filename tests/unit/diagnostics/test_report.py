@@ -78,6 +78,9 @@ def test_runs_side_by_side(run_folder, tmp_path_factory, capsys):
     assert lines[2] == f"| {run_folder.name} | 60 | 5.000 | 2,000 (2,000 to 2,000) |  |  | 15.00 |"
     assert "failed: OutOfMemoryError" in lines[3]
     assert report.main([str(empty)]) == 2
+    assert report.main([str(run_folder), str(empty / "nowhere")]) == 2  # it "did not start"
+    (empty / "file").touch()
+    assert report.main([str(empty / "file")]) == 1 and f"{empty}/file" in capsys.readouterr().err  # a traceback
     for words, code in (([], 2), (["--help"], 0)):  # --help was taken for a folder
         with pytest.raises(SystemExit) as left:
             report.main(words)

@@ -240,7 +240,7 @@ def test_what_training_would_refuse_is_not_planned_nor_is_another_precision(tmp_
         (("--gpu_memory", "1e400"), "no memory is that large"),
         (("--host_memory", "nan"), "write a number with a unit"),
         (("--seq_len", 10**9), "more than 1e[+]15 bytes"),
-        (("--gpu_memory", ""), "--gpu_memory is ''"),
+        (("--gpu_memory", ""), "the value after --gpu_memory is empty"),
     ],
 )
 def test_what_would_be_ignored_is_refused(words, said):

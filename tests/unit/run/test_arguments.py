@@ -121,6 +121,9 @@ def test_warmup_steps_below_one_are_a_share_as_in_transformers_5(base, tmp_path)
     file.write_text("warmup_steps: 0.1")
     assert parse(["--config", str(file), *base]).warmup(100) == 10
     assert "two ways to say one thing" in refusal([*base, "--warmup_steps", "0.03", "--warmup_ratio", "0.1"])
+    assert "--warmup_steps 10 is more than --max_steps 8: shorten" in refusal(
+        [*base, "--warmup_steps", "10", "--max_steps", "8"]
+    )
     for wrong in ("1.5", "many"):
         assert f"--warmup_steps: '{wrong}' is neither" in refusal([*base, "--warmup_steps", wrong])
 

@@ -32,6 +32,14 @@ def test_untested_versions_are_named_beside_a_failure_that_nobody_expected(newer
     assert "bitsandbytes" not in story and "version of python" not in story
 
 
+def test_a_package_that_is_missing_is_said_with_how_to_get_it(capsys):
+    """matplotlib was missed in a traceback, once the run was done and its report was due."""
+    assert failure.report(ModuleNotFoundError("No module named 'nowhere.at'", name="nowhere.at")) == 1
+    assert capsys.readouterr().err.startswith("BigtrainError: the package nowhere is not installed; run: pip install nowhere ")
+    assert failure.report(ModuleNotFoundError("No module named 'json.nowhere'", name="json.nowhere")) == 1
+    assert "is not installed" not in capsys.readouterr().err  # a fault of somebody's code: json is there
+
+
 def test_untested_versions_are_said_before_a_run(newer, tmp_path):
     found = {f.name: f for f in examine.preflight(str(tmp_path), 1, {"PATH": ""})}
     assert (found["version of torch"].status, found["version of torch"].line()) == ("warning", newer)
