@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SHOWN_LINES = 6
+SHOWN_LINES = 12  # a tensor from a data worker that answers no more is waited for eight frames below the loader
 
 
 def signature(ident: int) -> int:

@@ -148,14 +148,16 @@ def _why_outside(outside: Sequence[Known], waiting: Sequence[Known]) -> str:
     if waits.place in CALLS:
         return f"{text} {after(waits.step)}. Every rank must make this call: look for an 'if rank == 0' around it"
     ahead = f"{text} of step {waits.step + 1}"
-    return f"{ahead}: different numbers of steps" if waits.step >= first.step else ahead
+    on_its_way = first.step == waits.step and _told_by(first).startswith(_LOADS)
+    return ahead if on_its_way or waits.step < first.step else f"{ahead}: different numbers of steps"
 
 
 # Calls that are made between steps; those of a step itself are left out.
 CALLS = ("engine.evaluate()", "engine.save_checkpoint()", "engine.load_checkpoint()", "engine.export()")
 
+_LOADS = "waits in the data loader"
 _SIGNS = (
-    ("waits in the data loader", ("torch/utils/data/", "bigtrain/data/", "datasets/")),
+    (_LOADS, ("torch/utils/data/", "bigtrain/data/", "datasets/")),
     ("is saving", ("bigtrain/checkpoint/", "torch/serialization", "safetensors")),
     ("is in a collective of its own", ("torch/distributed/", "deepspeed/comm/")),
 )
@@ -163,8 +165,12 @@ _SIGNS = (
 
 def what_it_does(known: Known) -> str:
     """In words, by the files that its training thread is in, the innermost first."""
+    return _told_by(known) or f"is {known.place}" + (f" ({known.lines[-1]})" if known.lines else "")
+
+
+def _told_by(known: Known) -> str:
     for line in reversed(known.lines):
         for words, signs in _SIGNS:
             if any(sign in line for sign in signs):
                 return f"{words} ({line})"
-    return f"is {known.place}" + (f" ({known.lines[-1]})" if known.lines else "")
+    return ""

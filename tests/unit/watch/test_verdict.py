@@ -33,6 +33,13 @@ def test_a_rank_elsewhere_is_behind_and_its_place_is_told():
     here = {"place": "between steps", "waiting": False, "idle_s": 61.0}
     loader = verdict(at(0, idle_s=61), at(1, **here, lines=("train.py:10 loop", "torch/utils/data/dataloader.py:1 _get_data")))
     assert loader.behind == (1,) and "waits in the data loader (torch/utils/data/dataloader.py" in loader.text
+    assert "different numbers" not in loader.text  # both have made as many
+    ahead = verdict(at(0, idle_s=61), at(1, **here, step=4, lines=("torch/utils/data/dataloader.py:1 _get_data",)))
+    assert "different numbers of steps" in ahead.text
+    barrier = verdict(
+        at(0, idle_s=61), at(1, **here, lines=("torch/distributed/x.py:1 barrier",))
+    )  # of its own, after its last step
+    assert "different numbers of steps" in barrier.text
     saving = verdict(at(0, idle_s=61), at(1, **here, lines=("train.py:10 f", "bigtrain/checkpoint/files.py:1 write")))
     assert "is saving" in saving.text
     alone = verdict(at(0, idle_s=61, place="engine.save_checkpoint()"), at(1, **here, lines=("mine.py:3 <module>",)))
