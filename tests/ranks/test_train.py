@@ -216,8 +216,10 @@ def test_what_rank_0_cannot_write_ends_the_other_too(demo, tmp_path):
 
 
 def test_a_schedule_that_cannot_be_is_said_before_anything_is_built(demo, tmp_path):
-    said = run_forked([TRAIN, *flags(demo, tmp_path / "out", warmup_steps=5)], expect=2)
-    assert "warmup_steps is 5, more than the run's 4 updates" in said and not (tmp_path / "out").exists()
+    said = run_forked(
+        [TRAIN, *flags(demo, tmp_path / "out", lr_scheduler_type="wsd", lr_scheduler_kwargs='{"decay_steps": 5}')], expect=2
+    )
+    assert "decay_steps is 5: it must lie between 0 and" in said and not (tmp_path / "out").exists()
     said = run_forked([TRAIN, *flags(demo, tmp_path / "out", optim="adamww", train_data=tmp_path)], expect=2)
     assert "did you mean adamw" in said  # before the data is looked at
 
