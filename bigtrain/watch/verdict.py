@@ -60,8 +60,8 @@ class Known:
 
     def _where(self) -> str:
         text = f"{after(self.step)}: {self.place or 'starting'}"
-        text += f", called at {self.script}" if self.script else ""
         text += f", module {self.module}" if self.module else ""
+        text += f", called at {self.script}" if self.script else ""
         text += f", last collective {self.collective}" if self.collective else ""
         return text + (f" ({self.lines[-1]})" if self.lines and not self.waiting else "")
 
