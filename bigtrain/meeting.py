@@ -8,63 +8,36 @@ All traffic is small, on the CPU, over the control group; nothing waits for a GP
 from __future__ import annotations
 
 import contextlib
-import datetime
 import enum
-import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
 import torch.distributed as dist
 
 from bigtrain import ranks, watch
 from bigtrain.errors import RanksDisagreeError
-from bigtrain.whereabouts import HERE, after
+from bigtrain.whereabouts import HERE, after, called_from
 
-SLOTS = 6
 MEET_S = 120.0  # longest wait for the other ranks where a script calls between steps: a save, a load, an export
-_BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")  # gloo's words
+_LATE = ("Timed out waiting", "Operation timed out")  # gloo's words
+_BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 
-class Point(enum.IntEnum):
+class Point(enum.StrEnum):
     """Places where ranks meet."""
 
-    FAILED = 0
-    BATCH = 1
-    FORWARD = 2
-    BACKWARD = 3
-    STEP = 4
-    EVALUATE = 5
-    SAVE = 6
-    LOAD = 7
-    EXPORT = 8
-    PREPARE = 9
-    AGREEMENT = 10
-
-
-_PLACE = {
-    Point.FAILED: "raising an error",
-    Point.BATCH: "the start of engine.train_step()",
-    Point.FORWARD: "the forward pass",
-    Point.BACKWARD: "engine.backward()",
-    Point.STEP: "engine.step()",
-    Point.EVALUATE: "engine.evaluate()",
-    Point.SAVE: "engine.save_checkpoint()",
-    Point.LOAD: "engine.load_checkpoint()",
-    Point.EXPORT: "engine.export()",
-    Point.PREPARE: "engine.checkpoints.prepare()",
-    Point.AGREEMENT: "engine.check_agreement()",
-}
-
-
-def pack(value: float) -> int:
-    """A float's bits as an integer, so that it travels exactly."""
-    return struct.unpack("<q", struct.pack("<d", value))[0]
-
-
-def unpack(bits: int) -> float:
-    """The float behind `pack`."""
-    return struct.unpack("<d", struct.pack("<q", bits))[0]
+    FAILED = ranks.FAILED
+    BATCH = "the start of engine.train_step()"
+    FORWARD = "the forward pass"
+    BACKWARD = "engine.backward()"
+    STEP = "engine.step()"
+    EVALUATE = "engine.evaluate()"
+    SAVE = "engine.save_checkpoint()"
+    LOAD = "engine.load_checkpoint()"
+    EXPORT = "engine.export()"
+    PREPARE = "engine.checkpoints.prepare()"
+    AGREEMENT = "engine.check_agreement()"
+    GATHERED = "bigtrain.zero.gathered()"
 
 
 def meet(point: Point, step: int, count: int, values: Sequence[int] = (), limit_s: float | None = None) -> list[list[int]]:
@@ -74,32 +47,19 @@ def meet(point: Point, step: int, count: int, values: Sequence[int] = (), limit_
         point: what this rank is about to do.
         step: its step number.
         count: how often it did this within the step (micro steps, evaluation batches).
-        values: up to SLOTS - 3 integers of 64 bits for the others.
+        values: up to ranks.SLOTS - 3 integers of 64 bits for the others.
         limit_s: longest wait; `ranks.CONTROL_TIMEOUT_S` by default.
 
     Raises:
         RanksDisagreeError: on every rank that came, if point, step or count differ, or if some rank did not come in time.
     """
-    group = ranks.control_group()
-    if group is None or ranks.world_size() == 1:
-        return [list(values)]
-    mine = torch.zeros(SLOTS, dtype=torch.int64)
-    mine[0], mine[1], mine[2] = int(point), step, count
-    for i, value in enumerate(values):
-        mine[3 + i] = value
-    rows = [torch.empty_like(mine) for _ in range(ranks.world_size())]
-    limit = ranks.CONTROL_TIMEOUT_S if limit_s is None else limit_s
     began = time.monotonic()
     try:
-        with HERE.together(_PLACE[point]):
-            work = dist.all_gather(rows, mine, group=group, async_op=True)
-            work.wait(datetime.timedelta(seconds=limit))
+        with HERE.together(point.value):
+            words = f"{point}, {after(step)}" + (f", number {count}" if count else "")
+            return ranks.header(point, step, count, values, words, limit_s)
     except RuntimeError as error:
         raise _absent(point, step, count, time.monotonic() - began, error) from error
-    told = [row.tolist() for row in rows]
-    if any(row[:3] != told[0][:3] for row in told[1:]):
-        raise _apart(told)
-    return [row[3 : 3 + len(values)] for row in told]
 
 
 def announce_failure(step: int) -> None:
@@ -108,37 +68,25 @@ def announce_failure(step: int) -> None:
         meet(Point.FAILED, step, 0, limit_s=20.0)
 
 
-def _apart(told: list[list[int]]) -> RanksDisagreeError:
-    by_rank = {}
-    for rank, (point, step, count, *_) in enumerate(told):
-        by_rank[rank] = f"{_PLACE[Point(point)]}, {after(step)}" + (f", number {count}" if count else "")
-    listing = "\n".join(f"  rank {r}: {text}" for r, text in by_rank.items())
-    failed = [r for r, row in enumerate(told) if row[0] == Point.FAILED]
-    hint = (
-        f"Rank {', '.join(map(str, failed))} failed first: its own message says why."
-        if failed
-        else "All ranks must run the same number of forwards, backwards, steps and evaluations in the same order: give each "
-        "rank the same number of batches, and call the engine's methods outside of any 'if rank == 0'."
-    )
-    return RanksDisagreeError(f"the ranks are at different places:\n{listing}\n{hint}", by_rank)
-
-
 def _absent(point: Point, step: int, count: int, waited_s: float, error: RuntimeError) -> RanksDisagreeError:
     """Find out who has ended, or else, through the store, who else is waiting here: the rest did not come."""
+    line = called_from()[1]
+    here = f"{point} ({after(step)}{f', called at {line}' if line else ''})"
     ended = watch.lost(2.0)
     if ended:
         listing = "\n".join(f"  rank {r}: {text}" for r, text in ended.items())
         return RanksDisagreeError(
-            f"{_names(ended)} ended while this rank was at {_PLACE[point]} ({after(step)}), which every rank must reach"
-            f"{_advice(ended.values())}\n{listing}",
+            f"{_names(ended)} ended while this rank was at {here}, which every rank must reach{_advice(ended.values())}\n{listing}",
             dict(ended),
         )
-    missing = ranks_without("late", f"{int(point)}/{step}/{count}", wait_s=3.0)
+    missing = ranks_without("late", f"{point.name}/{step}/{count}", wait_s=3.0)
     who = f"rank {', '.join(map(str, missing))}" if missing else "some rank"
+    seen = watch.seen()
+    listing = "".join(f"\n  rank {r}: {seen[r]}" for r in missing if r in seen)
     return RanksDisagreeError(
-        f"waited {waited_s:.0f} s at {_PLACE[point]} ({after(step)}) and {who} did not come. Every rank must call it: look for an "
-        f"'if rank == 0' around it, for a rank that ended or hangs, or for one that has fewer batches.\n{error}",
-        {r: "did not come" for r in missing},
+        f"waited {waited_s:.0f} s at {here} and {who} did not come. Every rank must call it: look for an "
+        f"'if rank == 0' around it, for a rank that ended or hangs, or for one that has fewer batches.{listing}\n{error}",
+        {r: seen.get(r, "did not come") for r in missing},
     )
 
 
@@ -153,14 +101,16 @@ def _advice(ends: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def naming_the_lost() -> Iterator[None]:
-    """Where a rank's end breaks a collective inside, say which rank it was: gloo itself only knows a port.
+    """Where a collective inside is broken by a rank's end, or waits in vain, say which rank it was: gloo itself only knows a port.
 
     Raises:
-        RanksDisagreeError: instead of the RuntimeError of a broken connection.
+        RanksDisagreeError: instead of the RuntimeError of a broken connection, or of one in which nobody came.
     """
     try:
         yield
     except RuntimeError as error:
+        if any(sign in str(error) for sign in _LATE):
+            raise _in_vain(error) from error
         if not any(sign in str(error) for sign in _BROKEN):
             raise
         gone = watch.lost(3.0)
@@ -173,6 +123,16 @@ def naming_the_lost() -> Iterator[None]:
             f"the newest checkpoint (--resume_from_checkpoint auto, engine.load_checkpoint).{listing}\n{error}",
             gone,
         ) from error
+
+
+def _in_vain(error: RuntimeError) -> RanksDisagreeError:
+    line, seen = called_from()[1], watch.seen()
+    listing = "".join(f"\n  rank {r}: {text}" for r, text in seen.items())
+    return RanksDisagreeError(
+        f"this rank{f', called at {line},' if line else ''} waited in vain for another: every rank must make the same calls. Look for an "
+        f"'if rank == 0' around this one, and for a rank that hangs.{listing}\n{error}",
+        dict(seen),
+    )
 
 
 def _names(ended: Iterable[int]) -> str:

@@ -1,7 +1,8 @@
 """What ranks say to each other outside the training step: agree, fail together, wait with a limit.
 
 Every call here is collective: all ranks call it, in the same order. It runs on a gloo group of its own, so that nothing
-waits behind GPU work and a rank that is missing is noticed within `CONTROL_TIMEOUT_S`, not after NCCL's half hour.
+waits behind GPU work and a rank that is missing is noticed within `CONTROL_TIMEOUT_S`, not after NCCL's half hour. An exchange
+begins with a `header` that says which call it is of, so that ranks that came from different calls are told both.
 In a single process without a process group every call is local.
 """
 
@@ -10,7 +11,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import pickle
+import struct
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -18,9 +22,12 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.errors import BigtrainError, RanksDisagreeError
-from bigtrain.whereabouts import HERE
+from bigtrain.whereabouts import HERE, called_from
 
 CONTROL_TIMEOUT_S = float(os.environ.get("BIGTRAIN_CONTROL_TIMEOUT_S", "600"))
+SLOTS = 6  # integers of a header
+WORDS_BYTES = 1024  # of a call and where it stands, once the ranks have found that theirs differ
+FAILED = "raising an error"  # the call of a rank that tells the others so
 
 T = TypeVar("T")
 _control: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # (the world it was made for, the control group)
@@ -90,15 +97,84 @@ def control_group() -> dist.ProcessGroup | None:
     return _control[1]  # type: ignore[index]
 
 
+def pack(value: float) -> int:
+    """A float's bits as an integer, so that it travels exactly."""
+    return struct.unpack("<q", struct.pack("<d", value))[0]
+
+
+def unpack(bits: int) -> float:
+    """The float behind `pack`."""
+    return struct.unpack("<d", struct.pack("<q", bits))[0]
+
+
+def header(
+    call: str, step: int = 0, count: int = 0, values: Sequence[int] = (), words: str = "", limit_s: float | None = None
+) -> list[list[int]]:
+    """The message with which every exchange begins: one of a fixed size, whatever the call. Returns each rank's `values`, in rank order.
+
+    Args:
+        call, step, count: where this rank is; the same on all ranks.
+        values: up to SLOTS - 3 integers of 64 bits for the others.
+        words: what people are told of the call; by default `call`.
+        limit_s: longest wait; `CONTROL_TIMEOUT_S` by default.
+
+    Raises:
+        RanksDisagreeError: on every rank alike, if call, step or count differ: with each rank's words, and the line of its script.
+        RuntimeError: gloo's; some rank did not come, or has ended.
+    """
+    group = control_group()
+    if group is None or world_size() == 1:
+        return [list(values)]
+    mine = torch.zeros(SLOTS, dtype=torch.int64)
+    mine[:3] = torch.tensor([zlib.crc32(call.encode()), step, count])
+    for i, value in enumerate(values):
+        mine[3 + i] = value
+    limit = datetime.timedelta(seconds=CONTROL_TIMEOUT_S if limit_s is None else limit_s)
+    rows = [torch.empty_like(mine) for _ in range(world_size())]
+    dist.all_gather(rows, mine, group=group, async_op=True).wait(limit)
+    told = [row.tolist() for row in rows]
+    if any(row[:3] != told[0][:3] for row in told[1:]):
+        raise _apart(words or call, [row[0] == zlib.crc32(FAILED.encode()) for row in told], group)
+    return [row[3 : 3 + len(values)] for row in told]
+
+
+def _apart(words: str, failed: Sequence[bool], group: dist.ProcessGroup) -> RanksDisagreeError:
+    """All ranks have come, from different calls: what each of them is at."""
+    line = called_from()[1]
+    text = f"{words}, called at {line}" if line else words
+    mine = torch.tensor(list(text.encode()[:WORDS_BYTES].ljust(WORDS_BYTES)), dtype=torch.uint8)
+    rows = [torch.empty_like(mine) for _ in failed]
+    dist.all_gather(rows, mine, group=group)
+    by_rank = {r: bytes(row.tolist()).decode(errors="replace").rstrip() for r, row in enumerate(rows)}
+    listing = "\n".join(f"  rank {r}: {text}" for r, text in by_rank.items())
+    hint = (
+        f"Rank {', '.join(str(r) for r, yes in enumerate(failed) if yes)} failed first: its own message says why."
+        if any(failed)
+        else "All ranks must make the same calls in the same order, and the same number of forwards, backwards, steps and evaluations: give "
+        "each rank the same number of batches, and call what is of bigtrain outside of any 'if rank == 0'."
+    )
+    return RanksDisagreeError(f"the ranks are at different places:\n{listing}\n{hint}", by_rank)
+
+
+def _enter(kind: str, what: str, values: Sequence[int] = ()) -> list[list[int]]:
+    """The header of an exchange of this module: it is of one call if the function that the script called is one."""
+    door, _ = called_from()
+    return header(f"{kind} in {door}", values=values, words=f"{door}() ({what})")
+
+
 def all_gather_object(value: T, what: str = "an exchange of values") -> list[T]:
     """Every rank's `value`, in rank order, on every rank; `what` it is for, where a rank waits in vain."""
     group = control_group()
     if group is None:
         return [value]
-    out: list[Any] = [None] * world_size()
+    mine = pickle.dumps(value)
     with HERE.together(what):
-        dist.all_gather_object(out, value, group=group)
-    return out
+        sizes = [size for (size,) in _enter("objects", what, (len(mine),))]
+        box = torch.zeros(max(sizes), dtype=torch.uint8)
+        box[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        boxes = [torch.empty_like(box) for _ in sizes]
+        dist.all_gather(boxes, box, group=group)
+    return [pickle.loads(box.numpy().data[:size]) for box, size in zip(boxes, sizes)]
 
 
 def broadcast_object(value: T, what: str = "an exchange of values") -> T:
@@ -106,30 +182,31 @@ def broadcast_object(value: T, what: str = "an exchange of values") -> T:
     group = control_group()
     if group is None:
         return value
-    box = [value]
+    mine = pickle.dumps(value) if is_main() else b""
     with HERE.together(what):
-        dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
-    return box[0]
+        sizes = _enter("an object", what, (len(mine),))
+        box = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if is_main() else torch.empty(sizes[0][0], dtype=torch.uint8)
+        dist.broadcast(box, src=0, group=group)
+    return value if is_main() else pickle.loads(box.numpy().data)
 
 
-def _reduce(value: float | int, op: Any) -> float | int:
-    group = control_group()
-    if group is None:
-        return value
-    box = torch.tensor([value], dtype=torch.int64 if isinstance(value, int) else torch.float64)
+def _everyones(value: float | int) -> list[float] | list[int]:
+    """Each rank's number, in the header itself: one exchange."""
+    whole = isinstance(value, int)
     with HERE.together("an exchange of values"):
-        dist.all_reduce(box, op=op, group=group)
-    return box.item()
+        kind = "whole numbers" if whole else "numbers"
+        told = [bits for (bits,) in _enter(kind, kind, (int(value) if whole else pack(value),))]
+    return told if whole else [unpack(bits) for bits in told]
 
 
 def sum_across(value: float | int) -> float | int:
     """Sum over ranks: exact for int, fp64 for float."""
-    return _reduce(value, dist.ReduceOp.SUM)
+    return sum(_everyones(value))
 
 
 def max_across(value: float | int) -> float | int:
     """Largest over ranks."""
-    return _reduce(value, dist.ReduceOp.MAX)
+    return max(_everyones(value))
 
 
 def max_each(values: Sequence[float]) -> list[float]:

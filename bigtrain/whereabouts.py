@@ -7,8 +7,11 @@ of a note sees a place and the step of the moment before.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Iterator
+from types import FrameType
 
 
 class Whereabouts:
@@ -60,6 +63,23 @@ class Whereabouts:
             if self.place == place:  # else what happened inside has said where this rank is now
                 self.place, self.waiting, self.patient_until = before
             self.moved += 1
+
+
+def called_from(frame: FrameType | None = None) -> tuple[str, str]:
+    """(the function of bigtrain that a script has called, "file:line" of the script); each "" where there is none.
+
+    Args:
+        frame: where to look from, outwards; by default the caller's.
+    """
+    door, script, here = "", None, sys._getframe(1) if frame is None else frame
+    while here is not None:
+        part, name = here.f_globals.get("__name__", "").partition(".")[0], here.f_code.co_qualname
+        if part == "bigtrain":
+            door, script = door if "<locals>" in name else name.removesuffix(".__init__"), None
+        elif script is None and part not in ("torch", "contextlib"):  # whose decorators stand between the two
+            script = here
+        here = here.f_back  # type: ignore[assignment]
+    return door, f"{os.path.basename(script.f_code.co_filename)}:{script.f_lineno}" if script is not None else ""
 
 
 def after(step: int) -> str:

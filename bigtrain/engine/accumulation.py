@@ -13,7 +13,8 @@ from bigtrain.engine import agreement
 from bigtrain.engine.flags import GradientFlags
 from bigtrain.errors import DataError, RanksDisagreeError
 from bigtrain.guards import RankStep
-from bigtrain.meeting import Point, meet, pack, unpack
+from bigtrain.meeting import Point, meet
+from bigtrain.ranks import pack, unpack
 
 log = logging.getLogger(__name__)
 

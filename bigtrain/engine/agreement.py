@@ -13,7 +13,7 @@ from bigtrain import guards, ranks, zero
 from bigtrain.checkpoint.live import persistent_buffers
 from bigtrain.engine.branches import REMEDY
 from bigtrain.errors import ModelError, RanksDisagreeError
-from bigtrain.meeting import Point, announce_failure, meet
+from bigtrain.meeting import Point, announce_failure, meet, naming_the_lost
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +148,7 @@ def _held(module: torch.nn.Module) -> dict[int, torch.nn.Parameter | None]:
     return found
 
 
+@naming_the_lost()
 def same_state(module: torch.nn.Module, counters: dict[str, Any], step: int) -> None:
     """Compare replicated tensors and counters between ranks.
 

@@ -25,7 +25,7 @@ REMEDY = (
 
 
 class Branches:
-    """The forward passes of one engine, with hooks on every module whose parameters ZeRO-3 must gather: each compares first.
+    """The forward passes of one engine, with hooks on the model and every module whose parameters ZeRO-3 must gather: each compares first.
 
     Args:
         model: the module.
@@ -42,7 +42,8 @@ class Branches:
         self._handles = [
             module.register_forward_pre_hook(self._entering(i), prepend=True)
             for i, module in enumerate(model.modules() if compared else ())
-            if any(_gathered_at(module, p) for p in module.parameters())
+            if i == 0
+            or any(_gathered_at(module, p) for p in module.parameters())  # at the outermost one DeepSpeed fetches ahead
         ]
 
     @contextlib.contextmanager

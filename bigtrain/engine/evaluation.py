@@ -13,12 +13,13 @@ from bigtrain import ranks
 from bigtrain.engine import steps
 from bigtrain.engine.steps import Batch, EvalResult
 from bigtrain.errors import DataError, RanksDisagreeError, StoppedError
-from bigtrain.meeting import Point, meet
+from bigtrain.meeting import Point, meet, naming_the_lost
 
 if TYPE_CHECKING:
     from bigtrain.engine import Engine
 
 
+@naming_the_lost()
 @torch.no_grad()
 def evaluate(engine: Engine, batches: Iterable[Batch], limit_s: float | None, stop: Callable[[], bool]) -> EvalResult:
     """See `Engine.evaluate`."""

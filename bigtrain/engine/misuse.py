@@ -23,6 +23,7 @@ from torch.nn.utils import clip_grad, stateless
 
 from bigtrain import zero
 from bigtrain.errors import UsageError
+from bigtrain.meeting import naming_the_lost
 
 P = ParamSpec("P")
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -63,7 +64,8 @@ def knows_its_arguments(init: Callable[P, None]) -> Callable[P, None]:
                 "Engine(model, ds_config=...): no ds_config was given: DeepSpeed's JSON as a path or a mapping, or a preset's name, such as "
                 '"zero2" (bigtrain config generate writes one).'
             )
-        init(*args, **kwargs)
+        with naming_the_lost():
+            init(*args, **kwargs)
 
     return checked
 

@@ -19,6 +19,7 @@ import torch
 from bigtrain import ranks, zero
 from bigtrain.config import refuse_kept
 from bigtrain.errors import ModelError
+from bigtrain.meeting import naming_the_lost
 from bigtrain.memory import heap
 from bigtrain.models.batchnorm import compute_in_fp32
 from bigtrain.models.buffers import take_dtypes
@@ -51,6 +52,7 @@ class _Target:
         return Window(shard_device=self.shard_device, draw=draw)
 
 
+@naming_the_lost()
 def build_model(
     source: Any,
     *,

@@ -10,8 +10,8 @@
 It needs nothing from the training thread and nothing from the process groups, since those are what may be stuck.
 """
 
-from bigtrain.watch.current import begin, end, failed, fails_alike, limited, lost, names_modules
+from bigtrain.watch.current import begin, end, failed, fails_alike, limited, lost, names_modules, seen
 from bigtrain.watch.verdict import KILLED
 from bigtrain.watch.watcher import LEARNED, Limit
 
-__all__ = ["KILLED", "LEARNED", "Limit", "begin", "end", "failed", "fails_alike", "limited", "lost", "names_modules"]
+__all__ = ["KILLED", "LEARNED", "Limit", "begin", "end", "failed", "fails_alike", "limited", "lost", "names_modules", "seen"]

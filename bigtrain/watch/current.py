@@ -106,6 +106,11 @@ def lost(wait_s: float = 0.0) -> dict[int, str] | None:
     return found
 
 
+def seen() -> dict[int, str]:
+    """What is known of each other rank; of none without a watch."""
+    return {} if _current is None else _current[0].seen()
+
+
 def names_modules(model: torch.nn.Module) -> None:
     """Let reports call the modules of `model` by name."""
     if _current is not None:

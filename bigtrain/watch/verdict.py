@@ -25,7 +25,7 @@ class Known:
         ended: "died": without a word; "left": its program came to its end; "failed": with an error, `why`.
         idle_s: since it last moved, by its own clock. silent_s: since it was last heard. stopped: its process is stopped.
         step, place: as in `Whereabouts`. waiting: in a call that others must join. patient: that call may take long.
-        lines: where its training thread is, outermost first, "file:line function".
+        lines: where its training thread is, outermost first, "file:line function". script: the line of the script that it is at.
         collective: the last one that it entered, with its sequence number.
     """
 
@@ -41,6 +41,7 @@ class Known:
     patient: bool = False
     module: str = ""
     lines: tuple[str, ...] = ()
+    script: str = ""
     collective: str = ""
 
     def describe(self) -> str:
@@ -60,6 +61,7 @@ class Known:
     def _where(self) -> str:
         text = f"{after(self.step)}: {self.place or 'starting'}"
         text += f", module {self.module}" if self.module else ""
+        text += f", called at {self.script}" if self.script else ""
         text += f", last collective {self.collective}" if self.collective else ""
         return text + (f" ({self.lines[-1]})" if self.lines and not self.waiting else "")
 
@@ -145,15 +147,22 @@ def _stuck(here: Sequence[Known], waiting: Sequence[Known], ranks: Sequence[Know
 def _why_outside(outside: Sequence[Known], waiting: Sequence[Known]) -> str:
     first, waits = outside[0], waiting[0]
     text = f"{_names(outside)}, {after(first.step)}, {what_it_does(first)}, while {_names(waiting)} waits in {waits.place}"
-    if waits.place in CALLS:
-        return f"{text} {after(waits.step)}. Every rank must make this call: look for an 'if rank == 0' around it"
+    if waits.place not in OF_A_STEP:
+        line = f" at {waits.script}" if waits.script else ""
+        return f"{text} {after(waits.step)}. Every rank must make this call: look for an 'if rank == 0' around it{line}"
     ahead = f"{text} of step {waits.step + 1}"
     on_its_way = first.step == waits.step and _told_by(first).startswith(_LOADS)
     return ahead if on_its_way or waits.step < first.step else f"{ahead}: different numbers of steps"
 
 
-# Calls that are made between steps; those of a step itself are left out.
-CALLS = ("engine.evaluate()", "engine.save_checkpoint()", "engine.load_checkpoint()", "engine.export()")
+# What is waited in during a step, and by loops that ask all ranks after each; all else are calls between steps.
+OF_A_STEP = (
+    "the start of engine.train_step()",
+    "the forward pass",
+    "engine.backward()",
+    "engine.step()",
+    "an exchange of values",
+)
 
 _LOADS = "waits in the data loader"
 _SIGNS = (

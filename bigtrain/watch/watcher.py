@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from bigtrain.watch import stacks
 from bigtrain.watch.mesh import Address, Mesh, process_status, start_tick
-from bigtrain.watch.verdict import CALLS, Known, Verdict, judge
-from bigtrain.whereabouts import HERE
+from bigtrain.watch.verdict import OF_A_STEP, Known, Verdict, judge
+from bigtrain.whereabouts import HERE, called_from
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +109,13 @@ class Watcher:
         if threading.current_thread() is not self._thread:
             self._thread.join(2.0)
 
+    def seen(self) -> dict[int, str]:
+        """What is known of each other rank."""
+        return {r: k.describe().split(": ", 1)[1] for r, k in self._known.items()}
+
     def lost(self) -> dict[int, str]:
-        """Ranks that have ended, each with what is known about it."""
-        return {r: k.describe().split(": ", 1)[1] for r, k in self._known.items() if k.ended}
+        """Those that have ended."""
+        return {r: said for r, said in self.seen().items() if self._known[r].ended}
 
     # ------------------------------------------------------------ the thread
 
@@ -181,14 +185,15 @@ class Watcher:
         told = {
             "idle_s": idle_s, "step": HERE.step, "place": HERE.place, "waiting": HERE.waiting,
             "patient": HERE.patient_until > time.monotonic(), "longest_s": self._pulse.longest_s, "started": HERE.started,
-            "module": "", "lines": (), "collective": "",
+            "module": "", "lines": (), "script": "", "collective": "",
         }  # fmt: skip
         return {**told, **self._details()} if idle_s >= DETAIL_S else told
 
     def _details(self) -> dict[str, Any]:
         """Looked up once for each time that the rank stands still."""
         if self._detail[0] != HERE.moved:
-            found = {"lines": stacks.lines(self._ident), "collective": stacks.last_collective()}
+            script = called_from(sys._current_frames().get(self._ident))[1]
+            found = {"lines": stacks.lines(self._ident), "script": script, "collective": stacks.last_collective()}
             self._detail = HERE.moved, {**found, "module": stacks.module_in(self._ident, self.names)}
         return self._detail[1]
 
@@ -293,7 +298,7 @@ class Watcher:
         if not waiting or waiting[0].rank != self._rank or self._noticed == HERE.moved:
             return
         mine = waiting[0]
-        alone = mine.place in CALLS
+        alone = HERE.started and mine.place not in OF_A_STEP
         late = [k for k in everybody if not k.ended and not k.patient and k.place != mine.place]
         if late and mine.idle_s >= (NOTICE_S if alone else min(NOTICE_STEP_S, self.limit_s / 2)):
             self._noticed = HERE.moved

@@ -12,6 +12,7 @@ import torch
 
 from bigtrain import guards, ranks, zero
 from bigtrain.errors import ModelError, WeightsError
+from bigtrain.meeting import naming_the_lost
 from bigtrain.weights import partial
 from bigtrain.weights.replace import beside_adapter
 from bigtrain.weights.slots import without_wrappers
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 FILE = "adapter_model.safetensors"
 
 
+@naming_the_lost()
 def export_adapter(model: Any, out_dir: str | Path, *, adapter: str = "default", dtype: torch.dtype | None = None) -> list[str]:
     """Write one adapter of a `peft.PeftModel`, partitioned or plain; all ranks call it. The base model is not written.
 

@@ -19,6 +19,7 @@ import torch
 
 from bigtrain import ranks, zero
 from bigtrain.errors import UsageError, WeightsError
+from bigtrain.meeting import naming_the_lost
 from bigtrain.weights import partial
 from bigtrain.weights.companions import exported_config, refuse_unloadable, write_companions
 from bigtrain.weights.dtypes import as_dtype
@@ -58,6 +59,7 @@ class ExportReport:
     source: str = ""
 
 
+@naming_the_lost()
 def export_model(
     model: torch.nn.Module,
     out_dir: str | Path,

@@ -12,6 +12,7 @@ import torch
 
 from bigtrain import ranks
 from bigtrain.errors import WeightsError
+from bigtrain.meeting import naming_the_lost
 from bigtrain.weights import share
 from bigtrain.weights.dtypes import TORCH, loses_bits
 from bigtrain.weights.folder import Folder, open_folder
@@ -52,6 +53,7 @@ class LoadReport:
     rounded: bool = False
 
 
+@naming_the_lost()
 def load_into(
     model: torch.nn.Module,
     directory: str | Path,

@@ -26,6 +26,7 @@ import functools
 import os
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -40,9 +41,11 @@ import deepspeed
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from bigtrain import ranks
-from bigtrain.errors import ModelError, UsageError
+from bigtrain.errors import ModelError, RanksDisagreeError, UsageError
 from bigtrain.hosts import meeting, network, rollcall
 from bigtrain.hosts.ports import free_port
+from bigtrain.meeting import Point, meet
+from bigtrain.whereabouts import HERE
 from bigtrain.zero import startup
 from bigtrain.zero.adam import cpu_adam as cpu_adam
 from bigtrain.zero.adam import replay_cpu_adam as replay_cpu_adam
@@ -203,9 +206,17 @@ def _call_living(methods: list[Any]) -> None:
 
 @contextlib.contextmanager
 def gathered(params: Sequence[torch.nn.Parameter], modifier_rank: int | None = None) -> Iterator[None]:
-    """Hold `params` whole inside the block; with `modifier_rank`, that rank's changes are written back to every rank."""
-    _call_living(_before_reading)
+    """Hold `params` whole inside the block; with `modifier_rank`, that rank's changes are written back to every rank.
+
+    Every rank calls it, with the same `params`. Where ZeRO-3 owns none of them there is nothing to exchange.
+
+    Raises:
+        RanksDisagreeError: before anything is gathered, on every rank that came: another is elsewhere, or gathers other weights.
+    """
     owned = [p for p in params if is_partitioned(p)]
+    if owned:
+        _same_gathering(owned, modifier_rank)
+    _call_living(_before_reading)
     if any(p.ds_status == ZeroParamStatus.INFLIGHT for p in owned):  # type: ignore[attr-defined]
         # An evaluation fetches ahead for a backward that does not come. GatheredParameters would neither wait for these nor let them go.
         _call_living(_fetchers)
@@ -213,6 +224,21 @@ def gathered(params: Sequence[torch.nn.Parameter], modifier_rank: int | None = N
         yield
         for param in owned if modifier_rank is not None else ():
             param.bigtrain_delivered = param._version  # type: ignore[attr-defined]
+
+
+def _same_gathering(owned: Sequence[Any], modifier_rank: int | None) -> None:
+    """Other sizes would be taken for these, or end in an abort in gloo; DeepSpeed gathers in the order of `ds_id`."""
+    shapes = [tuple(p.ds_shape) for p in sorted(owned, key=lambda p: p.ds_id)]
+    mine = (zlib.crc32(repr(shapes).encode()), len(shapes), -1 if modifier_rank is None else modifier_rank)
+    told = meet(Point.GATHERED, HERE.step, 0, mine)
+    if any(row != told[0] for row in told[1:]):
+        by_rank = {r: f"{n} weights, modifier_rank={None if m < 0 else m}" for r, (_, n, m) in enumerate(told)}
+        listing = "\n".join(f"  rank {r}: {text}" for r, text in by_rank.items())
+        raise RanksDisagreeError(
+            f"bigtrain.zero.gathered() got other weights, or another modifier_rank, on some ranks; here {len(shapes)} of shapes "
+            f"{shapes[:4]}:\n{listing}\nEvery rank must gather the same weights in the same order.",
+            by_rank,
+        )
 
 
 def is_available(param: Any) -> bool:

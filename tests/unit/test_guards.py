@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from bigtrain import guards
 from bigtrain.engine.agreement import fold, unfold
 from bigtrain.guards import UNKNOWN, NonFiniteCount, RankStep
-from bigtrain.meeting import pack, unpack
+from bigtrain.ranks import pack, unpack
 
 NAMES = ["embed.weight", "head.weight"]
 

@@ -42,8 +42,14 @@ def test_a_rank_elsewhere_is_behind_and_its_place_is_told():
     assert "different numbers of steps" in barrier.text
     saving = verdict(at(0, idle_s=61), at(1, **here, lines=("train.py:10 f", "bigtrain/checkpoint/files.py:1 write")))
     assert "is saving" in saving.text
-    alone = verdict(at(0, idle_s=61, place="engine.save_checkpoint()"), at(1, **here, lines=("mine.py:3 <module>",)))
-    assert alone.behind == (1,) and "if rank == 0" in alone.text and "is between steps (mine.py:3 <module>)" in alone.text
+    alone = verdict(
+        at(0, idle_s=61, place="engine.save_checkpoint()", script="own.py:7"), at(1, **here, lines=("mine.py:3 <module>",))
+    )
+    assert (
+        alone.behind == (1,)
+        and "'if rank == 0' around it at own.py:7" in alone.text
+        and "is between steps (mine.py:3 <module>)" in alone.text
+    )
 
 
 def test_different_places_and_the_same_place():
