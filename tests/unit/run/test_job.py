@@ -121,7 +121,7 @@ def _raise(error):
 
 @pytest.mark.parametrize(
     "content, said",
-    [("[]", "is no JSON object, {...}, but list"), ("", "config.json' is empty"), ("{", "config.json' is not JSON")],
+    [("[]", "is no JSON object, {...}, but a list"), ("", "config.json' is empty"), ("{", "config.json' is not JSON")],
 )
 def test_a_config_that_is_none_is_told_with_the_other_arguments(tmp_path, content, said):
     """A list ended in a TypeError of the tokenizer's."""
