@@ -82,17 +82,21 @@ def _is_watched(args: TrainArguments) -> bool:
 
 
 def tell(args: TrainArguments, model: Any, seq_len: int) -> None:
-    """One line where nobody asked for eager attention and the model takes it all the same: why, and what it costs."""
+    """One line where nobody asked for an attention that costs something and the model takes it all the same: why, and what it costs."""
     taken = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if taken != "eager" or args.attn_implementation != "auto" or not ranks.is_main():
+    if taken not in ("eager", "flex_attention") or args.attn_implementation != "auto" or not ranks.is_main():
         return
     why = left_out(type(model), model.config)
+    given = f"{type(model).__name__} gives it {why}, which sdpa and flash kernels here would leave out"
+    if taken == "flex_attention":
+        logger.info(
+            "attention: flex_attention, since %s. It is compiled for the model: the first step takes some 25 s more, and one of the next as long "
+            "where packed rows come after whole ones",
+            given,
+        )
+        return
     logger.warning(
         "attention: eager, since %s. Right, but slower than fused kernels, and each layer holds %d x %d scores for each head and row (the "
-        "plan counts them)%s",
-        f"{type(model).__name__} gives it {why}, which sdpa and flash kernels here would leave out" if why
-        else f"transformers has no other for {type(model).__name__}",
-        seq_len, seq_len,
-        "; --attn_implementation flex_attention compiles a kernel without them, on a GPU"
-        if getattr(model, "_supports_flex_attn", False) and torch.cuda.is_available() else "",
+        "plan counts them)",
+        given if why else f"transformers has no other for {type(model).__name__}", seq_len, seq_len,
     )  # fmt: skip

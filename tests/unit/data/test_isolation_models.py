@@ -168,6 +168,13 @@ def test_caps_are_kept_whatever_the_class_says_of_sdpa(monkeypatch):
     assert attention.choose(_arguments(), config) == VARLEN
 
 
+def test_a_wait_for_compiled_kernels_is_told(caplog):
+    config = AutoConfig.for_model("gemma2", **SHAPE, head_dim=8, attn_implementation="flex_attention")
+    with caplog.at_level("INFO"):
+        attention.tell(_arguments(), Gemma2ForCausalLM(config), 128)
+    assert "attention: flex_attention, since Gemma2ForCausalLM gives it a cap" in caplog.text and "25 s more" in caplog.text
+
+
 @pytest.mark.parametrize("packing", ["isolated", "none"])
 def test_gemma2_as_built_by_default_is_plain_transformers_eager(monkeypatch, caplog, packing):
     monkeypatch.setattr(Gemma2ForCausalLM, "_supports_sdpa", True)
