@@ -175,7 +175,7 @@ def experts_forward(
         [tokens, width], what transformers' own implementations compute up to rounding.
     """
     first = self.gate_up_proj if self.has_gate else self.up_proj
-    if _why_not(self, hidden_states, first):
+    if _is_for_transformers(self, hidden_states, first):
         return _interface().grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     at = routes(top_k_index.to(torch.int64), self.num_experts)
     share = top_k_weights.flatten().index_select(0, at.order)
@@ -193,11 +193,11 @@ def experts_forward(
     return out
 
 
-def _why_not(module: Any, hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+def _is_for_transformers(module: Any, hidden: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether only transformers' own will do: its experts are shared among ranks or end in a norm, or grouped products do not take these values."""
     more = getattr(module, "_is_expert_parallel", False) or getattr(module, "has_post_expert_norm", False)
     dtypes = (torch.bfloat16,) if hidden.is_cuda else (torch.bfloat16, torch.float32)
-    fits = hidden.dtype == weight.dtype and weight.dtype in dtypes and all(8 * (n // 8) == n for n in weight.shape[1:])
+    fits = hidden.dtype == weight.dtype and weight.dtype in dtypes and all(n % 8 == 0 for n in weight.shape[1:])
     old = hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) < (8, 0)
     return bool(more) or not fits or old or torch.compiler.is_compiling()
 

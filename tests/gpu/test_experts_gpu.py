@@ -98,6 +98,21 @@ def test_experts_in_bf16_are_as_near_to_fp32_as_the_loop(kind):
         assert error(ours[name], right) <= max(1.2 * error(theirs[name], right), 5e-3), name
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_an_expert_that_nobody_chose_has_a_gradient_of_zeros(kind):
+    """torch's grouped product makes one matrix for each expert, also of no rows."""
+    model = _model(kind, "grouped_mm", torch.bfloat16)
+    use_grouped_experts(model)
+    module = next(m for m in model.modules() if hasattr(m, "is_transposed"))
+    torch.full((2**24,), float("nan"), device="cuda")  # memory that is handed out anew without being written tells
+    hidden = torch.randn(512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    chosen = torch.tensor([0, 2], device="cuda").expand(512, 2)
+    module(hidden, chosen, torch.rand(512, 2, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    for name, one in module.named_parameters():
+        assert one.grad[[1, 3]].eq(0).all() and one.grad[[0, 2]].ne(0).any() and one.grad.isfinite().all(), name
+    assert hidden.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("policy", ["full", "selective", "attention"])
 def test_recomputed_blocks_give_the_same_bits(policy):
     found = []
