@@ -1,8 +1,8 @@
 """What ranks say to each other outside the training step: agree, fail together, wait with a limit.
 
 Every call here is collective: all ranks call it, in the same order. It runs on a gloo group of its own, so that nothing
-waits behind GPU work and a rank that is missing is noticed within `CONTROL_TIMEOUT_S`, not after NCCL's half hour. An exchange
-begins with a `header` that says which call it is of, so that ranks that came from different calls are told both.
+waits behind GPU work and a rank that is missing is noticed within `CONTROL_TIMEOUT_S`, not after NCCL's half hour. An exchange (but
+`barrier` and `max_each`, which each step has) begins with a `header` that says which call it is of, so that ranks that came from different calls are told both.
 In a single process without a process group every call is local.
 """
 
@@ -125,7 +125,7 @@ def header(
     group = control_group()
     if group is None or world_size() == 1:
         return [list(values)]
-    mine = torch.zeros(SLOTS, dtype=torch.int64)
+    mine = torch.zeros(SLOTS, dtype=torch.int64, device="cpu")  # whatever default device a script has set
     mine[:3] = torch.tensor([zlib.crc32(call.encode()), step, count])
     for i, value in enumerate(values):
         mine[3 + i] = value
@@ -142,7 +142,7 @@ def _apart(words: str, failed: Sequence[bool], group: dist.ProcessGroup) -> Rank
     """All ranks have come, from different calls: what each of them is at."""
     line = called_from()[1]
     text = f"{words}, called at {line}" if line else words
-    mine = torch.tensor(list(text.encode()[:WORDS_BYTES].ljust(WORDS_BYTES)), dtype=torch.uint8)
+    mine = torch.tensor(list(text.encode()[:WORDS_BYTES].ljust(WORDS_BYTES)), dtype=torch.uint8, device="cpu")
     rows = [torch.empty_like(mine) for _ in failed]
     dist.all_gather(rows, mine, group=group)
     by_rank = {r: bytes(row.tolist()).decode(errors="replace").rstrip() for r, row in enumerate(rows)}
@@ -170,7 +170,7 @@ def all_gather_object(value: T, what: str = "an exchange of values") -> list[T]:
     mine = pickle.dumps(value)
     with HERE.together(what):
         sizes = [size for (size,) in _enter("objects", what, (len(mine),))]
-        box = torch.zeros(max(sizes), dtype=torch.uint8)
+        box = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         box[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         boxes = [torch.empty_like(box) for _ in sizes]
         dist.all_gather(boxes, box, group=group)
@@ -185,7 +185,11 @@ def broadcast_object(value: T, what: str = "an exchange of values") -> T:
     mine = pickle.dumps(value) if is_main() else b""
     with HERE.together(what):
         sizes = _enter("an object", what, (len(mine),))
-        box = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if is_main() else torch.empty(sizes[0][0], dtype=torch.uint8)
+        box = (
+            torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            if is_main()
+            else torch.empty(sizes[0][0], dtype=torch.uint8, device="cpu")
+        )
         dist.broadcast(box, src=0, group=group)
     return value if is_main() else pickle.loads(box.numpy().data)
 

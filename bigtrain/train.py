@@ -323,6 +323,8 @@ class Run:
         if isinstance(error, UsageError) and self.engine.global_step > self.start:
             error.exit_code = BigtrainError.exit_code  # 2 says that nothing was trained
         if self.main and not self.ended:
+            self.rows.settle()
+            self.evals.settle()
             with contextlib.suppress(
                 BigtrainError, OSError
             ):  # a full disk, or a limit on open files, may be what ended the run
@@ -337,7 +339,7 @@ class Run:
 
         self.rows.settle()
         self.evals.settle()
-        rows = read_rows(self.folder.root / "metrics.jsonl")
+        rows = self.rows.rows()
         summary = summarise(rows, self.clock.totals_s, self.start)
         self.folder.update_run(summary=summary, outcome=outcome, ended=now())
         self.ended = True

@@ -32,7 +32,17 @@ def attention(cell: Cell, machine: Machine) -> plan.Attention:
     """Rows of a sweep are not packed unless told. Peers take sdpa."""
     asked = cell.arguments.get("attn_implementation", "auto" if cell.runner == "bigtrain" else "sdpa")
     kind = model_config(cell.model).get("model_type")
-    return plan.attention_of(asked, cell.told.packing, machine.device, kind, machine.transformers)
+    told, dropout = cell.told, model_config(cell.model).get("attention_dropout") or 0.0
+    return plan.attention_of(
+        asked,
+        told.packing,
+        machine.device,
+        kind,
+        machine.transformers,
+        seq_len=cell.seq_len,
+        selective=told.is_selective,
+        dropout=dropout,
+    )
 
 
 def kernels(cell: Cell, machine: Machine) -> dict[str, Any]:
@@ -51,6 +61,7 @@ def _plan_input(cell: Cell, machine: Machine, run: RunValues, **more: Any) -> Pl
     return plan.plan_input(
         model_config(cell.model),
         attention=attention(cell, machine),
+        grouped_experts=cell.runner == "bigtrain" and not cell.told.torch_compile,
         world_size=cell.num_gpus,
         gpus_per_node=cell.num_gpus,
         seq_len=cell.seq_len,

@@ -168,15 +168,11 @@ class RowLog:
         return read_rows(self.path) + _parsed(self._held)
 
     def settle(self) -> None:
-        """Write the rows that are held.
-
-        Raises:
-            BigtrainError: the system still does not take them.
-        """
+        """Write the rows that are held. How a run ended does not hang on those that the system still does not take: that is told."""
         try:
             self._hand_over()
         except OSError as error:
-            raise self._refused(error) from error
+            logger.error("%s", self._refused(error))
 
     def _refused(self, error: OSError) -> BigtrainError:
         first = next((row["step"] for row in _parsed(self._held)), "?")

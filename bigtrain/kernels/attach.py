@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -240,7 +241,10 @@ def use_liger(model: torch.nn.Module) -> LossPath:
     Returns:
         What was done, and why.
     """
+    classes = {type(module) for module in model.modules() if hasattr(module, "is_transposed")}
     path = _liger_and_loss(model)
+    for one in classes:  # liger-kernel puts its experts in their place for every later model of this process
+        setattr(sys.modules[one.__module__], one.__name__, one)
     if torch.cuda.is_available() and (count := use_grouped_experts(model)):
         log.info("%d modules of routed experts run by bigtrain's grouped products", count)
     return path

@@ -176,7 +176,7 @@ def experts_forward(
     """
     first = self.gate_up_proj if self.has_gate else self.up_proj
     if _is_for_transformers(self, hidden_states, first):
-        return _interface().grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        return _transformers_own(self, hidden_states, top_k_index, top_k_weights)
     at = routes(top_k_index.to(torch.int64), self.num_experts)
     share = top_k_weights.flatten().index_select(0, at.order)
     bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
@@ -197,7 +197,8 @@ def _is_for_transformers(module: Any, hidden: torch.Tensor, weight: torch.Tensor
     """Whether only transformers' own will do: its experts are shared among ranks or end in a norm, or grouped products do not take these values."""
     more = getattr(module, "_is_expert_parallel", False) or getattr(module, "has_post_expert_norm", False)
     dtypes = (torch.bfloat16,) if hidden.is_cuda else (torch.bfloat16, torch.float32)
-    fits = hidden.dtype == weight.dtype and weight.dtype in dtypes and all(n % 8 == 0 for n in weight.shape[1:])
+    sides = (*weight.shape[1:], *module.down_proj.shape[1:])
+    fits = hidden.dtype == weight.dtype and weight.dtype in dtypes and all(n % 8 == 0 for n in sides)
     old = hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) < (8, 0)
     return bool(more) or not fits or old or torch.compiler.is_compiling()
 
@@ -217,7 +218,11 @@ def _gate_of(module: Any) -> Any:
     gate, own = _kernels().Gate, type(module)._apply_gate
     if own is _interface()._default_apply_gate:
         return gate() if type(module.act_fn).__name__ in ("SiLU", "SiLUActivation") else None
-    if (type(module).__module__, type(module).__name__) == ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts"):
+    # Among its bases too: adapters on experts make a class of their own below it.
+    if any(
+        (c.__module__, c.__name__) == ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
+        for c in type(module).__mro__
+    ):
         return gate(float(module.alpha), float(module.limit), 1.0, True)
     return None
 
@@ -243,6 +248,8 @@ def use_grouped_experts(model: torch.nn.Module) -> int:
     if missing:
         logger.info("experts run as they are: this version of transformers lacks %s", ", ".join(missing))
         return 0
+    global _transformers_own  # by its name, as torch.compile does not trace an import
+    _transformers_own = moe.grouped_mm_experts_forward
     moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     found = [module for module in model.modules() if _is_of_interface(module)]
     for module in found:
@@ -253,11 +260,12 @@ def use_grouped_experts(model: torch.nn.Module) -> int:
 
 
 _LIGERS = "LigerExperts"
+_transformers_own: Any = None
 
 
 def _is_of_interface(module: torch.nn.Module) -> bool:
     has = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts", "config"))
     replaced = "forward" in vars(module) and module._get_name() != _LIGERS
-    if not has or replaced or not type(module).__module__.startswith("transformers."):
+    if not has or replaced or not any(c.__module__.startswith("transformers.") for c in type(module).__mro__):
         return False
     return getattr(module.config, "_experts_implementation", None) in ("grouped_mm", NAME)

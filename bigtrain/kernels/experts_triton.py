@@ -36,6 +36,12 @@ def _sum_kernel(rows_ptr, place_ptr, out_ptr, WIDTH: tl.constexpr, K: tl.constex
 
 
 @triton.jit
+def _at_most(x, LIMIT: tl.constexpr):
+    """A NaN stays one, as in torch's clamp: `tl.minimum` would make it the limit, and a broken weight would go unnoticed."""
+    return tl.where(x > LIMIT, LIMIT, x)
+
+
+@triton.jit
 def _halves(given_ptr, bias_ptr, row, expert, at, inside, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, BIASED: tl.constexpr):
     """Gate and up of a row, with their bias, and where they lie in it."""
     gate_at = 2 * at if INTERLEAVED else at
@@ -60,8 +66,8 @@ def _gate_kernel(
     expert = tl.load(expert_ptr + row).to(tl.int64)
     gate, up, _, _ = _halves(given_ptr, bias_ptr, row, expert, at, inside, WIDTH, INTERLEAVED, BIASED)
     if LIMIT is not None:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        gate = _at_most(gate, LIMIT)
+        up = -_at_most(-_at_most(up, LIMIT), LIMIT)
     value = gate * tl.sigmoid(ALPHA * gate) * (up + PLUS)
     tl.store(out_ptr + row * WIDTH + at, value * tl.load(weight_ptr + row).to(tl.float32), mask=inside)
 
@@ -81,10 +87,10 @@ def _gate_backward_kernel(
     gate_passes = tl.full([BLOCK], 1.0, tl.float32)
     up_passes = tl.full([BLOCK], 1.0, tl.float32)
     if LIMIT is not None:
-        gate_passes = tl.where(gate <= LIMIT, 1.0, 0.0)
-        up_passes = tl.where((up >= -LIMIT) & (up <= LIMIT), 1.0, 0.0)
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        gate_passes = tl.where(gate > LIMIT, 0.0, 1.0)
+        up_passes = tl.where((up < -LIMIT) | (up > LIMIT), 0.0, 1.0)
+        gate = _at_most(gate, LIMIT)
+        up = -_at_most(-_at_most(up, LIMIT), LIMIT)
     sigmoid = tl.sigmoid(ALPHA * gate)
     value = gate * sigmoid
     grad = tl.load(grad_ptr + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)

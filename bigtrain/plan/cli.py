@@ -89,7 +89,7 @@ def _input(args: argparse.Namespace, config: dict[str, Any] | None, ds_config: d
         "checkpoint_blocks": None if args.blocks == AUTO else args.blocks,
         **(liger_for((config or {}).get("model_type"), args.device) if args.kernels == "liger" else {"kernels": "hf"}),
         "loss": args.loss, "device": args.device,
-        "attention": attention_of("auto", "isolated", args.device, (config or {}).get("model_type")),
+        "attention": _attention(config or {}, args, recompute),
         "micro_batch": args.micro_batch if run is None else run.micro_batch,
         "accumulation": args.accumulation if run is None else run.accumulation,
         "optimizer": (args.optim or defaults.OPTIM) if run is None else run.optim,
@@ -101,6 +101,13 @@ def _input(args: argparse.Namespace, config: dict[str, Any] | None, ds_config: d
     pairs = shapes.read_json(args.shapes, "the list of shapes") if args.shapes else None
     base = plan_input(config, shapes=pairs, ds_config=ds_config, **values)
     return _with_global_batch(base, args) if args.global_batch and not args.auto else base
+
+
+def _attention(config: Mapping[str, Any], args: argparse.Namespace, recompute: bool | None) -> str:
+    return attention_of(
+        "auto", "isolated", args.device, config.get("model_type"), seq_len=None if args.seq_len == MAX else args.seq_len,
+        selective=args.policy == "selective" and recompute is not False, dropout=config.get("attention_dropout") or 0.0,
+    )  # fmt: skip
 
 
 def _assumed(args: argparse.Namespace, base: PlanInput, resolved: Any) -> dict[str, tuple[Any, str]]:

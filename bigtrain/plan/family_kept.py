@@ -49,16 +49,37 @@ def liger_for(kind: str | None, device: str = "cuda") -> dict[str, Any]:
     return {"kernels": "liger"} if known else {"kernels": "hf", "chunks_loss": True}
 
 
-def attention_of(asked: str, packing: str, device: str, kind: str | None = None, transformers: str | None = None) -> Attention:
+# Rows of other lengths find no compiled kernel where they differ from the rows before (torch 2.11: NoValidChoicesError for 120 tokens after 256).
+_COMPILED_ROWS = 128
+
+
+def takes_compiled(seq_len: int | None, selective: bool, dropout: float) -> bool:
+    """Whether compiled attention can be taken unasked. It has no dropout, and does not run where each operator is looked at (`selective`)."""
+    return (seq_len or 0) % _COMPILED_ROWS == 0 and not selective and not dropout
+
+
+def attention_of(
+    asked: str,
+    packing: str,
+    device: str,
+    kind: str | None = None,
+    transformers: str | None = None,
+    *,
+    seq_len: int | None = None,
+    selective: bool = False,
+    dropout: float = 0.0,
+) -> Attention:
     """Of a run's flags and its model's type. On GPUs variable-length kernels are taken unasked, but for families without sdpa.
 
     Args:
         transformers: its version; None: the installed one's.
+        selective: the policy of recomputing is. dropout: in attention.
     """
     if asked == "flex_attention":
         return "flex"
     if asked == "auto" and device != "cpu" and kind in _FUSED:
-        return _FUSED[kind]
+        fused = _FUSED[kind]
+        return fused if (takes_compiled(seq_len, selective, dropout) if fused == "flex" else not dropout) else "eager"
     if asked == "eager" or (asked in ("auto", "sdpa") and (kind in _MATRIX or not _has_sdpa(kind, transformers))):
         return "eager"
     if device != "cpu" and asked != "sdpa":

@@ -314,6 +314,7 @@ def plan_input(
     shapes: Any = None,
     ds_config: Mapping[str, Any] | None = None,
     attention: Attention = "sdpa",
+    grouped_experts: bool = True,
     **values: Any,
 ) -> PlanInput:
     """Make an input from a Hugging Face config (or a list of shapes) and a ds_config.
@@ -322,6 +323,7 @@ def plan_input(
         config: parsed config.json; or None with `shapes` = [[name, [sizes...]], ...].
         ds_config: parsed DeepSpeed JSON; None: ZeRO defaults.
         attention: how the model's classes attend.
+        grouped_experts: routed experts are bigtrain's where kernels are fused on a GPU (not what peers run, nor what torch compiles).
         values: fields of `PlanInput` (`settings` overrides `ds_config`).
 
     Raises:
@@ -338,7 +340,7 @@ def plan_input(
         values.setdefault("settings", settings_from_config(ds_config, sizes.hidden))
         values = {**_run_values(ds_config), **values}
     fused = values.get("device", "cuda") == "cuda" and (values.get("kernels") == "liger" or values.get("chunks_loss"))
-    if not fused and sizes.keeps.fused_experts:  # kernels/attach.py `use_liger` puts them in
+    if not (fused and grouped_experts) and sizes.keeps.fused_experts:  # kernels/attach.py `use_liger` puts them in
         sizes = replace(sizes, keeps=replace(sizes.keeps, fused_experts=False))
     return PlanInput(parameters=parameters, geometry=sizes, **values)
 

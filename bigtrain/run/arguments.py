@@ -228,6 +228,11 @@ class TrainArguments:
         return defaults.recomputes(self.gradient_checkpointing, self.checkpointing_policy, self.checkpoint_blocks)
 
     @property
+    def is_selective(self) -> bool:
+        """Whether each operator of the recomputed blocks is looked at."""
+        return bool(self.recomputes) and self.checkpointing_policy == "selective"
+
+    @property
     def recomputed_blocks(self) -> int | None:
         """`checkpoint_blocks` as a number; None: all blocks, or not decided yet."""
         return None if self.checkpoint_blocks in (None, "auto") else int(str(self.checkpoint_blocks))

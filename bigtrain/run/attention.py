@@ -12,6 +12,7 @@ from bigtrain import data, ranks
 from bigtrain.data.isolation_choice import VARLEN
 from bigtrain.errors import UsageError
 from bigtrain.models.attention import SINKS, left_out
+from bigtrain.plan.family_kept import takes_compiled
 from bigtrain.run.arguments import TrainArguments
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def choose(args: TrainArguments, model_config: Any) -> str:
             f"--attn_implementation {asked} would leave out a part of {cls.__name__}'s attention: {beyond}. Leave the flag out, or "
             "write flex_attention, on a GPU"
         )
-    if asked == "flex_attention" and _is_watched(args):
+    if asked == "flex_attention" and args.is_selective:
         raise UsageError(
             "--attn_implementation flex_attention cannot run with --checkpointing_policy selective, which watches every operator of the "
             "recomputed blocks: take policy full"
@@ -64,21 +65,11 @@ def _takes_varlen(cls: Any, model_config: Any, has_more: bool) -> bool:
     return pluggable and not data.adds_to_masks(model_config)
 
 
-# Rows of other lengths find no kernel where they differ from the rows before (torch 2.11: NoValidChoicesError for 120 tokens after 256).
-_FLEX_BLOCK = 128
-
-
 def _takes_flex(cls: Any, model_config: Any, args: TrainArguments) -> bool:
-    """Its kernels have no dropout, and Triton makes them."""
+    """Triton makes its kernels."""
     text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
-    drops = bool(getattr(text, "attention_dropout", 0.0))
-    fits = (args.seq_len or 0) % _FLEX_BLOCK == 0 and not drops and not _is_watched(args)
+    fits = takes_compiled(args.seq_len, args.is_selective, getattr(text, "attention_dropout", 0.0) or 0.0)
     return bool(getattr(cls, "_supports_flex_attn", False)) and fits and has_triton_package()
-
-
-def _is_watched(args: TrainArguments) -> bool:
-    """Compiled kernels do not run where each operator is looked at."""
-    return bool(args.recomputes) and args.checkpointing_policy == "selective"
 
 
 def tell(args: TrainArguments, model: Any, seq_len: int) -> None:

@@ -27,9 +27,16 @@ logger = logging.getLogger(__name__)
 
 def plan_input(args: TrainArguments, model_config: Any, seq_len: int, run: RunValues, **more: Any) -> plan.PlanInput:
     """What is planned of a run: the same on every rank. `more`: other values of `plan.plan_input`."""
+    config = model_config.to_dict()
+    text = config.get("text_config") or config
+    attention = plan.attention_of(
+        args.attn_implementation, args.packing, device_type(), model_config.model_type,
+        seq_len=seq_len, selective=args.is_selective, dropout=text.get("attention_dropout") or 0.0,
+    )  # fmt: skip
     return plan.plan_input(
-        model_config.to_dict(),
-        attention=plan.attention_of(args.attn_implementation, args.packing, device_type(), model_config.model_type),
+        config,
+        attention=attention,
+        grouped_experts=not args.torch_compile,
         world_size=ranks.world_size(),
         gpus_per_node=ranks_per_host(),
         seq_len=seq_len,

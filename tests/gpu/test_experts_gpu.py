@@ -42,6 +42,23 @@ def test_the_gate_and_its_gradients(words, biased, width):
         assert (mine - theirs).norm() <= 1e-6 * theirs.norm()  # fp32: exp, and sums of a row
 
 
+def test_a_broken_weight_is_seen():
+    """A limit is no place for a NaN to hide."""
+    from bigtrain.kernels.experts_triton import Gate, gated, gated_backward
+
+    given = torch.randn(3, 48, device="cuda")
+    given[0, 0] = given[1, 1] = float("nan")
+    expert, share, grad = (
+        torch.zeros(3, device="cuda", dtype=torch.int64),
+        torch.ones(3, device="cuda"),
+        torch.ones(3, 24, device="cuda"),
+    )
+    gate = Gate(1.702, 7.0, 1.0, True)
+    found = (gated(given, None, expert, share, gate), *gated_backward(grad, given, None, expert, share, gate))
+    for one in found:
+        assert [bool(row.isnan().any()) for row in one] == [True, True, False]
+
+
 def test_rows_are_summed_in_fp32():
     from bigtrain.kernels.experts_triton import sum_rows
 

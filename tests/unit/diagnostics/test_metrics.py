@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -241,8 +242,8 @@ def test_rows_that_a_full_disk_does_not_take_are_held_for_a_while(tmp_path, monk
         "takes no rows from step 2 on: No space left"
     ) == 1
     told = r"rows from step 2 .*m\.jsonl: .*No space left on device.*--resume_from_checkpoint auto"
-    with pytest.raises(BigtrainError, match=told):
-        log.settle()
+    log.settle()  # at a run's end, whose outcome does not hang on it
+    assert re.search(told, caplog.text) and [r["step"] for r in log.rows()] == [1, 2, 3]
     full, log._file = log._file, disk
     log.write(row(4))
     assert [r["step"] for r in read_rows(log.path)] == [1, 2, 3, 4] and "takes rows again" in caplog.text

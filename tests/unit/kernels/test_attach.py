@@ -199,6 +199,7 @@ def test_a_label_that_is_no_word_is_named(label):
 
 
 _LIGER = """
+import sys
 from types import MethodType
 
 def forward(self, *_):
@@ -209,6 +210,7 @@ def apply(model):
         if type(module).__name__ == "MixtralExperts":
             module.forward = MethodType(forward, module)
             module._get_name = MethodType(lambda self: "LigerExperts", module)
+            sys.modules[type(module).__module__].MixtralExperts = None
 
 MODEL_TYPE_TO_APPLY_LIGER_FN = {"mixtral": apply, "llama": apply}
 """
@@ -232,3 +234,4 @@ def test_liger_kernels_experts_are_given_back(monkeypatch, tmp_path):
         loss = model(input_ids=IDS, labels=IDS).loss
     assert "experts.LigerExperts" not in str(model) and model.config._experts_implementation == NAME
     assert loss == pytest.approx(expected.item(), rel=1e-6)
+    assert "MixtralExperts" in str(MixtralForCausalLM(config))  # a later model's are transformers' too

@@ -59,6 +59,20 @@ def test_implementations_that_a_user_chose_are_left_alone():
     assert use_grouped_experts(model) == 0 and model.config._experts_implementation == "eager"
 
 
+def test_torch_compile_traces_transformers_own():
+    """Whole, as without bigtrain's: an import on the way, even a remembered one, is not traced."""
+    from bigtrain.kernels import experts
+
+    model = _model("mixtral", "grouped_mm")
+    use_grouped_experts(model)
+    module = next(m for m in model.modules() if hasattr(m, "is_transposed"))
+    hidden, chosen = torch.randn(16, module.hidden_dim), torch.tensor([[0, 2]] * 16)
+    expected = module(hidden, chosen, torch.rand(16, 2, generator=torch.Generator().manual_seed(0)))
+    compiled = torch.compile(experts.experts_forward, fullgraph=True, backend="eager")
+    found = compiled(module, hidden, chosen, torch.rand(16, 2, generator=torch.Generator().manual_seed(0)))
+    assert (found - expected).abs().max() <= 1e-6
+
+
 def test_the_saved_config_says_nothing_of_it(tmp_path):
     model = _model("mixtral", "grouped_mm")
     use_grouped_experts(model)

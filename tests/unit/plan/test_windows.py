@@ -91,6 +91,17 @@ def test_which_attention_a_run_takes(asked, packing, device, how):
         assert attention_of(asked, packing, device, kind) == taken
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "unfit, of", [({"seq_len": 1000}, "gemma2"), ({"selective": True}, "gemma2"), ({"dropout": 0.1}, "both")]
+)
+def test_scores_are_counted_where_a_run_takes_single_operations(kind, unfit, of):
+    """As run/attention.py `choose`: Gemma 2 2B at 4,096 tokens holds 1 GB of scores for each row and layer, which a plan left out."""
+    fused = attention_of("auto", "none", "cuda", kind, seq_len=4096)
+    taken = attention_of("auto", "none", "cuda", kind, **unfit)
+    assert fused != "eager" and taken == ("eager" if of in (kind, "both") else fused)
+
+
 @pytest.mark.parametrize(
     "version, how", [("5.17.0", "eager"), ("5.23.1", "eager"), ("5.24.0", "varlen"), ("6.0.0.dev0", "varlen")]
 )
