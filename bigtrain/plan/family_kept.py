@@ -113,7 +113,7 @@ class Keeps:
         token: whatever the widths of the block.
         activation: of the feed-forward width, beyond the activation's output; its backward makes as much as `derivative` in passing.
         router: of the residual stream's width, in a sparse block.
-        fused_experts: routed experts keep gate and up alone. own_experts, own_qk_norm: liger-kernel leaves these as they are.
+        groups_experts: bigtrain's kernels can run this family's routed experts. fused_experts: they do, and keep gate and up alone. own_experts, own_qk_norm: liger-kernel leaves these as they are.
         matrix: for each head and key, where attention is made of single operations; 0: it goes through sdpa. Beside it a forward holds
             `scores_passing` at most; `capped` of it are there because tanh keeps its own result, and `handed_on` stays until the next
             block has returned, whatever is kept.
@@ -137,6 +137,7 @@ class Keeps:
     activation: int = 2
     derivative: int = 0
     router: int = 0
+    groups_experts: bool = False
     fused_experts: bool = False
     own_experts: bool = False
     own_qk_norm: bool = False
@@ -286,7 +287,7 @@ def keeps(kind: str, c: Values, attention: Attention) -> Keeps:
     in_attention = kind != "falcon" and bool(c.get(attention_key, attention_default))
     return replace(
         found,
-        fused_experts=kind in _GROUPED_EXPERTS and activation(kind, c) in ("", "silu", "swish"),
+        groups_experts=kind in _GROUPED_EXPERTS and activation(kind, c) in ("", "silu", "swish"),
         own_experts=kind in _OWN_EXPERTS,
         own_qk_norm=kind in _OWN_QK_NORM,
         masks=masks if dropped else 0,

@@ -340,8 +340,8 @@ def plan_input(
         values.setdefault("settings", settings_from_config(ds_config, sizes.hidden))
         values = {**_run_values(ds_config), **values}
     fused = values.get("device", "cuda") == "cuda" and (values.get("kernels") == "liger" or values.get("chunks_loss"))
-    if not (fused and grouped_experts) and sizes.keeps.fused_experts:  # kernels/attach.py `use_liger` puts them in
-        sizes = replace(sizes, keeps=replace(sizes.keeps, fused_experts=False))
+    if fused and grouped_experts and sizes.keeps.groups_experts:  # kernels/attach.py `use_liger` puts them in
+        sizes = replace(sizes, keeps=replace(sizes.keeps, fused_experts=True))
     return PlanInput(parameters=parameters, geometry=sizes, **values)
 
 
