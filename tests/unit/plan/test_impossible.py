@@ -102,7 +102,7 @@ def test_a_damaged_config(text, tmp_path, capsys):
         (("--gpu_memory", 0), "0 bytes"),
         (("--host_memory", "0GiB"), "0 bytes"),
         (("--gpu_memory", "nan"), "write a number with a unit"),
-        (("--optim", ""), "an optimizer is ''"),
+        (("--optim", ""), "the value after --optim is empty"),
     ],
 )
 @pytest.mark.parametrize("how", [(), ("--auto",)])

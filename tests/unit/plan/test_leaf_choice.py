@@ -60,7 +60,8 @@ def test_whole_blocks_must_fit():
     )  # its peak is in a block, not in the head
     whole, hooked = (predict(p).gpu_need_bytes() for p in (leafed(one), one))
     assert hooked + GIB // 8 < whole
-    assert choose_leafs(one, Hardware(whole)).on
+    # At a card's limit the allocator gives pages back, and may need a little more than without one (`least_limit`).
+    assert choose_leafs(one, Hardware(whole + whole // 100)).on
     found = choose_leafs(one, Hardware((whole + hooked) // 2))
     assert not found.on and found.why.endswith("but with whole blocks it does not fit")
 
